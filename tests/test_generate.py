@@ -420,7 +420,7 @@ def test_heads_draft_the_same_after_steps_without_them(name, compiled, monkeypat
     *texts, trees = run(0)
     *same_texts, others = run(17)
     drafted = [key for key in trees if key in others and len(others[key].tokens) == 9]
-    assert same_texts == texts and len(drafted) > 12
+    assert same_texts == texts and len(drafted) > 8
     for key in drafted:
         assert others[key][:5] == trees[key][:5]
         assert others[key].probabilities == pytest.approx(trees[key].probabilities, rel=1e-3)

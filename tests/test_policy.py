@@ -99,7 +99,7 @@ def test_prices_follow_what_steps_take(toy):
     for _ in range(60):
         policy.learn_seconds(8, 0, 3 * seconds(8, 0))
     assert policy.seconds(8, 0) == pytest.approx(3 * seconds(8, 0), rel=0.05)
-    assert policy.seconds(16, 0) == pytest.approx(3 ** 0.5 * seconds(16, 0), rel=0.1)
+    assert policy.seconds(16, 0) == pytest.approx(3 ** 0.8 * seconds(16, 0), rel=0.1)
 
 
 def test_costs_on_a_gpu_are_guessed_as_they_were_measured():
