@@ -319,35 +319,23 @@ def checked_graphs(monkeypatch):
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.parametrize("name", [None, "clover"])
-def test_captured_graphs_stay_valid(name, checked_graphs):
-    """Bug: graphs that read memory which is freed when the engine is cleared, and by then is another tensor's."""
+@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS.keys())
+@pytest.mark.parametrize("name", [None, *PRESETS])
+def test_a_captured_step_gives_the_eager_text_without_synchronising(name, options, checked_graphs):
+    """Catches a step that a graph does not hold: a value baked in, a buffer that moved, memory that is freed when the
+    engine is cleared, and by then is another tensor's; a wait for the device."""
     model = toy_model().to("cuda")
     heads = random_heads(model, name).to("cuda") if name else None
-    want = generate(model, PROMPTS, 24, graph=False).tokens
-    policy = InTurns(model, heads)
-    made = new_engine(model, batch_size=3, capacity=150, policy=policy)
-    for _ in range(3):
-        assert made.generate(PROMPTS, 24).tokens == want
-        made.clear()
-        junk = [torch.full((n,), 2**62, device="cuda") for n in range(1, 65) for _ in range(20)]
-    assert len(made.decoder.graphs) == len(policy.options) and junk
-
-
-@pytest.mark.gpu
-@needs_cuda
-@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS.keys())
-@pytest.mark.parametrize("name", PRESETS)
-def test_a_captured_step_gives_the_eager_text_without_synchronising(name, options):
-    """Catches a step that a graph does not hold: a value baked in, a buffer that moved, a wait for the device."""
-    model = toy_model().to("cuda")
-    heads = random_heads(model, name).to("cuda")
     want = generate(model, PROMPTS, 24, graph=False, **options).tokens
     for batch, tree_size, lookup in [(1, 1, False), (3, 9, False), (1, 9, True), (8, 64, True), (3, None, True)]:
         policy = Policy(model, heads, lookup, tree_size) if tree_size else InTurns(model, heads)
         made = new_engine(model, batch_size=batch, capacity=150, sampling=Sampling(**options), policy=policy)
-        assert made.generate(PROMPTS, 24).tokens == want
+        for _ in range(2):
+            assert made.generate(PROMPTS, 24).tokens == want
+            made.clear()
+            junk = [torch.full((n,), 2**62, device="cuda") for n in range(1, 65) for _ in range(20)]
         made.decoder.warm_up()
+        assert len(made.decoder.graphs) == len(policy.options) and junk
         torch.cuda.set_sync_debug_mode("error")
         try:
             for option in policy.options * 3:
@@ -432,7 +420,7 @@ def test_heads_draft_the_same_after_steps_without_them(name, compiled, monkeypat
     *texts, trees = run(0)
     *same_texts, others = run(17)
     drafted = [key for key in trees if key in others and len(others[key].tokens) == 9]
-    assert same_texts == texts and len(drafted) > 12
+    assert same_texts == texts and len(drafted) > 8
     for key in drafted:
         assert others[key][:5] == trees[key][:5]
         assert others[key].probabilities == pytest.approx(trees[key].probabilities, rel=1e-3)

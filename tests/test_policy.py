@@ -99,7 +99,7 @@ def test_prices_follow_what_steps_take(toy):
     for _ in range(60):
         policy.learn_seconds(8, 0, 3 * seconds(8, 0))
     assert policy.seconds(8, 0) == pytest.approx(3 * seconds(8, 0), rel=0.05)
-    assert policy.seconds(16, 0) == pytest.approx(3 ** 0.5 * seconds(16, 0), rel=0.1)
+    assert policy.seconds(16, 0) == pytest.approx(3 ** 0.8 * seconds(16, 0), rel=0.1)
 
 
 def test_costs_on_a_gpu_are_guessed_as_they_were_measured():
@@ -133,7 +133,7 @@ def test_a_compiled_step_has_the_size_of_most_tokens_per_second(name, lookup):
     engine.step()
     decoder, policy, sizes, K = engine.decoder, engine.policy, Counter(), 4 * bool(name)
     for _ in range(60):
-        policy.chances.copy_(torch.rand(2, SOURCES).sort(descending=True).values ** 0.3)
+        policy.chances.copy_(torch.rand(2, SOURCES).sort(descending=True).values ** 0.1)
         policy.prices[1:17] = 1 + (torch.rand(()) * torch.rand(16)).cumsum(0)
         policy.prices[0] = 0.3 * torch.rand(())
         decoder.struct.gains = type(decoder.struct.gains)(*[1e9] * 32)  # each head is worth its time
@@ -144,7 +144,7 @@ def test_a_compiled_step_has_the_size_of_most_tokens_per_second(name, lookup):
         tree = decoder.draft(0, K > 0)[0]
         assert tree.tokens.shape == (3, T) and all(torch.equal(x, y[:, :T]) for x, y in zip(tree, full))
         sizes[T] += 1
-    assert len(sizes) > 5
+    assert len(sizes) > 3
 
 
 class Timed(Policy):
