@@ -290,7 +290,7 @@ def guessed_costs(model, heads):
         numbers = sum(layer.in_features * layer.out_features for layer in layers)
         numbers += (heads.config.vocabulary or model.config.vocab_size) * model.config.n_embd
     if model.device.type != "cuda":
-        return ROW["cpu"], numbers / weights, 0  # a byte each
+        return ROW["cpu"], 0.625 * numbers / weights, 0  # of 4 bits, and the scales
     seconds = lambda size, layers: size / BANDWIDTH + layers * LAUNCH_SECONDS
     plain = seconds(weights, model.config.n_layer)
     arithmetic = 2 * weights / model.dtype.itemsize / COMPUTE / plain

@@ -1295,7 +1295,7 @@ typedef struct {
     Beams beams;
     float *joint;                // [B, K, n], as tokens and parents: `select_candidates`
     int64_t *tokens, *parents, *guessed;  // guessed [M]: tokens of the beams
-    int n, M, T;                 // M: rows of the next head
+    int n, M, T, tries;          // M: rows of the next head; tries: it runs to see what it adds
     float rate, floor;           // tokens per second; that times what a node more takes
     float left, gain;            // what lookup leaves to the next head; what the last one added
 } Draft;
@@ -1409,11 +1409,12 @@ static int is_worth(Draft *d) {
     if (worth || !s->patience)
         s->patience = TRIAL;
     s->skipped = worth ? 0 : s->skipped + 1;
-    if (s->skipped < s->patience)
-        return worth;
-    s->skipped = 0;
-    s->patience *= 2;  // the augmenting blocks are to read what was decoded without them
-    return 1;
+    d->tries = s->skipped >= s->patience;
+    if (d->tries) {
+        s->skipped = 0;
+        s->patience *= 2;  // the augmenting blocks are to read what was decoded without them
+    }
+    return worth || d->tries;
 }
 
 static int augment(Step *s);
@@ -1523,7 +1524,7 @@ int step_draft(Step *s) {
             continue;
         choose_size(&d);
         float *gain = s->gains + s->depths - 1;
-        *gain += left > 0 ? 0.05f * (d.gain / left - *gain) : 0;
+        *gain += left > 0 ? (d.tries ? 0.25f : 0.05f) * (d.gain / left - *gain) : 0;
     }
     s->T = s->trees.T = d.T;
     s->P = min(s->T, 1 + max(s->K, MAX_CHAIN));
