@@ -965,6 +965,11 @@ static uint64_t splitmix64(uint64_t x) {
     return x ^ x >> 31;
 }
 
+static uint64_t noise_key(int64_t seed, int64_t sequence, int64_t position) {
+    uint64_t key = splitmix64(seed + 0x9e3779b97f4a7c15);
+    return splitmix64(splitmix64(key + sequence) + position);
+}
+
 INLINE vf gumbel(uint64_t key, vi tokens) {  // as kernels.gumbel
     vu x = (vu)tokens ^ (uint32_t)key;
     x = (x ^ x >> 16) * 0x7feb352d ^ (uint32_t)(key >> 32);
@@ -983,10 +988,8 @@ static void best_of_part(void *arguments, int unit) {
     int row = a->first + m, b = a->slots ? a->slots[row / a->T] : row / a->T;
     float temperature = a->temperature ? a->temperature[b] : 0;
     uint64_t key = 0;
-    if (temperature != 0) {
-        key = splitmix64(a->seed[b] + 0x9e3779b97f4a7c15);
-        key = splitmix64(splitmix64(key + a->sequence[b]) + a->position[row] + a->ahead);
-    }
+    if (temperature != 0)
+        key = noise_key(a->seed[b], a->sequence[b], a->position[row] + a->ahead);
     vf best = splat(-INFINITY);
     vi at = start + NUMBERS;
     for (int i = start; i < end; i += LANES) {
@@ -1073,6 +1076,8 @@ typedef struct {                 // the arguments of a row's functions
     float *logits, *logprobs;    // [CHUNK, V], [M, W]
     int64_t *proposed;           // [M, W]: tokens
     int first, W;                // the row of the first logits
+    const float *temperature;    // [M], and the noise's keys
+    const uint64_t *keys;
 } Beams;
 
 // Room for M rows in one piece of memory
@@ -1162,9 +1167,16 @@ static void keep(Entry *best, int *count, int n, Entry entry) {
 static void best_tokens_row(void *arguments, int row) {
     const Beams *a = arguments;
     int V = a->heads->rows.n, W = a->W, count = 0;
-    const float *x = a->logits + (size_t)row * V;
+    float *x = a->logits + (size_t)row * V, temperature = a->temperature[a->first + row];
     size_t out = (size_t)(a->first + row) * W;
     vf best = splat(-INFINITY), sum = {0};
+    for (int i = 0; temperature > 0 && i < V; i += LANES) {
+        vi tokens = NUMBERS + i;
+        if (a->heads->ids)
+            copy_n(&tokens, a->heads->ids + i, V - i, sizeof(int32_t));
+        vf v = load_n(x + i, V - i) + temperature * gumbel(a->keys[a->first + row], tokens);
+        copy_n(x + i, &v, V - i, sizeof *x);
+    }
     for (int i = 0; i < V; i += LANES)
         best = larger(select_lanes(NUMBERS < V - i, load_n(x + i, V - i), best), best);
     float maximum = max_lanes(best);
@@ -1295,6 +1307,8 @@ typedef struct {
     Beams beams;
     float *joint;                // [B, K, n], as tokens and parents: `select_candidates`
     int64_t *tokens, *parents, *guessed;  // guessed [M]: tokens of the beams
+    uint64_t *keys;              // [M], of the sampler's noise
+    float *temperature;          // [M]
     int n, M, T, tries;          // M: rows of the next head; tries: it runs to see what it adds
     float rate, floor;           // tokens per second; that times what a node more takes
     float left, gain;            // what lookup leaves to the next head; what the last one added
@@ -1441,6 +1455,11 @@ static void draft_depth(Draft *d) {
         d->M = B * W;
         memcpy(a->state, a->x, (size_t)d->M * C * sizeof *a->x);
     }
+    for (int m = 0; m < d->M; m++) {
+        int slot = slot_of(&s->trees, m / (d->M / B));
+        d->temperature[m] = s->temperature[slot];
+        d->keys[m] = noise_key(s->seed[slot], s->sequence[slot], s->lengths[slot] + depth + 1);
+    }
     a->head = h->heads + min(depth, h->n_weights - 1);
     run_head(a, d->guessed, d->M, threads);
     select_candidates(a->logprobs, a->proposed, B, d->M / B, W, s->K, d->n, depth, d->joint,
@@ -1454,16 +1473,19 @@ static void begin_heads(Draft *d) {
     int B = s->trees.B, C = s->heads->n_embd, W = s->W;
     d->n = min(W * W, MAX_TREE - 1);
     size_t rows = (size_t)B * W, found = (size_t)B * s->K * d->n;
-    size_t integers = rows * (1 + W) + 2 * found, logits = min(rows, CHUNK) * s->heads->rows.n;
+    size_t integers = rows * (2 + W) + 2 * found, logits = min(rows, CHUNK) * s->heads->rows.n;
     d->guessed = scratch(DRAFT, integers * sizeof *d->guessed
-                         + (logits + found + rows * (7 * C + W)) * sizeof(float));
+                         + (logits + found + rows * (7 * C + W + 1)) * sizeof(float));
     d->tokens = d->guessed + rows * (1 + W);
     d->parents = d->tokens + found;
-    d->joint = (float *)(d->parents + found);
-    d->beams = (Beams){.heads = s->heads, .W = W, .proposed = d->guessed + rows};
+    d->keys = (uint64_t *)(d->parents + found);
+    d->joint = (float *)(d->keys + rows);
+    d->beams = (Beams){.heads = s->heads, .W = W, .proposed = d->guessed + rows, .keys = d->keys};
     set_rows(&d->beams, d->joint + found, rows);
     d->beams.logprobs = d->beams.kv + rows * 2 * C;
     d->beams.logits = d->beams.logprobs + rows * W;
+    d->temperature = d->beams.logits + logits;
+    d->beams.temperature = d->temperature;
     d->M = B;
 }
 
