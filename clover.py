@@ -192,7 +192,7 @@ class DraftHeads(nn.ModuleList):
     one for all others. A backend puts one of its own in their place."""
 
     @torch.no_grad()
-    def draft(self, clover, state, root, tree_size, W):
+    def draft(self, clover, state, root, tree_size, W, sampling=None):
         """As `CloverHeads.draft`; clover: the one that these are of."""
         B, C = state.shape
         K = min(clover.config.n_draft, tree_size - 1)
@@ -205,13 +205,21 @@ class DraftHeads(nn.ModuleList):
             embedding = clover.embedding(guessed) if clover.reads_tokens else None
             states, *out = clover.draft_head(depth)(states, embedding)
             out, _ = clover.model.norm.add_and_norm(*out)  # (B, w, C)
-            logprobs, tokens = clover.model.head.topk(out.flatten(0, 1), W, clover.vocabulary)
+            noise = sampling and depth_noise(*sampling, depth, out.shape[1])
+            logprobs, tokens = clover.model.head.topk(out.flatten(0, 1), W, clover.vocabulary,
+                                                      noise)
             select_candidates(logprobs.view(B, -1, W), tokens.view(B, -1, W), candidates, depth)
             guessed = candidates.tokens[:, depth, :W]
             if clover.reads_tokens and depth < K - 1:
                 beam = candidates.parents[:, depth, :W, None].expand(B, W, C)
                 states = states.gather(1, beam)
         return candidates
+
+
+def depth_noise(temperature, seed, sequence, position, depth, w):
+    """The noise of `project_topk` for w beams of each root, which guess what follows a depth."""
+    position = (position + depth + 1)[:, None].expand(-1, w)
+    return temperature, seed, sequence, position.flatten()
 
 
 class CloverHeads(nn.Module):
@@ -317,13 +325,14 @@ class CloverHeads(nn.Module):
             outputs.append(out if residual is None else residual + out)
         return outputs
 
-    def draft(self, state, root, tree_size, beams):
+    def draft(self, state, root, tree_size, beams, sampling=None):
         """state [B, C] at the last committed position, root [B] -> the `Candidates` of a tree of
-        tree_size > 1 nodes.
+        tree_size > 1 nodes. sampling: (temperature, seed, sequence, position) of the roots, each
+        [B]: where the temperature is above 0, heads draft with the noise that will pick the token.
 
         At each depth the W beams of highest joint log-probability propose their W best tokens
         (arXiv 2406.16858, section 4). A child's joint probability is never above its parent's."""
-        return self.heads.draft(self, state, root, tree_size, beams)
+        return self.heads.draft(self, state, root, tree_size, beams, sampling)
 
     # ----------------------------------------------------------------------------------------------
     # Files

@@ -432,7 +432,11 @@ class Decoder:
             return self.root_tree, None
         candidates = chain = None
         if with_heads:
-            candidates = self.heads.draft(slots.state, slots.root, tree_size, self.beams)
+            noise = None
+            if self.sampling_mode != GREEDY:
+                noise = (slots.sampling["temperature"], slots.sampling["seed"], slots.sequence,
+                         slots.cache.lengths)
+            candidates = self.heads.draft(slots.state, slots.root, tree_size, self.beams, noise)
         if self.policy.lookup:
             n = min(tree_size - 1, MAX_CHAIN)
             chain = ngram_lookup(slots.history, slots.cache.lengths, n)

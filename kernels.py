@@ -358,15 +358,21 @@ def _load_key(seed_ptr, sequence_ptr, position_ptr, b, m):
 
 
 @triton.jit
-def _add_noise(x, temperature, low, high, tokens):
-    """x + `gumbel` of row keys (low, high) and tokens, all uint32; x alone at temperature 0."""
+def _gumbel(low, high, tokens):
+    """`gumbel` of row keys (low, high) and tokens, all uint32."""
     key = tokens ^ low
     key = (key ^ (key >> 16)) * 0x7FEB352D
     key = key ^ high
     key = (key ^ (key >> 15)) * 0x846CA68B
     key = key ^ (key >> 16)
     uniform = ((key >> 8) | 1).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
-    return tl.where(temperature > 0, x - tl.log(-tl.log(uniform)), x)
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def _add_noise(x, temperature, low, high, tokens):
+    """x + `gumbel`; x alone at temperature 0."""
+    return tl.where(temperature > 0, x + _gumbel(low, high, tokens), x)
 
 
 def gumbel(seed, sequence, position, tokens):
@@ -493,8 +499,11 @@ def _project_kernel(
             if sequence_ptr is not None:
                 ids = (first_token + token).to(tl.uint32)
                 temperature = tl.load(temperature_ptr + row // T)  # here: registers are few
-                scores /= tl.where(temperature > 0, temperature, 1.0)
-                scores = _add_noise(scores, temperature, low, high, ids[None, :])
+                if lse_ptr is not None:
+                    scores += temperature * _gumbel(low, high, ids[None, :])
+                else:
+                    scores /= tl.where(temperature > 0, temperature, 1.0)
+                    scores = _add_noise(scores, temperature, low, high, ids[None, :])
             if lse_ptr is not None:
                 new_max = tl.maximum(row_max, tl.max(scores, 1))
                 row_sum *= tl.exp(row_max - new_max)
@@ -565,23 +574,29 @@ def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, first_toke
     return tokens
 
 
-def project_topk(hidden, weight, k, vocab_ids=None):
+def project_topk(hidden, weight, k, vocab_ids=None, noise=None, first_token=0):
     """The k most likely tokens of each row and their log-probabilities, best first, of equals the
     lowest id first -> (logprobs float32 [M, k], tokens int64 [M, k]). vocab_ids: only these rows of
     the weight count, in the normalisation too; of equals the one listed first wins (FR-Spec, arXiv
-    2502.14856)."""
+    2502.14856). noise: (temperature, seed, sequence, position) of `project_sample`, whose noise is
+    added to the logits, times the temperature: what the sampler will choose is then likelier."""
     _check_head(hidden, weight)
+    if noise is not None:
+        _check_rows(hidden, *noise[2:], *noise[:2])
     V = len(weight if vocab_ids is None else vocab_ids)
     _check_tensors("vocab_ids", (V,), hidden, INT32, vocab_ids)
     _check(1 <= k <= min(V, 32), "1 <= k <= 32, and k <= V", k, V)
     if not runs_triton(hidden):
-        return project_topk_reference(hidden, weight, k, vocab_ids)
+        return project_topk_reference(hidden, weight, k, vocab_ids, noise, first_token)
     logprobs = hidden.new_empty((len(hidden), k), dtype=torch.float32)
-    return logprobs, _project_triton(hidden, weight, k, vocab_ids, logprobs)
+    noise = [None] * 4 if noise is None else [filled(x, hidden, len(noise[2])) for x in noise]
+    return logprobs, _project_triton(hidden, weight, k, vocab_ids, logprobs, first_token, noise)
 
 
-def project_topk_reference(hidden, weight, k, vocab_ids=None):
+def project_topk_reference(hidden, weight, k, vocab_ids=None, noise=None, first_token=0):
     logits = float_logits(hidden, weight, vocab_ids)
+    tokens = torch.arange(len(weight), device=hidden.device) if vocab_ids is None else vocab_ids
+    logits = with_noise(logits, noise, first_token + tokens)
     tokens = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     logprobs = logits.log_softmax(-1).gather(1, tokens)
     return logprobs, tokens if vocab_ids is None else vocab_ids[tokens].long()
@@ -1672,6 +1687,15 @@ def filtered_sample_reference(logits, *, temperature, top_k, top_p, min_p, seed,
                               position):
     logits = filter_logits(logits, top_k, top_p, min_p, temperature)
     return gumbel_argmax(logits, 1.0 * (temperature > 0), seed, sequence, position)
+
+
+def with_noise(logits, noise, tokens):
+    """logits [M, n] + temperature * `gumbel`, as heads draft. noise: as in `project_topk`, or None;
+    tokens: int [n] or [M, n]."""
+    if noise is None:
+        return logits
+    temperature, *key = noise
+    return logits + per_row(temperature, logits) * gumbel(*key, tokens)
 
 
 def gumbel_argmax(logits, temperature, seed, sequence, position, first_token=0):

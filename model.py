@@ -333,9 +333,9 @@ class LMHead(nn.Linear):
     """The projection onto the vocabulary. Its methods take hidden states after the final norm,
     [M, C] unless they say otherwise."""
 
-    def topk(self, hidden, k, vocab_ids=None):
+    def topk(self, hidden, k, vocab_ids=None, noise=None, first_token=0):
         """As `kernels.project_topk` -> logprobs float32, tokens int64 [M, k]."""
-        return kernels.project_topk(hidden, self.weight, k, vocab_ids)
+        return kernels.project_topk(hidden, self.weight, k, vocab_ids, noise, first_token)
 
     def sample(self, hidden, temperature, seed, sequence, position, first_token=0):
         """What follows hidden [B, T, C] of tokens at position [B, T] -> tokens int64 [B, T]. The

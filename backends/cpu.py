@@ -37,7 +37,7 @@ from clover import (
     Tree,
 )
 from generate import FILTERED, MAX_CHAIN, Accepted, Decoder
-from kernels import filled, filter_logits, runs_triton
+from kernels import filled, filter_logits, runs_triton, with_noise
 from model import Blocks, InputError, KVCache, LMHead, atomic_write, expect, warn
 
 LANES = 16      # outputs of a packed weight that stand side by side
@@ -365,12 +365,13 @@ class PackedLinear(Packed):
 class PackedLMHead(PackedLinear):
     """`model.LMHead` of such a weight, with its methods."""
 
-    def topk(self, hidden, k, vocab_ids=None):
+    def topk(self, hidden, k, vocab_ids=None, noise=None, first_token=0):
         logits = self.packed.multiply(hidden)
-        if vocab_ids is None:
-            return topk_logprobs(logits, k)
-        logprobs, columns = topk_logprobs(logits[:, vocab_ids], k)
-        return logprobs, vocab_ids[columns].long()
+        tokens = torch.arange(self.out_features) if vocab_ids is None else vocab_ids
+        if vocab_ids is not None:
+            logits = logits[:, vocab_ids]
+        logprobs, columns = topk_logprobs(with_noise(logits, noise, first_token + tokens), k)
+        return logprobs, tokens[columns].long()
 
     def logits(self, hidden):
         return self.packed.multiply(hidden)

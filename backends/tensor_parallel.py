@@ -16,7 +16,7 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import filter_logits, filtered_sample, gumbel, per_row, sum_parts
+from kernels import filter_logits, filtered_sample, gumbel, per_row, sum_parts, with_noise
 from model import Block, Blocks, InputError, LMHead, expect, pick_device
 
 TIMEOUT = timedelta(hours=24)  # of waiting for a rank; torchrun ends all when one has ended
@@ -234,7 +234,7 @@ class VocabParallelHead(nn.Module):
         """The logits of one of this rank's rows for each hidden state, float64 [M]."""
         return (hidden.double() * self.local.embedding(tokens).double()).sum(dim=-1)
 
-    def topk(self, hidden, k, vocab_ids=None):
+    def topk(self, hidden, k, vocab_ids=None, noise=None):
         """Of equal logits on two ranks, either may come first."""
         if vocab_ids not in self.local_ids:
             own = vocab_ids - self.first
@@ -244,8 +244,10 @@ class VocabParallelHead(nn.Module):
         # [M, 2, k + 1]: k logits and the log-sum-exp, over k token ids
         lists = hidden.new_full((len(hidden), 2, k + 1), -math.inf, dtype=torch.float64)
         if n:
-            logprobs, tokens = self.local.topk(hidden, n, rows)
-            lse = self.row_logits(hidden, tokens[:, 0]) - logprobs[:, 0]
+            logprobs, tokens = self.local.topk(hidden, n, rows, noise, self.first)
+            best = with_noise(self.row_logits(hidden, tokens[:, 0])[:, None], noise,
+                              tokens[:, :1] + self.first)
+            lse = best[:, 0] - logprobs[:, 0]
             lists[:, 0, :n] = logprobs + lse[:, None]
             lists[:, 0, k] = lse
             lists[:, 1, :n] = tokens + self.first
