@@ -309,7 +309,7 @@ def test_steps_in_c_are_those_of_the_decoder(shape, name, lookup, T, exact, monk
 def test_two_threads_decode_with_one_model():
     """Catches memory of cpu.c, or of the packed heads, in which one thread finds what another left."""
     model, heads = packed_toy(name="clover")
-    decode = lambda seed: generate(model, random_prompts([9, 30]), 40, heads, lookup=True, tree_size=9, temperature=0.8,
+    decode = lambda seed: generate(model, random_prompts([9, 30]), 40, heads, lookup=True, temperature=0.8,
                                    seed=seed).tokens
     want = [*map(decode, range(6))]
     with ThreadPoolExecutor(2) as pool:
@@ -516,7 +516,7 @@ def test_two_processes_may_build_at_once(tmp_path):
     assert len(list((tmp_path / "clover").iterdir())) == 1
 
 
-FUNCTIONS = "product or rounded or attention or argmax or same_bits or in_c or commit or slots"
+FUNCTIONS = "product or rounded or attention or argmax or same_bits or in_c or commit or slots or threads"
 SANITIZED = "-fsanitize=address,undefined -fno-sanitize-recover=all -g"
 
 
