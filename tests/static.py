@@ -1,6 +1,6 @@
 """What the kernels need, without a GPU.
 
-    python -m tests.static launches   # of a step, for trees of several sizes
+    python -m tests.static   # the launches of a step, for trees of several sizes
 
 Triton launches are recorded instead of run. In a step on the meta device they are counted together with the torch
 operations that are not views: a lower bound, as an operation may take several. Launches are compiled for their
@@ -29,8 +29,7 @@ import kernels
 from clover import CloverHeads
 from generate import Decoder, Policy
 from model import GPT, InputError
-from tools.errors import command
-from tools.flags import DEMO, Parser
+from tools.flags import DEMO
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_unsafe_view"}
@@ -271,13 +270,5 @@ def compile_all(target, launches):
         yield from pool.map(partial(usage, target), launches, chunksize=4)
 
 
-def main():
-    parser = Parser("What the kernels need, without a GPU.", prog="python -m tests.static")
-    parser.add_argument("table", choices=("launches",))
-    parser.parse_args()
-    print_launches()
-
-
 if __name__ == "__main__":
-    with command():
-        main()
+    print_launches()

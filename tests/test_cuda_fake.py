@@ -65,12 +65,8 @@ class Indexing(TorchFunctionMode):
         is_number = not isinstance(value, torch.Tensor)
         assert not (is_number and x.is_cuda), "a number from the host, for which the GPU would wait"
         view, tensors = self.view(x, index)
-        if is_number:
-            view.fill_(value)
-        elif tensors:
-            torch.ops.aten.index_put_(view, tensors, value)
-        else:
-            self.copy(view, value)
+        assert not tensors
+        view.fill_(value) if is_number else self.copy(view, value)
 
     def copy(self, x, value, non_blocking=False):
         value.expand(x.shape)  # raises if it does not fit
@@ -311,8 +307,8 @@ def start(request):
 PROMPTS = [1, 2, 3], [4], [*range(40)] * 15, [5, 6], [7] * 30
 
 
-def decode(model, heads, graph=True):
-    engine = Engine(model, policy=InTurns(model, heads), batch_size=3, capacity=700, graph=graph)
+def decode(model, heads):
+    engine = Engine(model, policy=InTurns(model, heads), batch_size=3, capacity=700)
     output = engine.generate(PROMPTS, 9)
     assert [len(tokens) for tokens in output.tokens] == [9] * 5
     return engine
@@ -336,12 +332,6 @@ def test_every_model_decodes_on_a_fake_gpu(name, dtype, kind, switches, start, p
     shown = []
     engine.generate(PROMPTS, 9, on_step=shown.append, with_trees=True)  # a graph's trees are copied, too
     assert all(len(column) == step.tree_size for step in shown for column in step.tree) and len(shown) == 9 * 5
-
-
-def test_decoding_without_graphs_on_a_fake_gpu(start):
-    world, model, heads = start(kind="clover2")
-    decode(model, heads, graph=False)
-    assert not world.graphs
 
 
 def test_texts_that_sample_differently_share_a_step_on_a_fake_gpu(start):
@@ -379,19 +369,16 @@ def test_policies_are_told_what_each_step_took_on_the_device(warm, start):
         assert first == ((1 + index) / 1e3 if warm else None) and told == [(1 + index) / 1e3] * len(told) != []
 
 
-def test_the_policy_selects_among_few_sizes_on_a_fake_gpu(start, monkeypatch):
+def test_the_policy_selects_among_few_sizes_on_a_fake_gpu(start):
     """Bug: a step of any size, each of which is captured; a size that is never tried again; a wait for the tables."""
     world, model, heads = start()
     engine = Engine(model, policy=Policy(model, heads, True), batch_size=2, capacity=700)
-    copied, selected, select = [], [], engine.policy.select
-    monkeypatch.setattr(generate, "copy_to", lambda x, values: copied.append(x) or x.copy_(values, non_blocking=True))
-    monkeypatch.setattr(engine.policy, "select", lambda B: selected.append(select(B)) or selected[-1])
+    selected, select = [], engine.policy.select
+    engine.policy.select = lambda B: selected.append(select(B)) or selected[-1]
     engine.generate([[1, 2], [3]], 600)
-    options = {(T, used) for T in generate.SIZES["cuda"] for used in {T > 1, False}}
-    assert {*engine.policy.options} == options and {*selected} <= options and len(selected) == 601
+    assert {T for T, _ in engine.policy.options} == {*generate.SIZES["cuda"]} >= {T for T, _ in selected}
     assert [*engine.decoder.graphs] == [(option, GREEDY) for option in dict.fromkeys(selected)]
-    assert len(world.graphs) == len(engine.decoder.graphs) > 3
-    assert len(copied) == 600 // generate.PERIOD and all(x is engine.policy.chances for x in copied)
+    assert 3 < len(world.graphs) == len(engine.decoder.graphs)
     quickest = selected[0]  # here a graph takes longer than those before it, and nothing is accepted
     others = [i for i, option in enumerate(selected, start=1) if option != quickest and i > 50]
     assert others and {i % generate.TRIAL for i in others} == {0, 1}
@@ -422,8 +409,7 @@ def interrupt(engine):
 CHANGES = {"cleared": Engine.clear, "cancelled": cancel_all, "interrupted": interrupt,
            "an error in a step": lambda engine: fail(engine, "launch"),
            "an error in a prompt, then cleared": lambda engine: (fail(engine, "prefill"), engine.clear()),
-           "another batch": lambda engine: engine.generate([[8], [9] * 600], 20),
-           "one text": lambda engine: engine.generate([[8]], 20)}
+           "another batch": lambda engine: engine.generate([[8], [9] * 600], 20)}
 
 
 @pytest.mark.parametrize("change", CHANGES)

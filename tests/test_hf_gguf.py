@@ -268,7 +268,6 @@ def test_the_ids_of_sentencepieces_kind_are_those_of_transformers(architecture, 
     assert encoding.prefix == [1] and encoding.decode(encoding.encode(" a  b")) == " a  b"
 
 
-
 @pytest.mark.slow
 def test_the_real_file_has_the_ids_logits_and_texts_of_transformers():
     transformers = pytest.importorskip("transformers", reason="transformers is optional")
