@@ -199,13 +199,18 @@ class DraftHeads(nn.ModuleList):
         # as many for each T, so that a smaller tree is the front of a larger one; the first W of a
         # depth are the beams that go on
         candidates = Candidates.empty(root, K, min(W * W, MAX_TREE - 1))
+        noise = None
+        if sampling:
+            steps = torch.arange(1, K + 1, device=root.device).view(K, 1, 1)
+            positions = sampling[3][:, None] + steps.expand(K, 1, W)  # (K, B, W), of the guesses
         states = state[:, None]  # (B, w, C): w is 1 at the root, then W where heads read tokens
         guessed = root[:, None]  # (B, w)
         for depth in range(K):  # 0: the root's children, whose depth in the tree is 1
             embedding = clover.embedding(guessed) if clover.reads_tokens else None
             states, *out = clover.draft_head(depth)(states, embedding)
             out, _ = clover.model.norm.add_and_norm(*out)  # (B, w, C)
-            noise = sampling and depth_noise(*sampling, depth, out.shape[1])
+            if sampling:
+                noise = *sampling[:3], positions[depth, :, :out.shape[1]].reshape(-1)
             logprobs, tokens = clover.model.head.topk(out.flatten(0, 1), W, clover.vocabulary,
                                                       noise)
             select_candidates(logprobs.view(B, -1, W), tokens.view(B, -1, W), candidates, depth)
@@ -214,12 +219,6 @@ class DraftHeads(nn.ModuleList):
                 beam = candidates.parents[:, depth, :W, None].expand(B, W, C)
                 states = states.gather(1, beam)
         return candidates
-
-
-def depth_noise(temperature, seed, sequence, position, depth, w):
-    """The noise of `project_topk` for w beams of each root, which guess what follows a depth."""
-    position = (position + depth + 1)[:, None].expand(-1, w)
-    return temperature, seed, sequence, position.flatten()
 
 
 class CloverHeads(nn.Module):

@@ -188,8 +188,9 @@ class Policy:
         rates = {option: self.rate(B, *option) for option in self.options}
         best = max(rates, key=rates.get)
         if self.steps % TRIAL == 0:
-            unused = [option for option in rates if self.steps - self.last_use[option] >= TRIAL
-                      and OPTIMISM * rates[option] > rates[best]]
+            unused = [option for option in sorted(rates, key=rates.get, reverse=True)
+                      if self.steps - self.last_use[option] >= TRIAL
+                      and (OPTIMISM * rates[option] > rates[best] or option not in self.last_use)]
             self.trial = 2 * unused[:1]
         option = self.trial.pop() if self.trial else best
         self.last_use[option] = self.steps

@@ -631,15 +631,15 @@ class CompiledDecoder(Decoder):
         cache = self.slots.cache.kv
         C = self.model.config.n_embd
         ones = torch.ones(C)
-        hidden_rows = cache.new_zeros(self.batch_size, cache.shape[4], C)
-        self.tensors += ones, hidden_rows
+        self.hidden_rows = cache.new_zeros(self.batch_size, cache.shape[4], C)
+        self.tensors.append(ones)
         struct.heads = ctypes.pointer(heads.heads.struct)
         struct.state_norm = Norm(ones.data_ptr(), None, torch.finfo(torch.float32).eps)
         struct.paths = self.slot_pass(self.slots.heads_cache)
         struct.augment = getattr(heads.augment_blocks, "structs", None)
         struct.n_augment = len(heads.augment_blocks)
-        struct.hidden_rows = hidden_rows.data_ptr()
-        struct.hidden_stride = hidden_rows.stride(0)
+        struct.hidden_rows = self.hidden_rows.data_ptr()
+        struct.hidden_stride = self.hidden_rows.stride(0)
         struct.gains = (c_float * MAX_DRAFT)(*[0.5] * MAX_DRAFT)
 
     def slot_pass(self, cache):

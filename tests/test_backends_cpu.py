@@ -208,6 +208,7 @@ def filled_decoder(cls, model, heads, lookup, tree_size, lengths=(40, 13, 0, 77)
     slots.active.fill_(1)
     slots.set_sampling((SAMPLINGS * 13)[:len(lengths)])
     made.policy.chances.copy_(CHANCES)
+    made.sampling_mode = max(sampling.mode for sampling in SAMPLINGS)
     return made
 
 

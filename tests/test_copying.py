@@ -22,7 +22,7 @@ assert torch.allclose(out[b, node], want, atol=1e-5)
 """, r"torch.Size\(\[2, 4, 8, 64\]\) \[14, 15\]"),
     "model": (FOUR, "assert len(set(out.tokens[0])) > 1 and out.emitted == 40", "True 16 160"),
     "head": (FOUR, "assert type(heads.draft_head(1).mix) is Gate", r"True \d\.\d+"),
-    "family": ([*FOUR[:3], "hf", "backends"], """
+    "family": ([*FOUR, "hf", "backends"], """
 from safetensors import safe_open
 with safe_open("acme-tiny/model.safetensors", "pt") as file:
     assert {"model.final_norm.weight", "model.embeddings.weight"} <= set(file.keys())

@@ -143,7 +143,7 @@ def test_a_compiled_step_runs_the_slots_in_use(name):
             counts.append(len(engine.step()))
             assert engine.decoder.struct.trees.B == counts[-1]
             assert all(slots.setdefault(sequence, slot) == slot for slot, sequence in engine.running.items())
-        assert [sequence.tokens for sequence in sequences] == want and counts[0] == 16 and len(set(counts)) > 5
+        assert [sequence.tokens for sequence in sequences] == want and counts[0] == 16 and len(set(counts)) > 3
 
 
 def test_long_prompts_come_in_chunks_between_the_others_steps(toy, monkeypatch):

@@ -318,6 +318,22 @@ def test_project_topk_matches_float64(M, C, V, k, dtype, gathered, device):
     assert all(len(set(row)) == k for row in tokens.tolist())
 
 
+@pytest.mark.parametrize("gathered", [False, True])
+def test_project_topk_adds_the_samplers_noise(gathered, device):
+    """Bug: noise of a column, not a token id, of another row's position or sequence; greedy rows that have any."""
+    hidden, weight = torch.randn(6, 32), torch.randn(700, 32)
+    rows = torch.randperm(700)[:300].int() if gathered else torch.arange(700).int()
+    noise = (torch.tensor([0.0, 0.7, 3.0]), torch.tensor([1, 2, 3]), torch.tensor([7, 2**40, 0]),
+             torch.tensor([4, 5, 4, 9, 0, 1]))
+    scores = (hidden.double() @ weight.double().T)[:, rows.long()]
+    scores += noise[0].repeat_interleave(2)[:, None] * kernels.gumbel(*noise[1:], 1000 + rows)
+    logprobs, tokens = kernels.project_topk(hidden.to(device), weight.to(device), 5, rows.to(device) if gathered else None,
+                                            [x.to(device) for x in noise], first_token=1000)
+    want = scores.log_softmax(-1).topk(5)
+    assert torch.equal(tokens.cpu(), rows.long()[want.indices])
+    assert torch.allclose(logprobs.cpu().double(), want.values, atol=1e-4)
+
+
 @pytest.mark.parametrize("order", ["ascending", "shuffled"])
 @pytest.mark.parametrize("V, k", [(200, 32), (1500, 3)])
 def test_projections_give_equals_to_the_first(V, k, order, device):
