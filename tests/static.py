@@ -165,6 +165,8 @@ def arguments(name, dtype=BF16, present="", aligned=True, device="meta", **given
         if argument in ("k_cache", "v_cache", "weight") and not aligned:
             x = x.new_empty(*shape[:-2], shape[-1], shape[-2] + 1).mT[..., :-1, :]
         made[argument] = None if spec.endswith("?") and argument not in present.split() else x
+    if "noise" in present.split():
+        made["noise"] = [torch.zeros(scope["M"], dtype=dtype, device=device) for dtype in (FP32, *[torch.int64] * 3)]
     if name in ("select_candidates", "best_tree") and "candidates" not in given:
         root = torch.zeros(scope["B"], dtype=torch.int64, device=device)
         candidates = kernels.Candidates.empty(root, scope["K"], scope["n"])
@@ -197,7 +199,7 @@ GATE = dict(  # every shape class that kernels.py chooses, a list for alternativ
         dict(M=[8, 512], temperature=0.0)],
     project_topk=[
         dict(M=ROWS, k=[8, 32], V=[8192, 32000], n=8192, present=["", "vocab_ids"]), dict(M=8, k=1),
-        dict(M=8, C=4112),  # masked channels
+        dict(M=8, C=4112), dict(M=ROWS, k=8, n=8192, present="vocab_ids noise"),  # masked channels; sampled drafts
         dict(M=ROWS, k=32, dtype=FP32), dict(M=ROWS, k=32, aligned=False),
         dict(M=8, k=[1, 32], V=128256, multiprocessors=[1, 4, 16, 256])],  # how many lists to merge
     commit_path=[dict(P=64, D=256, dtype=[BF16, FP32])],
