@@ -160,20 +160,25 @@ class Policy:
         self.looks = {with_heads: [2] * MAX_TREE for with_heads in self.means}  # at each rank
         self.costs = guessed_costs(model, self.heads)
         self.unit = None           # seconds of a cost of 1: other work slows down all sizes
-        self.log_ratio = Counter() # of a duration to its guessed cost, by `bucket` of rows
+        self.log_costs = [0.0, 0.0]  # corrections of the costs of a row and of a head
+        self.shares = [(0.0, 0.02)] * 2  # mean and spread of their shares of a step
+        self.log_ratio = Counter() # of a duration to this cost, by `bucket` of rows
         self.prices = torch.full((MAX_TREE + 1,), math.inf)  # [T]: seconds of T nodes, [0]: a head
         self.priced = 0            # the number of sequences that they are of
         self.steps = 0
         self.last_use = Counter()
         self.trial = []            # options of the next steps, in the place of the best
 
+    def parts(self, rows, depths):
+        """What the further rows of a step and its heads take, relative to a step of one row."""
+        row, head, arithmetic = self.costs
+        more = max(row * math.exp(self.log_costs[0]) * (rows - 1), arithmetic * rows - 1)
+        return more, head * math.exp(self.log_costs[1]) * (1 + depths) * (depths > 0)
+
     def seconds(self, rows, depths):
         """Of a step of B * T = rows, in which heads draft to this depth."""
-        row, head, arithmetic = self.costs
-        cost = max(1 + row * (rows - 1), arithmetic * rows) * math.exp(self.log_ratio[bucket(rows)])
-        if depths:
-            cost += head * (1 + depths) * math.exp(self.log_ratio["heads"])
-        return (self.unit or 1.0) * cost
+        more, heads = self.parts(rows, depths)
+        return (self.unit or 1.0) * ((1 + more) * math.exp(self.log_ratio[bucket(rows)]) + heads)
 
     def select(self, B):
         """(T, whether heads draft) for the next step of B sequences. T = 0: the step chooses T and
@@ -227,16 +232,20 @@ class Policy:
             means[i] += (hits[i + 1] / len(results) - means[i]) / looks[i]
 
     def learn_seconds(self, rows, depths, seconds):
-        """Most of a surprise says something of the machine, a fifth of these rows and heads."""
+        """A regression step by step: what all steps have in common is the machine's speed, what
+        goes with the share of further rows, or of heads, is their cost; the rest is the size's."""
         if self.unit is None:
             self.unit = seconds / self.seconds(rows, depths)
         surprise = math.log(seconds / self.seconds(rows, depths))
         change = PACE * max(min(surprise, 0.3), -0.3)  # one slow step says little
+        parts = self.parts(rows, depths)
+        for i, part in enumerate(parts):
+            mean, spread = self.shares[i]
+            off = part / (1 + sum(parts)) - mean
+            self.shares[i] = mean + off / MEMORY[1], spread + (off * off - spread) / MEMORY[1]
+            self.log_costs[i] += change * off / (4 * spread + 0.04)
         self.unit *= math.exp(change)
-        for step in range(-3, 4):  # near row counts take about as long
-            self.log_ratio[bucket(rows) + step] += change / 4 * 0.5 ** abs(step)
-        if depths:
-            self.log_ratio["heads"] += change / 4
+        self.log_ratio[bucket(rows)] += change / 8
 
     def learn_chances(self, counts):
         """Makes `chances` from `counts`, of which `seen` are known already."""

@@ -2,6 +2,7 @@
 
 import json
 from collections import Counter
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -99,7 +100,7 @@ def test_prices_follow_what_steps_take(toy):
     for _ in range(60):
         policy.learn_seconds(8, 0, 3 * seconds(8, 0))
     assert policy.seconds(8, 0) == pytest.approx(3 * seconds(8, 0), rel=0.05)
-    assert policy.seconds(16, 0) == pytest.approx(3 ** 0.8 * seconds(16, 0), rel=0.1)
+    assert policy.seconds(16, 0) == pytest.approx(3 * seconds(16, 0), rel=0.2)
 
 
 def test_costs_on_a_gpu_are_guessed_as_they_were_measured():
@@ -110,7 +111,8 @@ def test_costs_on_a_gpu_are_guessed_as_they_were_measured():
     model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, config=base, group=None,
                             weight_bytes=lambda: 16e9)
     heads = SimpleNamespace(config=CloverConfig(vocabulary=8192), draft_head=lambda i: head)
-    policy = SimpleNamespace(costs=guessed_costs(model, heads), unit=None, log_ratio=Counter())
+    policy = SimpleNamespace(costs=guessed_costs(model, heads), unit=None, log_ratio=Counter(), log_costs=[0.0, 0.0])
+    policy.parts = partial(Policy.parts, policy)
     rows = [json.loads(line) for line in RECORD.read_text().splitlines()]
     rows = [row for row in rows if row["part"] == "steps" and row.get("prefix") == 256][:10]  # the greedy ones
     for row in rows:
