@@ -29,15 +29,7 @@ from typing import NamedTuple
 import torch
 
 from clover import DEFAULT_BEAMS, MAX_BEAMS, Tree, root_tree
-from kernels import (
-    BINS,
-    HAS_TRITON,
-    SOURCES,
-    accept_path,
-    best_tree,
-    commit_path,
-    ngram_lookup,
-)
+from kernels import BINS, HAS_TRITON, SOURCES, accept_path, best_tree, commit_path, ngram_lookup
 from model import MAX_TREE, InputError, KVCache, check, expect
 
 PREFILL_CHUNK = 512  # prompt tokens per pass, which bounds its memory, and between two steps
@@ -133,7 +125,6 @@ class Policy:
     often heads' nodes of a joint log-probability, and lookup's of a match's length, were accepted,
     counted in every step. A CPU's kernels choose T inside a step, by its own nodes. Elsewhere T is
     chosen before it, by means over earlier steps of how often the n-th likeliest node was accepted.
-    Seconds are guessed, corrected by each step, and follow the machine's present speed.
 
     tree_size may be set between steps, to no more than it was made for: 1 is plain decoding."""
 
@@ -158,27 +149,12 @@ class Policy:
         self.means = {with_heads: [0.5 * rank ** -1.4 for rank in range(1, MAX_TREE)]
                       for with_heads in (False, True)}
         self.looks = {with_heads: [2] * MAX_TREE for with_heads in self.means}  # at each rank
-        self.costs = guessed_costs(model, self.heads)
-        self.unit = None           # seconds of a cost of 1: other work slows down all sizes
-        self.log_costs = [0.0, 0.0]  # corrections of the costs of a row and of a head
-        self.shares = [(0.0, 0.02)] * 2  # mean and spread of their shares of a step
-        self.log_ratio = Counter() # of a duration to this cost, by `bucket` of rows
+        self.durations = Durations(*guessed_costs(model, self.heads))
         self.prices = torch.full((MAX_TREE + 1,), math.inf)  # [T]: seconds of T nodes, [0]: a head
         self.priced = 0            # the number of sequences that they are of
         self.steps = 0
         self.last_use = Counter()
         self.trial = []            # options of the next steps, in the place of the best
-
-    def parts(self, rows, depths):
-        """What the further rows of a step and its heads take, relative to a step of one row."""
-        row, head, arithmetic = self.costs
-        more = max(row * math.exp(self.log_costs[0]) * (rows - 1), arithmetic * rows - 1)
-        return more, head * math.exp(self.log_costs[1]) * (1 + depths) * (depths > 0)
-
-    def seconds(self, rows, depths):
-        """Of a step of B * T = rows, in which heads draft to this depth."""
-        more, heads = self.parts(rows, depths)
-        return (self.unit or 1.0) * ((1 + more) * math.exp(self.log_ratio[bucket(rows)]) + heads)
 
     def select(self, B):
         """(T, whether heads draft) for the next step of B sequences. T = 0: the step chooses T and
@@ -203,13 +179,14 @@ class Policy:
 
     def set_prices(self, B):
         self.priced = B
-        self.prices[0] = (self.seconds(B, 1) - self.seconds(B, 0)) / 2
-        seconds = [self.seconds(B * T, 0) for T in range(1, LARGEST + 1)]
+        self.prices[0] = (self.durations.seconds(B, 1) - self.durations.seconds(B, 0)) / 2
+        seconds = [self.durations.seconds(B * T, 0) for T in range(1, LARGEST + 1)]
         self.prices[1:LARGEST + 1] = torch.tensor(seconds).cummax(0).values
 
     def rate(self, B, T, with_heads):
         depths = min(self.depth, T - 1) if with_heads else 0
-        return (1 + sum(self.means[with_heads][:T - 1])) / self.seconds(B * T, depths)
+        tokens = 1 + sum(self.means[with_heads][:T - 1])
+        return tokens / self.durations.seconds(B * T, depths)
 
     def update(self, step, results):
         """Learns from a step that `Decoder.launch` waited for, and its `StepResult`s."""
@@ -219,7 +196,7 @@ class Policy:
         if self.group:  # all ranks see the same tokens, but clocks of their own
             seconds = self.group.broadcast(seconds) if self.steps % PERIOD == 0 else None
         if seconds:
-            self.learn_seconds(step.B * step.tree_size, step.depths, seconds)
+            self.durations.learn(step.B * step.tree_size, step.depths, seconds)
         if step.counts is not None:
             self.learn_chances(step.counts)
         if self.chooses_inside:
@@ -230,22 +207,6 @@ class Policy:
         for i in range(step.tree_size - 1):
             looks[i] = min(looks[i] + 1, MEMORY[1])
             means[i] += (hits[i + 1] / len(results) - means[i]) / looks[i]
-
-    def learn_seconds(self, rows, depths, seconds):
-        """A regression step by step: what all steps have in common is the machine's speed, what
-        goes with the share of further rows, or of heads, is their cost; the rest is the size's."""
-        if self.unit is None:
-            self.unit = seconds / self.seconds(rows, depths)
-        surprise = math.log(seconds / self.seconds(rows, depths))
-        change = PACE * max(min(surprise, 0.3), -0.3)  # one slow step says little
-        parts = self.parts(rows, depths)
-        for i, part in enumerate(parts):
-            mean, spread = self.shares[i]
-            off = part / (1 + sum(parts)) - mean
-            self.shares[i] = mean + off / MEMORY[1], spread + (off * off - spread) / MEMORY[1]
-            self.log_costs[i] += change * off / (4 * spread + 0.04)
-        self.unit *= math.exp(change)
-        self.log_ratio[bucket(rows)] += change / 8
 
     def learn_chances(self, counts):
         """Makes `chances` from `counts`, of which `seen` are known already."""
@@ -286,6 +247,47 @@ def known_counts(heads):
     if heads and (tables := heads.info.get("acceptance")):
         counts[:, :BINS] += torch.tensor([tables["greedy"], tables["sampled"]])
     return counts
+
+
+class Durations:
+    """Seconds of a step of B * T = rows, in which heads draft to some depth: guessed from what a
+    further row, a draft head, and the arithmetic of a row take relative to a plain step, and
+    learnt from every step.
+
+    It is a regression, step by step: what all steps have in common is the machine's present speed,
+    what goes with the share of further rows, or of heads, is their cost; the rest is the size's."""
+
+    def __init__(self, row, head, arithmetic):
+        self.costs = row, head
+        self.arithmetic = arithmetic
+        self.unit = None             # seconds of a plain step of one sequence
+        self.log_costs = [0.0, 0.0]  # corrections of the costs
+        self.shares = [(0.0, 0.02)] * 2  # mean and spread of their shares of a step
+        self.log_ratio = Counter()   # of a duration to what the costs say, by `bucket` of rows
+
+    def parts(self, rows, depths):
+        """What the further rows and the heads take, relative to a step of one row."""
+        row, head = (cost * math.exp(log) for cost, log in zip(self.costs, self.log_costs))
+        more = max(row * (rows - 1), self.arithmetic * rows - 1)
+        return more, head * (1 + depths) * (depths > 0)  # 1: the augmenting block
+
+    def seconds(self, rows, depths):
+        more, heads = self.parts(rows, depths)
+        return (self.unit or 1.0) * ((1 + more) * math.exp(self.log_ratio[bucket(rows)]) + heads)
+
+    def learn(self, rows, depths, seconds):
+        if self.unit is None:
+            self.unit = seconds / self.seconds(rows, depths)
+        surprise = math.log(seconds / self.seconds(rows, depths))
+        change = PACE * max(min(surprise, 0.3), -0.3)  # one slow step says little
+        parts = self.parts(rows, depths)
+        for i, part in enumerate(parts):
+            mean, spread = self.shares[i]
+            off = part / (1 + sum(parts)) - mean
+            self.shares[i] = mean + off / MEMORY[1], spread + (off * off - spread) / MEMORY[1]
+            self.log_costs[i] += change * off / (4 * spread + 0.04)
+        self.unit *= math.exp(change)
+        self.log_ratio[bucket(rows)] += change / 8
 
 
 def guessed_costs(model, heads):

@@ -19,7 +19,7 @@ from contextlib import suppress
 from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import lru_cache, partial
 from pathlib import Path
-from typing import NamedTuple
+from types import SimpleNamespace
 
 import torch
 import torch.nn as nn
@@ -51,7 +51,6 @@ PROJECTORS = ResBlock, Projector
 CHUNK = 2**26   # bytes of memory that are asked for at once
 FREE = [torch.empty(0, dtype=torch.uint8)]  # what is left of the last chunk
 FREE_LOCK = threading.Lock()
-NO_TABLES = None, None, None
 THREADS = []    # how many cpu.c uses, inside of `kernel_threads`
 FEWER = 1.15    # more threads are used where they are quicker by this factor
 BUDGET = 0.25   # seconds for choosing threads
@@ -370,7 +369,8 @@ class PackedLMHead(PackedLinear):
         tokens = torch.arange(self.out_features) if vocab_ids is None else vocab_ids
         if vocab_ids is not None:
             logits = logits[:, vocab_ids]
-        logprobs, columns = topk_logprobs(with_noise(logits, noise, first_token + tokens), k)
+        logits = with_noise(logits, noise, first_token + tokens)
+        logprobs, columns = logits.log_softmax(-1).topk(k)
         return logprobs, tokens[columns].long()
 
     def logits(self, hidden):
@@ -421,18 +421,6 @@ def argmax(logits, temperature, seed, sequence, position, first_token=0):
     rows = temperature, seed, sequence, position, out
     library().argmax(logits.data_ptr(), M, V, M // B, first_token, *map(pointer, rows), threads())
     return out
-
-
-def topk_logprobs(logits, k):
-    """The k largest of logits [M, V], best first, of equals the first -> (logprobs float32 [M, k],
-    columns int64 [M, k])."""
-    # topk promises no order among equals; the (k + 1)st shows if an equal of the k-th is left out
-    values, columns = logits.topk(min(k + 1, logits.shape[1]))
-    if (values[:, 1:] == values[:, :-1]).any():
-        columns = logits.sort(dim=-1, descending=True, stable=True).indices
-    columns = columns[:, :k]
-    logprobs = logits.log_softmax(-1)  # takes a quarter of the time of logsumexp
-    return logprobs.gather(1, columns), columns
 
 
 # --------------------------------------------------------------------------------------------------
@@ -593,7 +581,7 @@ class CompiledDecoder(Decoder):
             normed=torch.zeros(rows * model.config.n_embd))
         if model.dtype == torch.bfloat16:
             self.results["hidden"] = torch.zeros_like(self.results["x"], dtype=model.dtype)
-        self.views = {}    # (B, T) -> `StepViews` of the results
+        self.views = {}    # (B, T) -> views of the results
         self.tensors = []  # that the struct points to
         self.embeds = isinstance(model.embed, PackedEmbedding) and model.embed_positions is None
         self.struct = self.step_struct()
@@ -674,10 +662,11 @@ class CompiledDecoder(Decoder):
         P = self.path_limit(T)
         view = lambda name, *shape: self.results[name][:math.prod(shape)].view(shape)
         C = self.model.config.n_embd
-        tree = Tree(*view("tree", 5, B, T), view("probabilities", B, T))
-        return StepViews(tree, view("positions", B, T), view("x", B, T, C), view("normed", B, T, C),
-                         view("hidden" if "hidden" in self.results else "x", B, T, C),
-                         view("target", B, T), Accepted(view("accepted", B, 3 * P + 2), P))
+        return SimpleNamespace(
+            tree=Tree(*view("tree", 5, B, T), view("probabilities", B, T)),
+            positions=view("positions", B, T), x=view("x", B, T, C), normed=view("normed", B, T, C),
+            hidden=view("hidden" if "hidden" in self.results else "x", B, T, C),
+            target=view("target", B, T), accepted=Accepted(view("accepted", B, 3 * P + 2), P))
 
     def positions(self, tree):
         return self.view.positions
@@ -724,15 +713,3 @@ class CompiledDecoder(Decoder):
     def release(self, slot, rows=0):
         super().release(slot, rows)
         self.slots.heads_cache.lengths[slot].clamp_(max=rows)
-
-
-class StepViews(NamedTuple):
-    """A step's results, as `CompiledDecoder.step_views` shapes them."""
-    tree: Tree
-    positions: torch.Tensor
-    x: torch.Tensor
-    normed: torch.Tensor
-    hidden: torch.Tensor
-    target: torch.Tensor
-    accepted: Accepted
-

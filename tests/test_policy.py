@@ -2,7 +2,6 @@
 
 import json
 from collections import Counter
-from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -11,7 +10,7 @@ import torch
 
 from clover import CloverConfig, CloverHeads, Head, preset
 from conftest import random_prompts, toy_model
-from generate import MEMORY, SIZES, Policy, Sampling, StepResult, StepRun, generate, guessed_costs
+from generate import MEMORY, SIZES, Durations, Policy, Sampling, StepResult, StepRun, generate, guessed_costs
 from kernels import BINS, SOURCES, ngram_lookup_reference
 from model import GPTConfig
 from test_clover import random_heads
@@ -92,15 +91,15 @@ def test_prices_follow_what_steps_take(toy):
     seconds = lambda rows, depths: 5e-3 * (1 + 0.2 * rows + 0.1 * (depths and 1 + depths))
     for _ in range(100):
         for T, depths in (1, 0), (2, 0), (2, 1), (8, 4), (8, 0), (16, 0):
-            policy.learn_seconds(T, depths, seconds(T, depths))
+            policy.durations.learn(T, depths, seconds(T, depths))
     policy.set_prices(1)
     for T in 1, 2, 8, 16:
         assert policy.prices[T] == pytest.approx(seconds(T, 0), rel=0.05)
     assert policy.prices[0] == pytest.approx(5e-4, rel=0.3)
     for _ in range(60):
-        policy.learn_seconds(8, 0, 3 * seconds(8, 0))
-    assert policy.seconds(8, 0) == pytest.approx(3 * seconds(8, 0), rel=0.05)
-    assert policy.seconds(16, 0) == pytest.approx(3 * seconds(16, 0), rel=0.2)
+        policy.durations.learn(8, 0, 3 * seconds(8, 0))
+    assert policy.durations.seconds(8, 0) == pytest.approx(3 * seconds(8, 0), rel=0.05)
+    assert policy.durations.seconds(16, 0) == pytest.approx(3 * seconds(16, 0), rel=0.2)
 
 
 def test_costs_on_a_gpu_are_guessed_as_they_were_measured():
@@ -111,12 +110,11 @@ def test_costs_on_a_gpu_are_guessed_as_they_were_measured():
     model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, config=base, group=None,
                             weight_bytes=lambda: 16e9)
     heads = SimpleNamespace(config=CloverConfig(vocabulary=8192), draft_head=lambda i: head)
-    policy = SimpleNamespace(costs=guessed_costs(model, heads), unit=None, log_ratio=Counter(), log_costs=[0.0, 0.0])
-    policy.parts = partial(Policy.parts, policy)
+    durations = Durations(*guessed_costs(model, heads))
     rows = [json.loads(line) for line in RECORD.read_text().splitlines()]
     rows = [row for row in rows if row["part"] == "steps" and row.get("prefix") == 256][:10]  # the greedy ones
     for row in rows:
-        guess = Policy.seconds(policy, row["batch_size"] * row["tree_size"], min(4, row["tree_size"] - 1))
+        guess = durations.seconds(row["batch_size"] * row["tree_size"], min(4, row["tree_size"] - 1))
         assert guess == pytest.approx(row["step_ms"] / rows[0]["step_ms"], rel=0.15), row
 
 
@@ -155,7 +153,8 @@ class Timed(Policy):
 
     def __init__(self, model, heads, lookup, costs):
         super().__init__(model, heads, lookup)
-        self.costs, self.used = (*costs, 0), []
+        self.durations = Durations(*costs, 0)
+        self.costs, self.used = costs, []
 
     def seconds_of(self, T, depths):
         return 1 + self.costs[0] * (T - 1) + self.costs[1] * (depths and 1 + depths)

@@ -138,17 +138,17 @@ def statistics(output):
 def explain(engine, output):
     """The lines of --explain: who guessed, what the policy chose from, and where time goes."""
     decoder, policy, B = engine.decoder, engine.policy, engine.decoder.batch_size
+    seconds = policy.durations.seconds
     yield f"batch size {B}, on {decoder.device}, {torch.get_num_threads()} threads"
     yield statistics(output)
-    if policy.unit:  # else no step has told it the machine's speed
+    if policy.durations.unit:  # else no step has told it the machine's speed
         yield f"\n{'nodes T':<12}{'share of steps':>16}{'tokens per step':>17}{'expected ms':>13}"
         for T in sorted({2**i for i in range(policy.largest.bit_length())} | set(output.sizes)):
             steps, tokens = output.sizes.get(T, (0, 0))
             yield (f"{T:<12}{steps / output.steps:>16.0%}{tokens / max(steps, 1):>17.2f}"
-                   f"{1e3 * policy.seconds(B * T, 0):>13.2f}")
-    if policy.unit and policy.heads:
-        head = (policy.seconds(B, 1) - policy.seconds(B, 0)) / 2  # and once the augmenting block
-        yield f"{'a head':<45}{1e3 * head:>13.2f}"
+                   f"{1e3 * seconds(B * T, 0):>13.2f}")
+    if policy.durations.unit and policy.heads:  # and the augmenting block, once
+        yield f"{'a head':<45}{1e3 * (seconds(B, 1) - seconds(B, 0)) / 2:>13.2f}"
     yield f"\n{'ms per stage':<12}" + "".join(f"{stage:>10}" for stage in STAGES)
     for T in dict.fromkeys((1, max(output.sizes, key=output.sizes.get))):  # the most used
         times = stage_times(timing_decoder(
