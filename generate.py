@@ -108,7 +108,7 @@ OPTIMISM = 1.25 # with its rate times this
 # right and proposed tokens of lookup that are assumed before any is seen, by length of the match
 LOOKUP_PRIOR = (0, 1), (0.5, 2.5), (1, 3), (1.5, 3.5), (2, 4)
 MEMORY = 256, 64  # proposed nodes of a bin, tokens of lookup by match, that the counts look back on
-ROW = dict(cpu=0.1, cuda=0.002)  # what a step takes for each further row, relative to one
+ROW = dict(cpu=0.15, cuda=0.002)  # what a step takes for each further row, relative to one
 # Of a GPU, as `bench gpu` measured them on an H100: bytes per second of a copy, FLOP per second of
 # a step of many rows, seconds of the launches of a layer, or of a draft head, in a CUDA graph
 BANDWIDTH = 3e12
@@ -264,6 +264,7 @@ class Durations:
         self.log_costs = [0.0, 0.0]  # corrections of the costs
         self.shares = [(0.0, 0.02)] * 2  # mean and spread of their shares of a step
         self.log_ratio = Counter()   # of a duration to what the costs say, by `bucket` of rows
+        self.steps = 0
 
     def parts(self, rows, depths):
         """What the further rows and the heads take, relative to a step of one row."""
@@ -279,7 +280,9 @@ class Durations:
         if self.unit is None:
             self.unit = seconds / self.seconds(rows, depths)
         surprise = math.log(seconds / self.seconds(rows, depths))
-        change = PACE * max(min(surprise, 0.3), -0.3)  # one slow step says little
+        self.steps += 1
+        pace = max(PACE, 2 / (self.steps + 5))  # the first steps count most
+        change = pace * max(min(surprise, 0.3), -0.3)  # one slow step says little
         parts = self.parts(rows, depths)
         for i, part in enumerate(parts):
             mean, spread = self.shares[i]
