@@ -17,7 +17,7 @@ import torch
 
 from backends.tensor_parallel import Group, SharedError, start
 from clover import PRESETS, CloverHeads
-from conftest import random_prompts, toy_model
+from conftest import SHAPES, random_prompts, toy_model
 from generate import generate
 from hf import checkpoint
 from model import GPT, InputError
@@ -28,8 +28,7 @@ FAMILIES = {
     "llama": dict(), "llama-untied": dict(family="llama", tied=False, qkv_bias=True, proj_bias=True, mlp_bias=True),
     "qwen2": dict(qkv_bias=True, n_kv_head=1),
     "qwen3": dict(qk_norm="head", n_kv_head=1, tied=False), "phi3": dict(tied=False),
-    "gpt2": dict(norm="layer", positions="learned", activation="gelu", gated=False, n_kv_head=4, qkv_bias=True,
-                 proj_bias=True, mlp_bias=True),
+    "gpt2": SHAPES["gpt2"],
     "baichuan": dict(positions="alibi", n_kv_head=4, tied=False, unit_head=True),
     "olmo2": dict(qk_norm="all", norm_at="after", n_kv_head=1, tied=False),
     "olmo3": dict(qk_norm="all", norm_at="after", n_kv_head=4, windows=(7, 0), tied=False),
