@@ -321,8 +321,8 @@ def test_project_topk_adds_the_samplers_noise(gathered, device):
              torch.tensor([4, 5, 4, 9, 0, 1]))
     scores = (hidden.double() @ weight.double().T)[:, rows.long()]
     scores += noise[0].repeat_interleave(2)[:, None] * kernels.gumbel(*noise[1:], 1000 + rows)
-    logprobs, tokens = kernels.project_topk(hidden.to(device), weight.to(device), 5, rows.to(device) if gathered else None,
-                                            [x.to(device) for x in noise], first_token=1000)
+    args = hidden.to(device), weight.to(device), 5, rows.to(device) if gathered else None
+    logprobs, tokens = kernels.project_topk(*args, [x.to(device) for x in noise], first_token=1000)
     want = scores.log_softmax(-1).topk(5)
     assert torch.equal(tokens.cpu(), rows.long()[want.indices])
     assert torch.allclose(logprobs.cpu().double(), want.values, atol=1e-4)
