@@ -405,16 +405,6 @@ def test_a_capture_is_in_inference_mode(world):
     assert capture(lambda: 2 * x, x.device)().is_inference() and not torch.is_inference_mode_enabled()
 
 
-def test_attention_of_whole_sequences_is_not_cudnns(start, monkeypatch):
-    """Bug: training takes cuDNN's attention, whose gradient with a mask may be NaN."""
-    world, model, heads = start(kind=None)
-    allowed = []
-    monkeypatch.setattr(models, "sdpa_kernel", lambda backends: allowed.extend(backends) or contextlib.nullcontext())
-    with torch.no_grad():
-        model(torch.zeros(1, 8, dtype=torch.int64, device="cuda"))
-    assert allowed and torch.nn.attention.SDPBackend.CUDNN_ATTENTION not in allowed
-
-
 class Products(TorchDispatchMode):
     """The dtypes of the matrix products under autocast."""
 
@@ -430,9 +420,12 @@ class Products(TorchDispatchMode):
 
 @pytest.mark.parametrize("name, kind, objective", [
     ("llama", "clover", "distill"), ("alibi", "clover2", "data"), ("gpt2", "hydra", "distill")])
-def test_losses_of_training_on_a_fake_gpu(name, kind, objective, start):
-    """Bug: a mask on the CPU, a loss that is read back, products in float32, sums in bfloat16. Without the gradient."""
+def test_losses_of_training_on_a_fake_gpu(name, kind, objective, start, monkeypatch):
+    """Bug: a mask on the CPU, a loss that is read back, products in float32, sums in bfloat16; cuDNN's attention, whose
+    gradient with a mask may be NaN. Without the gradient."""
     world, model, heads = start(name, kind, FP32)
+    allowed = []
+    monkeypatch.setattr(models, "sdpa_kernel", lambda backends: allowed.extend(backends) or contextlib.nullcontext())
     # autocast changes its float32 to bfloat16, of which the fake one knows nothing
     attention = patch.object(F, "scaled_dot_product_attention", lambda q, *_, **__: q.bfloat16())
     with (patch.object(torch.cuda, "is_available", lambda: True), attention, torch.no_grad(), Products() as products,
@@ -442,6 +435,7 @@ def test_losses_of_training_on_a_fake_gpu(name, kind, objective, start):
         total, accuracies = Run.losses(run, ids, ids.bool(), ids, None)
     assert total.shape == accuracies.shape == (heads.config.n_draft,)
     assert total.dtype == FP32 and total.is_cuda and products.dtypes == {BF16}
+    assert allowed and torch.nn.attention.SDPBackend.CUDNN_ATTENTION not in allowed
 
 
 # ---------------------------------------------------------------------------------------------------------------------
