@@ -1,12 +1,14 @@
 """Small models that the tests make for themselves."""
 
 import json
+import shutil
 
 import pytest
 import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
+from clover import PRESETS, CloverHeads
 from model import GPT, GPTConfig, InputError
 from training.corpus import builtin_corpus
 
@@ -61,6 +63,13 @@ def edit_weights(path, change, name="model.safetensors"):
     save_file({name: x.contiguous() for name, x in tensors.items()}, path / name)
 
 
+def edit_json(file, part=None, **changes):
+    """Changes values of a file's object, or of a part of it."""
+    record = json.loads(file.read_text())
+    (record[part] if part else record).update(changes)
+    file.write_text(json.dumps(record))
+
+
 @pytest.fixture
 def prefilled(monkeypatch):
     """The (rows, tokens) of each call of GPT.prefill."""
@@ -91,6 +100,15 @@ def checkpoint(tmp_path_factory):
     path = tmp_path_factory.mktemp("checkpoint")
     toy_model(vocab_size=258, block_size=128).save_pretrained(path)
     write_tokenizer(path)
+    return path
+
+
+@pytest.fixture(scope="session")
+def folder(checkpoint, tmp_path_factory):
+    """A copy of the checkpoint with Clover heads beside it."""
+    path = shutil.copytree(checkpoint, tmp_path_factory.mktemp("heads") / "checkpoint")
+    model = GPT.from_pretrained(path, device="cpu", packed=False)
+    CloverHeads(PRESETS["clover"], model).save_pretrained(path / "clover")
     return path
 
 

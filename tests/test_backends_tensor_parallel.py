@@ -17,10 +17,10 @@ import torch
 
 from backends.tensor_parallel import Group, SharedError, start
 from clover import PRESETS, CloverHeads
-from conftest import random_prompts, toy_model
+from conftest import SHAPES, edit_weights, random_prompts, toy_model
 from generate import generate
 from hf import checkpoint
-from model import GPT, InputError
+from model import InputError
 from tools.errors import command
 
 ROOT = Path(__file__).parent.parent
@@ -28,8 +28,7 @@ FAMILIES = {
     "llama": dict(), "llama-untied": dict(family="llama", tied=False, qkv_bias=True, proj_bias=True, mlp_bias=True),
     "qwen2": dict(qkv_bias=True, n_kv_head=1),
     "qwen3": dict(qk_norm="head", n_kv_head=1, tied=False), "phi3": dict(tied=False),
-    "gpt2": dict(norm="layer", positions="learned", activation="gelu", gated=False, n_kv_head=4, qkv_bias=True,
-                 proj_bias=True, mlp_bias=True),
+    "gpt2": SHAPES["gpt2"],
     "baichuan": dict(positions="alibi", n_kv_head=4, tied=False, unit_head=True),
     "olmo2": dict(qk_norm="all", norm_at="after", n_kv_head=1, tied=False),
     "olmo3": dict(qk_norm="all", norm_at="after", n_kv_head=4, windows=(7, 0), tied=False),
@@ -82,7 +81,7 @@ def texts(folder, group):
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
+def families(tmp_path_factory):
     """Folders of random models of every family, with heads that draft among half of the vocabulary."""
     root = tmp_path_factory.mktemp("families")
     for i, (name, flags) in enumerate(FAMILIES.items()):
@@ -96,12 +95,12 @@ def folder(tmp_path_factory):
 
 @pytest.mark.parametrize("size, missing", [
     (2, ""), (2, "all_gather_single"), pytest.param(4, "", marks=pytest.mark.slow)], ids=["2", "torch-2.11", "4"])
-def test_ranks_say_what_one_process_says(folder, size, missing, tmp_path, monkeypatch):
+def test_ranks_say_what_one_process_says(families, size, missing, tmp_path, monkeypatch):
     """Catches a slice that another rank has too, a bias added twice, another token's noise, other heads' slopes."""
     monkeypatch.delattr(torch.distributed, missing, raising=False)
-    decode = lambda rank: print(json.dumps(texts(folder, start("cpu"))))
+    decode = lambda rank: print(json.dumps(texts(families, start("cpu"))))
     said = run_ranks(tmp_path, decode, size)
-    want, (first, *others) = texts(folder, Group()), [json.loads(out) for _, out, _ in said]
+    want, (first, *others) = texts(families, Group()), [json.loads(out) for _, out, _ in said]
     assert all(other == first for other in others)
     assert {name: first[name] == tokens for name, tokens in want.items()} == dict.fromkeys(want, True)
 
@@ -131,16 +130,12 @@ def test_what_one_rank_finds_all_ranks_know(tmp_path):
 
 
 @pytest.fixture(scope="module")
-def models(checkpoint, tmp_path_factory):
+def models(folder, tmp_path_factory):
     """Where each rank has a `model` with heads of its own: a/ and b/ the same one, c/ one with other heads."""
     root = tmp_path_factory.mktemp("ranks")
     for name in "abc":
-        shutil.copytree(checkpoint, root / name / "model", ignore=shutil.ignore_patterns("clover"))
-        torch.manual_seed(0)
-        heads = CloverHeads(PRESETS["clover"], GPT.from_pretrained(root / name / "model", device="cpu", packed=False))
-        if name == "c":
-            heads.heads[0].requires_grad_(False).project.linear.weight += 1
-        heads.save_pretrained(root / name / "model" / "clover")
+        shutil.copytree(folder, root / name / "model")
+    edit_weights(root / "c/model/clover", lambda x: x["heads.0.project.linear.weight"].add_(1), "heads.safetensors")
     (root / "empty").mkdir()
     return root
 
@@ -213,10 +208,10 @@ def test_a_rank_takes_the_gpu_of_its_number(monkeypatch):
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_ranks_hold_every_weight_once(folder, name):
+def test_ranks_hold_every_weight_once(families, name):
     """Catches rows that two ranks hold without need; ones that none holds would change a text above."""
     for size in (2, 4):
-        model, *ranks = [checkpoint.read_headers(folder / name)[0] for _ in range(size + 1)]
+        model, *ranks = [checkpoint.read_headers(families / name)[0] for _ in range(size + 1)]
         for rank, part in enumerate(ranks):
             with torch.device("meta"):
                 Group(rank, size).divide(part)

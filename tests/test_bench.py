@@ -21,7 +21,7 @@ from bench import ROOT, SIZES, Measured, decoding, draw, llama_cpp, operations, 
 from bench import __main__ as bench
 from clover import PRESETS, CloverHeads, Head
 from conftest import refusal
-from generate import Decoder, Engine, generate
+from generate import Engine, generate
 from hf.families import hf_config, parse_config
 from hf.tokenizer import load_encoding
 from model import GPT, Block, InputError
@@ -159,12 +159,10 @@ def test_every_run_of_auto_starts_afresh(toy, monkeypatch):
     assert decoding.compare(runs)["auto", "auto"]["identical"] == 1.0
 
 
-def test_each_prompt_is_read_as_a_whole(toy, monkeypatch):
+def test_each_prompt_is_read_as_a_whole(toy, prefilled):
     """Bug: a prompt of which the text before has left rows in the cache, which other programs must read anew."""
-    starts, prefill = [], Decoder.prefill
-    monkeypatch.setattr(Decoder, "prefill", lambda *where: starts.append(where[-1]) or prefill(*where))
     out = decoding.decode_once(toy, [[5, 9, 2, 7, 1], [5, 9, 2, 7, 3]], 4, tree_size=1, batch_size=1)
-    assert {*starts} == {0} and (out.decoded, out.batch_steps) == (6, 6)
+    assert {*prefilled} == {(1, 4)} and (out.decoded, out.batch_steps) == (6, 6)
 
 
 class FakeServer:

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from clover import CloverHeads, describe_base, preset, state_hash
-from conftest import SHAPES, edit_weights, random_prompts, refusal, toy_model
+from conftest import SHAPES, edit_json, edit_weights, random_prompts, refusal, toy_model
 from generate import generate
 from hf.checkpoint import describe
 from hf.families import FAMILIES, GEMMA_KEYS, parse_config
@@ -210,13 +210,13 @@ def test_rope_settings_in_all_spellings(kind, tmp_path):
     nulls = ("rope_scaling", "partial_rotary_factor", "rope_theta", "attention_bias", "quantization_config")
     raw = json.loads((tmp_path / "config.json").read_text())
     assert parse_config(raw | dict.fromkeys(nulls)) == plain
-    edit_config(tmp_path, rope_parameters=ROPES[kind], rope_theta=None)
+    edit_json(tmp_path / "config.json", rope_parameters=ROPES[kind], rope_theta=None)
     want = read_config(tmp_path)
     assert want.rope_theta == ROPES[kind]["rope_theta"]
     scaling = {key: value for key, value in ROPES[kind].items() if key != "rope_theta"}
     for name in ("rope_type", "type"):
         renamed = {name if key == "rope_type" else key: value for key, value in scaling.items()}
-        edit_config(tmp_path, rope_parameters=None, rope_scaling=renamed, rope_theta=want.rope_theta)
+        edit_json(tmp_path / "config.json", rope_parameters=None, rope_scaling=renamed, rope_theta=want.rope_theta)
         assert read_config(tmp_path) == want
 
 
@@ -224,7 +224,7 @@ def test_a_scaled_rope_moves_the_contexts_end(tmp_path):
     """Catches texts longer than what a family's rotation allows, and a context that is cut for no reason."""
     def context(family, **changes):
         toy_model(family=family).save_pretrained(tmp_path)
-        edit_config(tmp_path, **changes)
+        edit_json(tmp_path / "config.json", **changes)
         return read_config(tmp_path).block_size
     assert context("mistral", sliding_window=100) == 256
     assert context("llama", rope_parameters=ROPES["yarn"]) == 256
@@ -324,11 +324,6 @@ def test_weights_that_do_not_fit_the_memory_are_refused_before_they_are_read(tmp
         GPT.from_pretrained(tmp_path, device="cpu")
 
 
-def edit_config(path, **changes):
-    raw = json.loads((path / "config.json").read_text())
-    (path / "config.json").write_text(json.dumps({k: v for k, v in (raw | changes).items() if v is not None}))
-
-
 class Code:
     def __reduce__(self):
         return print, ("code ran",)
@@ -387,7 +382,7 @@ def test_broken_and_harmful_folders_are_refused_at_once_in_one_line(case, tmp_pa
     path = tmp_path / "folder"
     toy_model().save_pretrained(path)
     breaks, says = BROKEN[case]
-    edit_config(path, **breaks) if isinstance(breaks, dict) else breaks(path)
+    edit_json(path / "config.json", **breaks) if isinstance(breaks, dict) else breaks(path)
     for call in (describe, GPT.from_pretrained):
         refusal(lambda: call(path), says)
     assert "code ran" not in capsys.readouterr().out

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from conftest import edit_weights, refusal, toy_model
+from conftest import edit_json, edit_weights, refusal, toy_model
 from hf import checkpoint
 from hf.checkpoint import describe
 from model import GPT, InputError
@@ -153,13 +153,6 @@ def test_what_transformers_reads_of_fp8(tmp_path):
         assert torch.equal(layer.mlp.down_proj.weight, block.mlp.down.weight)
 
 
-def edit_config(path, quantized=(), **changes):
-    """Changes keys of a config.json, and of its quantization_config."""
-    raw = json.loads((path / "config.json").read_text())
-    raw["quantization_config"] |= quantized
-    (path / "config.json").write_text(json.dumps(raw | changes))
-
-
 LAYER = "model.layers.0.mlp.down_proj."
 tensor = lambda part, f: lambda path: edit_weights(path, lambda x: x.update({LAYER + part: f(x[LAYER + part])}))
 BROKEN = {  # case: (kind, what breaks it, what is said)
@@ -174,7 +167,7 @@ BROKEN = {  # case: (kind, what breaks it, what is said)
     "scales that are not finite": ("awq", tensor("scales", lambda x: x * torch.inf), "not finite"),
     "other type": ("fp8", tensor("weight", lambda x: x.float()), "(fp8: 8 bits, blocks of 128"),
     "part missing": ("awq", lambda p: edit_weights(p, lambda t: t.pop(LAYER + "qzeros")), "lacks qzeros"),
-    "quantised tensors without a config": ("awq", lambda p: edit_config(p, quantization_config=None),
+    "quantised tensors without a config": ("awq", lambda p: edit_json(p / "config.json", quantization_config=None),
                                            "needs its quantization_config"),
     "config without quantised tensors": (
         "awq", lambda p: (p.parent / "plain" / "model.safetensors").rename(p / "model.safetensors"),
@@ -187,7 +180,8 @@ def test_broken_folders_are_refused_in_one_line(case, tmp_path, monkeypatch):
     """Catches a folder that is believed before it is checked, and memory that is taken before."""
     kind, breaks, says = BROKEN[case]
     path = write_quantised(tmp_path, kind)
-    edit_config(path, breaks) if isinstance(breaks, dict) else breaks(path)
+    change = lambda path: edit_json(path / "config.json", "quantization_config", **breaks)
+    (change if isinstance(breaks, dict) else breaks)(path)
     if says not in ("act-order", "not finite"):  # values, which are read with their layer
         monkeypatch.setattr(checkpoint, "check_memory", lambda *_: pytest.fail("memory was taken"))
     refusal(lambda: GPT.from_pretrained(path, device="cpu"), says)

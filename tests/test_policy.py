@@ -207,15 +207,6 @@ def test_heads_that_became_worth_it_are_found_again(compiled):
     assert set(used[:20]) == {(1, 0)} and sum(depths > 2 for _, depths in used) > 300
 
 
-@either_decoder
-def test_the_size_may_change_between_steps(compiled):
-    model, heads = load("clover", compiled)
-    policy, prompts = Policy(model, heads, True), random_prompts([7, 1, 30, 12])
-    change = lambda step: setattr(policy, "tree_size", (1, None, 5)[policy.steps % 3])
-    out = new_engine(model, policy=policy, batch_size=3, capacity=100).generate(prompts, 24, on_step=change)
-    assert out.tokens == generate(model, prompts, 24).tokens and {1, 5} <= set(out.sizes)
-
-
 def test_ranks_select_alike_though_their_clocks_differ(toy):
     said, used = [], []
     policies = [Policy(toy, None, True) for _ in range(2)]

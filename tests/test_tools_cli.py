@@ -17,12 +17,10 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from clover import PRESETS, CloverHeads
 from conftest import random_prompts, toy_model
 from generate import Sampling, Sequence, StepResult, generate
 from hf.tokenizer import load_encoding
 from kernels import BINS
-from model import GPT
 from tools import cli, errors, printer, timing
 from tools.compare import first_difference
 
@@ -48,15 +46,6 @@ def test_a_difference_is_a_bug_or_a_tie():
     sampled = generate(model, PROMPTS[:1], 10, **FILTERED).tokens
     ours = sampled, [sampled[0][:9]], [Sampling(**FILTERED)]
     assert first_difference(model, PROMPTS[:1], *ours) == (0, 9, None, "bug")
-
-
-@pytest.fixture(scope="module")
-def folder(checkpoint, tmp_path_factory):
-    """A copy of the checkpoint with Clover heads beside it."""
-    folder = shutil.copytree(checkpoint, tmp_path_factory.mktemp("heads") / "checkpoint")
-    model = GPT.from_pretrained(checkpoint, device="cpu", packed=False)
-    CloverHeads(PRESETS["clover"], model).save_pretrained(folder / "clover")
-    return folder
 
 
 @pytest.fixture(autouse=True)

@@ -19,7 +19,7 @@ pytestmark = pytest.mark.skipif(not shutil.which("chromium"), reason="needs chro
 class Browser:
     """Headless Chromium, by its debugging protocol over two pipes."""
 
-    def __init__(self, url, folder, width, dark=False):
+    def __init__(self, url, folder, width):
         (its_in, self.out), (self.into, its_out) = os.pipe(), os.pipe()
         flags = f"--headless --no-sandbox --disable-gpu --remote-debugging-pipe --user-data-dir={folder} about:blank"
         self.process = subprocess.Popen(["bash", "-c", f"exec chromium {flags} 3<&{its_in} 4>&{its_out}"],
@@ -30,8 +30,6 @@ class Browser:
         page = self("Target.createTarget", url="about:blank")["targetId"]
         self.session = dict(sessionId=self("Target.attachToTarget", targetId=page, flatten=True)["sessionId"])
         self("Emulation.setDeviceMetricsOverride", width=width, height=700, deviceScaleFactor=1, mobile=False)
-        scheme = dict(name="prefers-color-scheme", value="dark" if dark else "light")
-        self("Emulation.setEmulatedMedia", features=[scheme])
         self("Page.navigate", url=url)
 
     def __call__(self, method, **params):

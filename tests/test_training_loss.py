@@ -1,6 +1,7 @@
 """loss.py: the plain computation's loss and gradient, in chunks."""
 
 from types import SimpleNamespace
+from weakref import WeakValueDictionary
 
 import pytest
 import torch
@@ -111,24 +112,16 @@ class Peak(TorchDispatchMode):
 
     def __init__(self):
         super().__init__()
-        self.live, self.held, self.peak = {}, 0, 0
+        self.live, self.peak = WeakValueDictionary(), 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        import weakref
         given = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
         out = func(*args, **(kwargs or {}))
         for x in out if isinstance(out, (tuple, list)) else [out]:
             if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in given:
-                storage = x.untyped_storage()
-                if storage._cdata not in self.live:
-                    self.live[storage._cdata] = storage.nbytes()
-                    self.held += storage.nbytes()
-                    self.peak = max(self.peak, self.held)
-                    weakref.finalize(storage, self.free, storage._cdata)
+                self.live[x.untyped_storage()._cdata] = x.untyped_storage()
+        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.live.values()))
         return out
-
-    def free(self, key):
-        self.held -= self.live.pop(key, 0)
 
 
 def test_memory_does_not_grow_with_heads_tokens_and_vocabulary(monkeypatch):
