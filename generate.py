@@ -150,7 +150,8 @@ class Policy:
                       for with_heads in (False, True)}
         self.looks = {with_heads: [2] * MAX_TREE for with_heads in self.means}  # at each rank
         self.durations = Durations(*guessed_costs(model, self.heads))
-        self.prices = torch.full((MAX_TREE + 1,), math.inf)  # [T]: seconds of T nodes, [0]: a head
+        # seconds: [T] of T nodes, [0] of the first head, [-1] of each further one
+        self.prices = torch.full((MAX_TREE + 2,), math.inf)
         self.priced = 0            # the number of sequences that they are of
         self.steps = 0
         self.last_use = Counter()
@@ -179,14 +180,16 @@ class Policy:
 
     def set_prices(self, B):
         self.priced = B
-        self.prices[0] = (self.durations.seconds(B, 1) - self.durations.seconds(B, 0)) / 2
-        seconds = [self.durations.seconds(B * T, 0) for T in range(1, LARGEST + 1)]
+        plain, one, two = (self.durations.seconds(B, 1, depths) for depths in range(3))
+        self.prices[0] = one - plain
+        self.prices[-1] = two - one
+        seconds = [self.durations.seconds(B, T, 0) for T in range(1, LARGEST + 1)]
         self.prices[1:LARGEST + 1] = torch.tensor(seconds).cummax(0).values
 
     def rate(self, B, T, with_heads):
         depths = min(self.depth, T - 1) if with_heads else 0
         tokens = 1 + sum(self.means[with_heads][:T - 1])
-        return tokens / self.durations.seconds(B * T, depths)
+        return tokens / self.durations.seconds(B, T, depths)
 
     def update(self, step, results):
         """Learns from a step that `Decoder.launch` waited for, and its `StepResult`s."""
@@ -196,7 +199,7 @@ class Policy:
         if self.group:  # all ranks see the same tokens, but clocks of their own
             seconds = self.group.broadcast(seconds) if self.steps % PERIOD == 0 else None
         if seconds:
-            self.durations.learn(step.B * step.tree_size, step.depths, seconds)
+            self.durations.learn(step.B, step.tree_size, step.depths, seconds)
         if step.counts is not None:
             self.learn_chances(step.counts)
         if self.chooses_inside:
@@ -250,52 +253,53 @@ def known_counts(heads):
 
 
 class Durations:
-    """Seconds of a step of B * T = rows, in which heads draft to some depth: guessed from what a
-    further row, a draft head, and the arithmetic of a row take relative to a plain step, and
-    learnt from every step.
+    """Seconds of a step of B trees of T nodes, in which heads draft to some depth: guessed from
+    what a further row, a draft head, a further row of that, and the arithmetic of a row take
+    relative to a plain step, and learnt from every step.
 
     It is a regression, step by step: what all steps have in common is the machine's present speed,
     what goes with the share of further rows, or of heads, is their cost; the rest is the size's."""
 
-    def __init__(self, row, head, arithmetic):
-        self.costs = row, head
-        self.arithmetic = arithmetic
+    def __init__(self, row, head, head_row=0.0, arithmetic=0.0):
+        self.costs = row, head, head_row, arithmetic
         self.unit = None             # seconds of a plain step of one sequence
-        self.log_costs = [0.0, 0.0]  # corrections of the costs
+        self.log_costs = [0.0, 0.0]  # corrections of the costs of rows and of heads
         self.shares = [(0.0, 0.02)] * 2  # mean and spread of their shares of a step
         self.log_ratio = Counter()   # of a duration to what the costs say, by `bucket` of rows
         self.steps = 0
 
-    def parts(self, rows, depths):
+    def parts(self, B, T, depths):
         """What the further rows and the heads take, relative to a step of one row."""
-        row, head = (cost * math.exp(log) for cost, log in zip(self.costs, self.log_costs))
-        more = max(row * (rows - 1), self.arithmetic * rows - 1)
-        return more, head * (1 + depths) * (depths > 0)  # 1: the augmenting block
+        row, head, head_row, arithmetic = self.costs
+        log_row, log_head = self.log_costs
+        more = max(row * math.exp(log_row) * (B * T - 1), arithmetic * B * T - 1)
+        head_rows = B * (2 + DEFAULT_BEAMS * (depths - 1))  # 2: the augmenting block, the first
+        heads = (head * (1 + depths) + head_row * head_rows) * math.exp(log_head)
+        return more, heads * (depths > 0)
 
-    def seconds(self, rows, depths):
-        more, heads = self.parts(rows, depths)
-        return (self.unit or 1.0) * ((1 + more) * math.exp(self.log_ratio[bucket(rows)]) + heads)
+    def seconds(self, B, T, depths):
+        more, heads = self.parts(B, T, depths)
+        return (self.unit or 1.0) * ((1 + more) * math.exp(self.log_ratio[bucket(B * T)]) + heads)
 
-    def learn(self, rows, depths, seconds):
+    def learn(self, B, T, depths, seconds):
         if self.unit is None:
-            self.unit = seconds / self.seconds(rows, depths)
-        surprise = math.log(seconds / self.seconds(rows, depths))
+            self.unit = seconds / self.seconds(B, T, depths)
+        surprise = math.log(seconds / self.seconds(B, T, depths))
         self.steps += 1
         pace = max(PACE, 2 / (self.steps + 5))  # the first steps count most
         change = pace * max(min(surprise, 0.3), -0.3)  # one slow step says little
-        parts = self.parts(rows, depths)
+        parts = self.parts(B, T, depths)
         for i, part in enumerate(parts):
             mean, spread = self.shares[i]
             off = part / (1 + sum(parts)) - mean
             self.shares[i] = mean + off / MEMORY[1], spread + (off * off - spread) / MEMORY[1]
             self.log_costs[i] += change * off / (4 * spread + 0.04)
         self.unit *= math.exp(change)
-        self.log_ratio[bucket(rows)] += change / 8
+        self.log_ratio[bucket(B * T)] += change / 8
 
 
 def guessed_costs(model, heads):
-    """What a step takes for each further row, for a draft head, and for the arithmetic of a row,
-    relative to a plain one."""
+    """The arguments of `Durations`."""
     weights = model.weight_bytes()
     if model.group:
         weights = model.group.broadcast(weights)  # ranks hold unequal parts
@@ -305,11 +309,14 @@ def guessed_costs(model, heads):
         numbers = sum(layer.in_features * layer.out_features for layer in layers)
         numbers += (heads.config.vocabulary or model.config.vocab_size) * model.config.n_embd
     if model.device.type != "cuda":
-        return ROW["cpu"], 0.625 * numbers / weights, 0  # of 4 bits, and the scales
+        layers = [x for x in model.modules() if hasattr(x, "in_features")]
+        share = numbers / sum(layer.in_features * layer.out_features for layer in layers)
+        return ROW["cpu"], 0.625 * numbers / weights, ROW["cpu"] * share  # 4 bits, and the scales
     seconds = lambda size, layers: size / BANDWIDTH + layers * LAUNCH_SECONDS
     plain = seconds(weights, model.config.n_layer)
     arithmetic = 2 * weights / model.dtype.itemsize / COMPUTE / plain
-    return ROW["cuda"], seconds(numbers * model.dtype.itemsize, 1) / plain, arithmetic
+    head = seconds(numbers * model.dtype.itemsize, 1) / plain
+    return ROW["cuda"], head, arithmetic * numbers * model.dtype.itemsize / weights, arithmetic
 
 
 def bucket(rows):

@@ -1248,7 +1248,7 @@ typedef struct {
     Norm state_norm;             // of what the heads draft from
     int32_t n_blocks, n_augment;
     int32_t K, W, looks_up;      // K: heads; looks_up: whether lookup drafts
-    const float *chances, *prices;  // [2, SOURCES], [MAX_TREE + 1]: generate.Policy's
+    const float *chances, *prices;  // [2, SOURCES], [MAX_TREE + 2]: generate.Policy's
     float *counts;               // [2, SOURCES, 2], likewise
     Pass trees, paths;           // over the cache of the model, and that of the augmenting blocks
     int32_t *lengths, *heads_lengths;  // of these caches, by slot, as all up to `hidden_rows`
@@ -1388,7 +1388,7 @@ static void choose_size(Draft *d) {
     const Step *s = d->s;
     int B = s->trees.B;
     float sums[MAX_TREE + 1] = {0}, tokens = 0;
-    float draft = s->depths ? s->prices[0] * (1 + s->depths) : 0;
+    float draft = s->depths ? s->prices[0] + s->prices[MAX_TREE + 1] * (s->depths - 1) : 0;
     d->left = d->gain = d->rate = 0;
     d->T = 1;
     for (int b = 0; b < B; b++) {
@@ -1417,7 +1417,9 @@ static int is_worth(Draft *d) {
     int depth = s->depths;
     if (s->tree_size)
         return depth < s->tree_size - 1;
-    int worth = s->gains[depth] * d->left > d->rate * s->prices[0] * (depth ? 1 : 2);
+    int worth = s->gains[depth] * d->left > d->rate * s->prices[depth ? MAX_TREE + 1 : 0];
+    if (depth == 0 && (s->steps < TRIAL / 4 ? s->steps % 2 : s->steps % (TRIAL / 4) == 0))
+        return 0;  // what heads take shows in the steps without them
     if (depth)
         return worth || s->steps % TRIAL == depth;
     if (worth || !s->patience)

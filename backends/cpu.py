@@ -370,8 +370,8 @@ class PackedLMHead(PackedLinear):
         if vocab_ids is not None:
             logits = logits[:, vocab_ids]
         logits = with_noise(logits, noise, first_token + tokens)
-        logprobs, columns = logits.log_softmax(-1).topk(k)
-        return logprobs, tokens[columns].long()
+        columns = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+        return logits.log_softmax(-1).gather(1, columns), tokens[columns].long()
 
     def logits(self, hidden):
         return self.packed.multiply(hidden)

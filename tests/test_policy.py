@@ -91,15 +91,15 @@ def test_prices_follow_what_steps_take(toy):
     seconds = lambda rows, depths: 5e-3 * (1 + 0.2 * rows + 0.1 * (depths and 1 + depths))
     for _ in range(100):
         for T, depths in (1, 0), (2, 0), (2, 1), (8, 4), (8, 0), (16, 0):
-            policy.durations.learn(T, depths, seconds(T, depths))
+            policy.durations.learn(1, T, depths, seconds(T, depths))
     policy.set_prices(1)
     for T in 1, 2, 8, 16:
         assert policy.prices[T] == pytest.approx(seconds(T, 0), rel=0.05)
-    assert policy.prices[0] == pytest.approx(5e-4, rel=0.3)
+    assert policy.prices[0] == pytest.approx(1e-3, rel=0.5)
     for _ in range(60):
-        policy.durations.learn(8, 0, 3 * seconds(8, 0))
-    assert policy.durations.seconds(8, 0) == pytest.approx(3 * seconds(8, 0), rel=0.05)
-    assert policy.durations.seconds(16, 0) == pytest.approx(3 * seconds(16, 0), rel=0.2)
+        policy.durations.learn(1, 8, 0, 3 * seconds(8, 0))
+    assert policy.durations.seconds(1, 8, 0) == pytest.approx(3 * seconds(8, 0), rel=0.05)
+    assert policy.durations.seconds(1, 16, 0) == pytest.approx(3 * seconds(16, 0), rel=0.2)
 
 
 def test_costs_on_a_gpu_are_guessed_as_they_were_measured():
@@ -114,7 +114,7 @@ def test_costs_on_a_gpu_are_guessed_as_they_were_measured():
     rows = [json.loads(line) for line in RECORD.read_text().splitlines()]
     rows = [row for row in rows if row["part"] == "steps" and row.get("prefix") == 256][:10]  # the greedy ones
     for row in rows:
-        guess = durations.seconds(row["batch_size"] * row["tree_size"], min(4, row["tree_size"] - 1))
+        guess = durations.seconds(row["batch_size"], row["tree_size"], min(4, row["tree_size"] - 1))
         assert guess == pytest.approx(row["step_ms"] / rows[0]["step_ms"], rel=0.15), row
 
 
@@ -135,11 +135,12 @@ def test_a_compiled_step_has_the_size_of_most_tokens_per_second(name, lookup):
     for _ in range(60):
         policy.chances.copy_(torch.rand(2, SOURCES).sort(descending=True).values ** 0.1)
         policy.prices[1:17] = 1 + (torch.rand(()) * torch.rand(16)).cumsum(0)
-        policy.prices[0] = 0.3 * torch.rand(())
+        policy.prices[[0, -1]] = 0.3 * torch.rand(2)
         decoder.struct.gains = type(decoder.struct.gains)(*[1e9] * 32)  # each head is worth its time
+        decoder.struct.steps = 50  # no step without heads
         full = [column.clone() for column in decoder.draft(16, K > 0)[0]]
         tokens = full[-1].double().sum(0).cumsum(0)  # of the first T nodes
-        rates = tokens / (policy.prices[1:17] + (K and K + 1) * policy.prices[0])
+        rates = tokens / (policy.prices[1:17] + (K > 0) * (policy.prices[0] + (K - 1) * policy.prices[-1]))
         T = 1 + rates.argmax().item()
         tree = decoder.draft(0, K > 0)[0]
         assert tree.tokens.shape == (3, T) and all(torch.equal(x, y[:, :T]) for x, y in zip(tree, full))
@@ -153,7 +154,7 @@ class Timed(Policy):
 
     def __init__(self, model, heads, lookup, costs):
         super().__init__(model, heads, lookup)
-        self.durations = Durations(*costs, 0)
+        self.durations = Durations(*costs)
         self.costs, self.used = costs, []
 
     def seconds_of(self, T, depths):
@@ -204,7 +205,7 @@ def test_the_size_of_most_tokens_per_second_is_selected(shift, lookup, costs, wa
 def test_heads_that_became_worth_it_are_found_again(compiled):
     never = dict(gains=(cpu.c_float * 32)()) if compiled else dict(means=dict.fromkeys((False, True), [0.0] * 63))
     used = drive(1, False, (0.05, 0.02), compiled, **never).used
-    assert set(used[:20]) == {(1, 0)} and sum(depths > 2 for _, depths in used) > 300
+    assert set(used[:20]) == {(1, 0)} and sum(depths > 2 for _, depths in used) > 200
 
 
 def test_ranks_select_alike_though_their_clocks_differ(toy):

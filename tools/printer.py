@@ -146,9 +146,9 @@ def explain(engine, output):
         for T in sorted({2**i for i in range(policy.largest.bit_length())} | set(output.sizes)):
             steps, tokens = output.sizes.get(T, (0, 0))
             yield (f"{T:<12}{steps / output.steps:>16.0%}{tokens / max(steps, 1):>17.2f}"
-                   f"{1e3 * seconds(B * T, 0):>13.2f}")
-    if policy.durations.unit and policy.heads:  # and the augmenting block, once
-        yield f"{'a head':<45}{1e3 * (seconds(B, 1) - seconds(B, 0)) / 2:>13.2f}"
+                   f"{1e3 * seconds(B, T, 0):>13.2f}")
+    if policy.durations.unit and policy.heads:  # with the augmenting block
+        yield f"{'a head':<45}{1e3 * (seconds(B, 1, 1) - seconds(B, 1, 0)):>13.2f}"
     yield f"\n{'ms per stage':<12}" + "".join(f"{stage:>10}" for stage in STAGES)
     for T in dict.fromkeys((1, max(output.sizes, key=output.sizes.get))):  # the most used
         times = stage_times(timing_decoder(
