@@ -8,11 +8,14 @@ import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
 
+from backends import cpu
 from clover import PRESETS, CloverHeads
 from model import GPT, GPTConfig, InputError
 from training.corpus import builtin_corpus
 
 torch.set_num_threads(1)  # the models are tiny: a second thread only waits
+needs_compiler = pytest.mark.skipif(cpu.library() is None, reason="there is no C compiler")
+needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 SHAPES = {
     "llama": dict(),

@@ -20,7 +20,7 @@ import kernels
 import model as models
 from backends import cpu
 from clover import PRESETS, CloverHeads, preset
-from conftest import SHAPES, random_prompts, refusal, toy_model
+from conftest import SHAPES, needs_compiler, random_prompts, refusal, toy_model
 from generate import NOISE, Decoder, Engine, Policy, Sampling, generate
 from hf import checkpoint
 from kernels import gumbel_argmax, tree_attention_reference
@@ -29,7 +29,7 @@ from test_kernels import as_int64, random_forest
 from test_kernels_fused import random_tree
 from test_model import chain
 
-pytestmark = pytest.mark.skipif(cpu.library() is None, reason="there is no C compiler")
+pytestmark = needs_compiler
 ROOT = Path(__file__).parents[1]
 
 

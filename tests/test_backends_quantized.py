@@ -3,14 +3,12 @@
 import pytest
 import torch
 
-from backends import cpu
 from backends.quantized import round_weight, rounding
-from conftest import refusal, toy_model
+from conftest import needs_compiler, refusal, toy_model
 from hf import checkpoint
 from test_hf_quantization import write_quantised
 
 SIZES = dict(n_embd=128, head_size=32, n_inner=160)  # groups of 128, and of 32 in the MLP
-needs_compiler = pytest.mark.skipif(cpu.library() is None, reason="there is no C compiler")
 
 
 @pytest.mark.parametrize("bits, group", [(8, 0), (8, 32), (4, 128), (4, 64), (4, 32)])

@@ -16,11 +16,10 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from backends import cpu
 from bench import ROOT, SIZES, Measured, decoding, draw, llama_cpp, operations, roofline, size_config
 from bench import __main__ as bench
 from clover import PRESETS, CloverHeads, Head
-from conftest import refusal
+from conftest import needs_compiler, refusal
 from generate import Engine, generate
 from hf.families import hf_config, parse_config
 from hf.tokenizer import load_encoding
@@ -238,7 +237,7 @@ def test_decode_on_random_weights(run, monkeypatch):
         operations.random_model("8b", "cpu", torch.float32)
 
 
-@pytest.mark.skipif(cpu.library() is None, reason="there is no C compiler")
+@needs_compiler
 def test_random_weights_are_rounded(run):
     """Bug: --quantize without effect, or on layers that no step reads."""
     _, result = run(*"decode --random-weights 8b --quantize int4 --runs 1 --tree-sizes 2 --dtype float32".split())

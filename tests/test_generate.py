@@ -13,7 +13,7 @@ import generate as module
 import model as models
 from backends import cpu
 from clover import PRESETS, CloverHeads
-from conftest import SHAPES, random_prompts, refusal, toy_model
+from conftest import SHAPES, needs_compiler, needs_cuda, random_prompts, refusal, toy_model
 from generate import Engine, Interrupted, Policy, Sampling, generate
 from hf.tokenizer import load_encoding
 from kernels import filter_logits
@@ -36,7 +36,6 @@ def load(name, compiled):
     return model, heads
 
 
-needs_compiler = pytest.mark.skipif(cpu.library() is None, reason="there is no C compiler")
 either_decoder = pytest.mark.parametrize("compiled", [False, pytest.param(True, marks=needs_compiler)],
                                          ids=["anywhere", "compiled"])
 
@@ -272,9 +271,6 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(toy, monkeypatch):
 # ---------------------------------------------------------------------------------------------------------------------
 # On a GPU
 
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
-
-
 @pytest.fixture
 def checked_graphs(monkeypatch):
     """Graphs that raise where memory from outside is gone at a replay: torch 2.13 can check that, 2.11 not."""
@@ -381,7 +377,7 @@ def test_heads_draft_the_same_after_steps_without_them(name, compiled, monkeypat
     *texts, trees = run(0)
     *same_texts, others = run(17)
     drafted = [key for key in trees if key in others and len(others[key].tokens) == 9]
-    assert same_texts == texts and len(drafted) > 8
+    assert same_texts == texts and 8 < len(drafted) < len(others) / 2
     for key in drafted:
         assert others[key][:5] == trees[key][:5]
         assert others[key].probabilities == pytest.approx(trees[key].probabilities, rel=1e-3)

@@ -13,9 +13,8 @@ import tokenizers
 import torch
 
 import test_hf_tokenizer as tk
-from backends import cpu
 from clover import describe_base
-from conftest import random_prompts, refusal
+from conftest import needs_compiler, random_prompts, refusal
 from generate import generate
 from hf import chat
 from hf.checkpoint import describe
@@ -166,7 +165,7 @@ def test_values_of_all_types_are_those_of_the_package(tmp_path):
     assert len(used) > 20 and "IQ1_M, IQ1_S" in describe(file)
 
 
-@pytest.mark.skipif(cpu.library() is None, reason="there is no C compiler")
+@needs_compiler
 def test_packed_values_on_a_cpu_are_those_of_the_file(tmp_path):
     """Catches bytes, scales or minimums in another place, two types in one layer, a table that is dequantised."""
     theirs = theirs_of("llama-tied", hidden_size=256, intermediate_size=256)

@@ -391,6 +391,7 @@ def test_proposals_that_were_right_are_counted(n_chain, device):
         T, P = rng.randint(1, 64), rng.randint(1, 6)
         trees = [as_int64(x) for x in zip(*(random_tree(rng, T, 4) for _ in range(4)))]
         sources = torch.randint(-1, kernels.SOURCES, (4, T))
+        sources[:, 0] = -1  # a root's
         tree = [every_second(x.to(device)) for x in (*trees, torch.randint(0, 3, (4, T)), active)]
         out = kernels.accept_path(*tree, P)
         lookup = torch.cat((torch.randint(0, 5, (4, 1)), torch.randint(0, 3, (4, n_chain))), 1)
@@ -400,15 +401,8 @@ def test_proposals_that_were_right_are_counted(n_chain, device):
         counted[1] = counted[1] if n_chain else None
         got = kernels.accept_path(*tree, P, *counted, counts)
         assert torch.equal(got[:, :2 * P], out[:, :2 * P]) and torch.equal(got[:, -2:], out[:, -2:])
-        for b, (*row, count, _) in enumerate(out.tolist()):
-            mode, (match, *chain) = int(temperature[b] > 0), lookup[b].tolist()
-            for i in range(1, T if count else 0):
-                if trees[3][b, i] and 0 <= sources[b, i] < kernels.BINS:
-                    want[mode, sources[b, i]] += torch.tensor([i in row[P:P + count], 1])
-            pairs = [*zip(chain, row[:count])]
-            right = next((i for i, (guess, token) in enumerate(pairs) if guess != token), len(pairs))
-            if match:
-                want[mode, kernels.BINS + match] += torch.tensor([right, right + (right < len(pairs))])
+        on_host = [x if x is None else x.cpu() for x in (*tree, *counted)]
+        assert torch.equal(got.cpu(), kernels.accept_path_reference(*on_host[:6], P, *on_host[6:], want))
         assert torch.equal(counts.cpu(), want)
 
 

@@ -7,11 +7,9 @@ import pytest
 import torch
 
 import model as models
-from conftest import SHAPES, random_prompts, toy_model
+from conftest import SHAPES, needs_cuda, random_prompts, toy_model
 from generate import capture
 from model import GPT, GPTConfig
-
-needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 def chain(n):

@@ -9,12 +9,12 @@ import pytest
 import torch
 
 from clover import CloverConfig, CloverHeads, Head, preset
-from conftest import random_prompts, toy_model
+from conftest import needs_compiler, random_prompts, toy_model
 from generate import MEMORY, SIZES, Durations, Policy, Sampling, StepResult, StepRun, generate, guessed_costs
 from kernels import BINS, SOURCES, ngram_lookup_reference
 from model import GPTConfig
 from test_clover import random_heads
-from test_generate import cpu, either_decoder, load, needs_compiler, new_engine, repeating_model
+from test_generate import cpu, either_decoder, load, new_engine, repeating_model
 
 RECORD = Path(__file__).parents[1] / "bench" / "results" / "gpu-h100.jsonl"
 MIXED = [Sampling(0.9, seed=3), Sampling(), Sampling(0.7, top_k=20)]

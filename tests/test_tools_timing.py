@@ -4,14 +4,11 @@ import pytest
 import torch
 
 from backends import cpu
-from conftest import toy_model
+from conftest import needs_compiler, needs_cuda, toy_model
 from generate import Sampling
 from test_clover import random_heads
 from tools import timing
 from tools.timing import stage_times, step_time, timing_decoder
-
-NEEDS_COMPILER = pytest.mark.skipif(cpu.library() is None, reason="there is no C compiler")
-ON_CUDA = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")]
 
 
 @pytest.mark.parametrize("quicker, want", [(1.0, 1), (1.1, 1), (1.3, 2), (0.02, 1)])
@@ -25,8 +22,8 @@ def test_more_threads_are_used_where_they_are_quicker_by_15_percent(monkeypatch,
 
 
 @pytest.mark.filterwarnings("error:.*CUDA Graph is empty")
-@pytest.mark.parametrize("kind", ["plain torch", pytest.param("compiled", marks=NEEDS_COMPILER),
-                                  pytest.param("cuda", marks=ON_CUDA)])
+@pytest.mark.parametrize("kind", ["plain torch", pytest.param("compiled", marks=needs_compiler),
+                                  pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])])
 @pytest.mark.parametrize("tree_size", [1, 9])
 @pytest.mark.parametrize("drafters", ["heads", "lookup", "heads+lookup"])
 def test_stages_and_steps_are_timed(kind, tree_size, drafters):
@@ -45,7 +42,7 @@ def test_stages_and_steps_are_timed(kind, tree_size, drafters):
     assert step_time(decoder) > 0 and decoder.slots.cache.lengths.tolist() == [255, 255]
 
 
-@NEEDS_COMPILER
+@needs_compiler
 def test_heads_read_a_token_in_each_timed_draft(monkeypatch):
     """Catches drafts without what augmenting blocks take, since an idle slot accepts nothing to read."""
     def reads(body, *_):

@@ -16,7 +16,7 @@ import torch
 import train_heads
 from backends.tensor_parallel import Group
 from clover import PRESETS, CloverHeads
-from conftest import random_prompts, toy_model
+from conftest import needs_cuda, random_prompts, toy_model
 from generate import generate
 from hf.tokenizer import load_encoding
 from kernels import BINS
@@ -116,7 +116,7 @@ def test_every_preset_learns(checkpoint, texts, tmp_path, capsys, name):
 
 
 @pytest.mark.gpu
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+@needs_cuda
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_run_on_a_gpu_learns_and_its_steps_do_not_wait(dtype, checkpoint, texts, tmp_path, monkeypatch):
     """Catches tensors on two devices, a value read back in a step, and what only CUDA's autocast does."""
