@@ -220,7 +220,8 @@ class Policy:
         self.known *= (limits / self.known[..., 1:]).clamp(max=1)
         chances = self.known[..., 0] / self.known[..., 1]
         chances[:, :BINS] = torch.tensor([falling(bins) for bins in self.known[:, :BINS].tolist()])
-        copy_to(self.chances, chances)
+        on_host = chances.pin_memory() if self.chances.is_cuda else chances  # else a GPU is awaited
+        self.chances.copy_(on_host, non_blocking=True)
 
 
 def falling(bins):
@@ -303,20 +304,20 @@ def guessed_costs(model, heads):
     weights = model.weight_bytes()
     if model.group:
         weights = model.group.broadcast(weights)  # ranks hold unequal parts
+    count = lambda module: sum(x.in_features * x.out_features for x in module.modules()
+                               if hasattr(x, "in_features"))
     numbers = 0  # that a head reads, the draft vocabulary's among them
     if heads:
-        layers = [x for x in heads.draft_head(0).modules() if hasattr(x, "in_features")]
-        numbers = sum(layer.in_features * layer.out_features for layer in layers)
-        numbers += (heads.config.vocabulary or model.config.vocab_size) * model.config.n_embd
+        numbers = (heads.config.vocabulary or model.config.vocab_size) * model.config.n_embd
+        numbers += count(heads.draft_head(0))
     if model.device.type != "cuda":
-        layers = [x for x in model.modules() if hasattr(x, "in_features")]
-        share = numbers / sum(layer.in_features * layer.out_features for layer in layers)
-        return ROW["cpu"], 0.625 * numbers / weights, ROW["cpu"] * share  # 4 bits, and the scales
+        row = ROW["cpu"]
+        return row, 0.625 * numbers / weights, row * numbers / count(model)  # 4 bits and scales
     seconds = lambda size, layers: size / BANDWIDTH + layers * LAUNCH_SECONDS
     plain = seconds(weights, model.config.n_layer)
     arithmetic = 2 * weights / model.dtype.itemsize / COMPUTE / plain
-    head = seconds(numbers * model.dtype.itemsize, 1) / plain
-    return ROW["cuda"], head, arithmetic * numbers * model.dtype.itemsize / weights, arithmetic
+    size = numbers * model.dtype.itemsize
+    return ROW["cuda"], seconds(size, 1) / plain, arithmetic * size / weights, arithmetic
 
 
 def bucket(rows):
@@ -454,10 +455,8 @@ class Decoder:
             return self.root_tree, None
         candidates = chain = None
         if with_heads:
-            noise = None
-            if self.sampling_mode != GREEDY:
-                noise = (slots.sampling["temperature"], slots.sampling["seed"], slots.sequence,
-                         slots.cache.lengths)
+            noise = (slots.sampling["temperature"], slots.sampling["seed"], slots.sequence,
+                     slots.cache.lengths) if self.sampling_mode != GREEDY else None
             candidates = self.heads.draft(slots.state, slots.root, tree_size, self.beams, noise)
         if self.policy.lookup:
             n = min(tree_size - 1, MAX_CHAIN)
@@ -500,8 +499,7 @@ class Decoder:
         if T > 1:  # what is counted says how likely a node is
             counting = dict(sources=tree.sources, lookup=chain, counts=self.policy.counts,
                             temperature=slots.sampling["temperature"])
-        columns = tree.tokens, tree.parents, tree.depths, tree.ancestors
-        return Accepted(accept_path(*columns, target, slots.active, P, **counting), P)
+        return Accepted(accept_path(*tree[:4], target, slots.active, P, **counting), P)
 
     def commit(self, tree, hidden, accepted):
         """Keeps the path's cache rows, lets heads and lookup read its tokens, and makes the bonus
@@ -629,11 +627,6 @@ def send(values, device, dtype=torch.int64):
     """A tensor of the host's values on a device; the host does not wait for the copy to a GPU."""
     x = torch.tensor(values, dtype=dtype)
     return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
-
-
-def copy_to(x, values):
-    """Copies the host's tensor to one on a device; the host does not wait for a GPU."""
-    x.copy_(values.pin_memory() if x.is_cuda else values, non_blocking=True)
 
 
 def mark(device):

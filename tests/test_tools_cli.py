@@ -91,7 +91,7 @@ def test_explain_says_what_was_chosen_and_why(folder, capsys):
     first, guessed, *said = result["explained"]
     assert first.startswith("batch size 1") and guessed.endswith("by the model")
     assert sum(map(int, re.findall(r"(\d+)% by", guessed))) == pytest.approx(100, abs=3)
-    rows = {cells[0]: cells[1:] for line in said if len(cells := re.split("  +", line)) == 4}
+    rows = {cells[0]: cells[1:] for line in said if len(cells := re.split("  +", line)) == 4 and ":" not in line}
     sizes = result["sizes"]
     assert set(rows) == {"nodes T", "1", "2", "4", "8", "16", *sizes} and any("a head" in line for line in said)
     for T, (steps, tokens) in sizes.items():
