@@ -123,6 +123,6 @@ def test_output_is_that_of_plain_decoding(drafter, tree_size, batch_size, sampli
     assert sum(out.step_lengths.values()) == out.steps and sum(n for _, n in out.sizes.values()) == out.emitted
     assert out.emitted - out.steps <= sum(out.accepted.values())  # a text's last step may be cut
     if preset == "in-turns":
-        assert set(out.sizes) <= set(policy.told) and len(out.sizes) > 3
+        assert set(out.sizes) <= set(policy.told) and len(out.sizes) > 2
     if tree_size == 17 and name in ("demo", "smollm2"):  # the trained heads guess well
         assert out.tokens_per_step > 1.4
