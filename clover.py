@@ -34,7 +34,7 @@ from model import (
     warn,
 )
 
-DEFAULT_BEAMS = 4 # W
+DEFAULT_BEAMS = 4  # W
 MAX_BEAMS = 32    # the most that project_topk gives
 MAX_DRAFT = 32    # heads: far more than help, and few enough to build
 MAX_AUGMENT = 64  # augmenting layers, likewise

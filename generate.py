@@ -117,7 +117,7 @@ LAUNCH_SECONDS = 12 * 2e-6
 
 
 class Policy:
-    """Decides how many nodes T the next step verifies: tree_size, or the T of most tokens a second
+    """Decides how many nodes T the next step verifies: tree_size, or the T with the largest
 
         (1 + sum of the acceptance probabilities of the T - 1 likeliest nodes) / seconds(T)
 
@@ -126,7 +126,7 @@ class Policy:
     counted in every step. A CPU's kernels choose T inside a step, by its own nodes. Elsewhere T is
     chosen before it, by means over earlier steps of how often the n-th likeliest node was accepted.
 
-    tree_size may be set between steps, to no more than it was made for: 1 is plain decoding."""
+    tree_size (InputError if out of range) may be lowered between steps: 1 is plain decoding."""
 
     def __init__(self, model, heads=None, lookup=False, tree_size=None):
         if tree_size is not None:
@@ -215,8 +215,7 @@ class Policy:
         """Makes `chances` from `counts`, of which `seen` are known already."""
         self.known += counts - self.seen
         self.seen = counts
-        limits = torch.full((SOURCES, 1), float(MEMORY[0]))
-        limits[BINS:] = MEMORY[1]
+        limits = torch.tensor([MEMORY[0]] * BINS + [MEMORY[1]] * (SOURCES - BINS))[:, None]
         self.known *= (limits / self.known[..., 1:]).clamp(max=1)
         chances = self.known[..., 0] / self.known[..., 1]
         chances[:, :BINS] = torch.tensor([falling(bins) for bins in self.known[:, :BINS].tolist()])
@@ -360,8 +359,9 @@ def new_slots(model, heads, batch_size, capacity, max_tree, max_path):
     late, so a text may grow by two paths: the sums below add what its last step writes."""
     zeros = lambda *shape, dtype: torch.zeros(*shape, dtype=dtype, device=model.device)
     cache = model.new_cache(batch_size, capacity + max_path + max_tree)  # a tree after one path
-    # heads read paths alone; without any, a cache of no layers
-    heads_kv = heads.new_cache(batch_size, capacity + 2 * max_path).kv if heads else cache.kv[:0]
+    # heads read paths alone, on a CPU up to MAX_CHAIN + 1 tokens; without any, no layers
+    rows = capacity + max_path + max(max_path, MAX_CHAIN + 1)
+    heads_kv = heads.new_cache(batch_size, rows).kv if heads else cache.kv[:0]
     return Slots(
         cache, KVCache(heads_kv, cache.lengths),
         root=zeros(batch_size, dtype=torch.int64),
@@ -407,8 +407,7 @@ class Decoder:
         self.beams = min(DEFAULT_BEAMS, most) if beams is None else beams
         check("beams", self.beams, 1, most, whole=True)
         self.model = model
-        self.blocks = model.blocks  # each look-up in a module takes 5 us of a step
-        self.head = model.head
+        self.head = model.head  # each look-up in a module takes 5 us of a step
         self.device = model.device
         self.heads = heads
         self.policy = policy
@@ -474,8 +473,8 @@ class Decoder:
             positions = positions.clamp(max=self.model.config.block_size - 1)
         model, cache = self.model, self.slots.cache
         hidden = model.embeddings(tree.tokens, positions)
-        return model.norm.add_and_norm(*self.blocks(hidden, model.tables, positions, cache,
-                                                    tree.ancestors))
+        return model.norm.add_and_norm(*model.blocks(hidden, model.tables, positions, cache,
+                                                     tree.ancestors))
 
     def sampling_rows(self):
         """(the number, {name: parameter}) of each sequence of a step."""

@@ -389,8 +389,7 @@ class Blocks(nn.ModuleList):
         return hidden, residual
 
     def decoder_class(self, heads):
-        """The class of a backend that decodes with these blocks and heads, None:
-        `generate.Decoder`."""
+        """The backend's class that decodes with these blocks and heads; None: generate.Decoder."""
         return None
 
     def prepare(self, module):

@@ -25,8 +25,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-#define LANES 16
-#define GROUP 32             // inputs that are rounded to 8 bits with one scale
+// Sizes that Python has too come from backends/cpu.py: LANES (outputs of a weight side by side), GROUP
+// (inputs that are rounded to 8 bits with one scale), MAX_TREE (T), MAX_HEAD (D), MAX_DEPTH (K),
+// MAX_CHAIN (tokens that lookup proposes), LARGEST (T where a step chooses it), BINS and SOURCES
 #define TILE 8               // most rows that are multiplied at once
 #define SPLIT 128            // cache positions that a unit of attention reads
 #define SLICE 64             // numbers of a head whose sums stay in registers
@@ -35,14 +36,7 @@
 #else
 #define HEADS 1
 #endif
-#define MAX_TREE 64          // T of a tree
-#define MAX_HEAD 256         // D
 #define MAX_CANDIDATES 2048  // K * n, and a chain
-#define MAX_DEPTH 32         // K
-#define MAX_CHAIN 15         // tokens that lookup proposes
-#define LARGEST 16           // T, where a step chooses it
-#define BINS 41              // of a joint log-probability, as in kernels.py
-#define SOURCES (BINS + 5)
 #define TRIAL 128            // steps in which heads are not worth it before one tries them
 #define MAX_PARTS (1 << 23)  // numbers that the splits of an attention give
 #define PART 4096            // tokens among which a unit of argmax finds the best

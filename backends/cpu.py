@@ -36,9 +36,9 @@ from clover import (
     ResBlock,
     Tree,
 )
-from generate import FILTERED, MAX_CHAIN, Accepted, Decoder
-from kernels import filled, filter_logits, runs_triton, with_noise
-from model import Blocks, InputError, KVCache, LMHead, atomic_write, expect, warn
+from generate import FILTERED, LARGEST, MAX_CHAIN, Accepted, Decoder
+from kernels import BINS, SOURCES, filled, filter_logits, runs_triton, with_noise
+from model import MAX_TREE, Blocks, InputError, KVCache, LMHead, atomic_write, expect, warn
 
 LANES = 16      # outputs of a packed weight that stand side by side
 GROUP = 32      # inputs that are rounded together: a packed weight has a multiple of them
@@ -55,6 +55,8 @@ THREADS = []    # how many cpu.c uses, inside of `kernel_threads`
 FEWER = 1.15    # more threads are used where they are quicker by this factor
 BUDGET = 0.25   # seconds for choosing threads
 SOURCE = Path(__file__).with_name("cpu.c")
+MACROS = dict(LANES=LANES, GROUP=GROUP, MAX_HEAD=MAX_HEAD, MAX_TREE=MAX_TREE, MAX_DEPTH=MAX_DRAFT,
+              MAX_CHAIN=MAX_CHAIN, LARGEST=LARGEST, BINS=BINS, SOURCES=SOURCES)  # of cpu.c
 
 
 def apply(model, heads=None):
@@ -225,6 +227,7 @@ def library():
 def load_or_build(command):
     """The library that a command makes of cpu.c, from the user's cache folder."""
     run = partial(subprocess.run, check=True, capture_output=True, text=True)
+    command = [*command, *(f"-D{name}={value}" for name, value in MACROS.items())]
     macros = run([*command, "-dM", "-E", "-x", "c", os.devnull]).stdout  # of compiler and CPU
     key = hashlib.sha256(repr((SOURCE.read_bytes(), command, macros)).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clover"
@@ -700,13 +703,12 @@ class CompiledDecoder(Decoder):
 
     @torch.inference_mode()
     def prefill(self, sequences, start):
-        lengths = self.slots.heads_cache.lengths
         slots = list(sequences)
         if self.heads and start:  # what the cache holds may not have been read by them
             self.run_slots(slots)
             check_room(library().step_catch_up(self.struct), self.struct.paths)
         end = super().prefill(sequences, start)
-        lengths[slots] = self.slots.cache.lengths[slots]
+        self.slots.heads_cache.lengths[slots] = self.slots.cache.lengths[slots]
         return end
 
     @torch.inference_mode()

@@ -145,8 +145,7 @@ COUNTED = "sources lookup temperature counts"
 EXAMPLES = dict(  # a launch or two of every kernel
     tree_attention=dict(T=16, D=128), project_topk=dict(M=8), commit_path=dict(P=64, D=256), glu=dict(C=22016),
     add_norm=dict(present="delta weight"), rope_cache=dict(D=80, present="rope q_weight k_weight"),
-    cosine_mix=dict(C=1024), ngram_lookup=dict(n=10),
-    select_candidates=dict(w=4, W=4, n=15, K=4, depth=3),
+    cosine_mix=dict(C=1024), ngram_lookup=dict(n=10), select_candidates=dict(w=4, W=4, n=15, K=4, depth=3),
     best_tree=dict(n=15, K=4, tree_size=16, present="lookup"), accept_path=dict(T=16, max_path=16, present=COUNTED),
     sum_parts=dict(N=8, n=65536, present="bias"), filtered_sample=dict())
 

@@ -358,6 +358,18 @@ def test_what_prompts_share_is_read_once_in_any_slot(name, steps_ahead, compiled
     check([first + [n] for n in range(12)], 60 * 2 + 12)  # a slot once, then it and its neighbours have the beginning
 
 
+@needs_compiler
+def test_augmenting_blocks_catch_up_beside_a_full_cache():
+    """Bug: a text near the capacity that has no room for the rows another one is behind."""
+    engine = new_engine(*load("clover", True), tree_size=2, batch_size=2, capacity=60)
+    for prompt, new, T in ((range(3), 50, 1), (range(55), 5, 2)):
+        engine.policy.tree_size = T
+        sequence = engine.add(list(prompt), new)
+        for _ in range(20 if T == 1 else 60):
+            engine.step()
+    assert not engine.busy and len(sequence.tokens) == 5
+
+
 @either_decoder
 @pytest.mark.parametrize("name", PRESETS)
 def test_heads_draft_the_same_after_steps_without_them(name, compiled, monkeypatch):

@@ -317,8 +317,7 @@ def test_project_topk_adds_the_samplers_noise(gathered, device):
     """Bug: noise of a column, not a token id, of another row's position or sequence; greedy rows that have any."""
     hidden, weight = torch.randn(6, 32), torch.randn(700, 32)
     rows = torch.randperm(700)[:300].int() if gathered else torch.arange(700).int()
-    noise = (torch.tensor([0.0, 0.7, 3.0]), torch.tensor([1, 2, 3]), torch.tensor([7, 2**40, 0]),
-             torch.tensor([4, 5, 4, 9, 0, 1]))
+    noise = [*map(torch.tensor, ([0.0, 0.7, 3.0], [1, 2, 3], [7, 2**40, 0], [4, 5, 4, 9, 0, 1]))]
     scores = (hidden.double() @ weight.double().T)[:, rows.long()]
     scores += noise[0].repeat_interleave(2)[:, None] * kernels.gumbel(*noise[1:], 1000 + rows)
     args = hidden.to(device), weight.to(device), 5, rows.to(device) if gathered else None
