@@ -1,6 +1,7 @@
 // The CPU's kernels, beside the Triton ones of kernels.py; backends/cpu.py compiles this file once.
 //
-//     product       rows times a packed weight of 32, 16, 8 or 4 bits
+//     pack_rows     a weight of 32, 16, 8, 6, 5 or 4 bits, from a file's rows
+//     product       rows times such a weight
 //     unpack_rows   rows of such a weight, of a table of embeddings
 //     add_norm      residual add + RMSNorm or LayerNorm
 //     rope_cache    norm and rotation of queries and keys, write of keys and values
@@ -57,13 +58,16 @@ typedef float vf_anywhere __attribute__((vector_size(64), aligned(1), may_alias)
 
 static const vi NUMBERS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
 
-enum { FLOAT32, BFLOAT16, INT8, INT4 };
+enum { FLOAT32, BFLOAT16, INT8, INT4, INT5, INT6 };
 
-typedef struct {                 // a weight [n, k], packed as `product` says
+typedef struct Linear {          // a weight [n, k], packed as `product` says
     int32_t kind, n, k;
-    int32_t group, half;         // inputs that share a scale, a multiple of GROUP; float16 scales
-    const void *values, *scales, *minimums;  // scales, or NULL: [n / LANES][k / group][LANES]
+    int32_t group, half;         // inputs that share a scale; float16 scales, else float32
+    int32_t zero;                // taken from each number of 4, 5 or 6 bits
+    void *values, *scales, *minimums;  // scales, or NULL: [n / LANES][k / group][LANES]
+    void *tops;                  // or NULL: scales are int8, times these float16
     const float *bias;           // [n], or NULL
+    const struct Linear *next;   // the weight of the outputs after these, or NULL
 } Linear;
 
 typedef struct {
@@ -281,17 +285,19 @@ INLINE vf load_n(const float *x, int n) {
     return v;
 }
 
-INLINE vu load_halves(const uint16_t *x, int n) {
+INLINE vh load_halves(const uint16_t *x, int n) {
     vh halves = {0};
     copy_n(&halves, x, n, sizeof *x);
-    return __builtin_convertvector(halves, vu);
+    return halves;
 }
+
+INLINE vu widened(vh x) { return __builtin_convertvector(x, vu); }
 
 INLINE vf select_lanes(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 
 // 16 numbers, at most n, of a row that is in bfloat16 or float32
 INLINE vf load_row(const void *x, size_t at, int n, int bfloat16) {
-    return bfloat16 ? (vf)(load_halves((const uint16_t *)x + at, n) << 16)
+    return bfloat16 ? (vf)(widened(load_halves((const uint16_t *)x + at, n)) << 16)
                     : load_n((const float *)x + at, n);
 }
 
@@ -318,9 +324,15 @@ static void read_row(const void *x, size_t at, int n, int bfloat16, float *out) 
     }
 }
 
-INLINE vf from_float16(vu x) {
-    vf magnitude = (vf)((x & 0x7fff) << 13) * 0x1p112f;
+INLINE vf from_float16(vh halves) {
+#if !defined(PLAIN) && defined(__AVX512F__)
+    return (vf)_mm512_cvtph_ps((__m256i)halves);
+#else
+    vu x = widened(halves);
+    vf magnitude = (vf)((x & 0x7fff) << 13) * 0x1p112f, special = (vf)(x << 13 | 0x7f800000);
+    magnitude = select_lanes((x & 0x7c00) == 0x7c00, special, magnitude);
     return (vf)((vu)magnitude | (x & 0x8000) << 16);
+#endif
 }
 
 // Lane i of SWAP(v, s) is lane i ^ s of v
@@ -402,22 +414,26 @@ INLINE vf vlog(vf x) {           // n ln(2) + log(1 + f), sqrt(1/2) <= 1 + f < s
 //   y[m, n] = sum_k x[m, k] w[n, k] + bias[n]
 //
 // Rows are multiplied as float32 by a float32 weight, rounded to bfloat16 by a bfloat16 one. For
-// weights of 8 and 4 bits each group of 32 inputs is rounded to 8 bits, x = scale * q. With w =
-// scale' * p + minimum' the group adds scale scale' sum(q p) + minimum' scale sum(q) in float32;
-// these sums are of whole numbers, exact in any order.
+// weights of 8 bits and less each group of 32 inputs is rounded to 8 bits, x = scale * q. With w =
+// scale' * (p - zero) + minimum' the group adds scale scale' sum(q (p - zero)) + minimum' scale sum(q)
+// in float32; these sums are of whole numbers, exact in any order. A scale' is a float, or of two
+// levels as llama.cpp's K types have them: int8, times a float16 for 256 inputs.
 //
 // Weights are packed in blocks of 16 outputs, one a lane, with zeros up to a multiple of 4 inputs,
 // or of 32: no sum crosses lanes. FLOAT32 [n / 16][k][16], BFLOAT16 [n / 16][k / 2][16][2], INT8
 // [n / 16][k / 4][16][4], plus 128; INT4 [n / 16][k / 8][16][4], four inputs in the bytes' low halves,
-// the next four in the high ones. Where OFFSET is 0 the 128 is taken off the weights, else the sums.
+// the next four in the high ones. INT5 and INT6 have groups as INT4's, each followed by the upper bits:
+// bit j of a byte belongs to its input of word j, or bits 2 j and 2 j + 1 to that of word j and, in
+// another 64 bytes, of word 4 + j. Where OFFSET is 0 the 128 of INT8 is taken off the weights, else
+// the sums. INT6 has a scale for 16 inputs.
 //
-// Bytes: the weight, once: 0.5, 1, 2 or 4 a number, and the scales. Up to about 8 rows that is the
+// Bytes: the weight, once: 0.5 to 4 a number, and the scales. Up to about 8 rows that is the
 // time; more are cut into tiles of equal size, by all of which a block in the cache is multiplied.
 
 typedef struct {                 // 8, 16 or 32 inputs of a row as they are multiplied
     int32_t words[8];            // of a float32, two bfloat16 or four bytes
     float scale, sum;            // of bytes: sum = scale * sum(q)
-    int32_t offset;              // -OFFSET * sum(q)
+    int32_t sums[2];             // of q, of each 16
 } Group;
 
 typedef struct {
@@ -425,7 +441,7 @@ typedef struct {
     const float *x;              // [M, k]
     float *out;                  // [M, n]
     Group *groups;               // [tiles][n_groups][rows of a tile]
-    int M, tiles, n_groups, blocks, per_unit;
+    int M, n, tiles, n_groups, blocks, per_unit;  // n, blocks: of all outputs
 } Product;
 
 INLINE int tile_start(const Product *p, int tile) { return (int64_t)tile * p->M / p->tiles; }
@@ -441,8 +457,9 @@ static void round_groups(const float *x, int n, Group *group, int stride) {
     vf largest = fold_max(part);
     vi usable = (largest > 1e-30f) & (largest < INFINITY);
     vf inverse = 127.0f / largest, scale = largest / 127.0f;
+    vf upper[LANES];
     for (int i = 0; i < LANES; i++)
-        part[i] = splat(0);
+        part[i] = upper[i] = splat(0);
     for (int i = 0; i * GROUP < n && i < LANES; i++) {
         if (!usable[i]) {  // the scale is 0, or no number
             memset(group[i * stride].words, 0, sizeof group->words);
@@ -454,13 +471,16 @@ static void round_groups(const float *x, int n, Group *group, int stride) {
         vi r = (vi)(high * inverse[i] + 12582912.0f) - 0x4b400000;
         vb bytes[2] = {__builtin_convertvector(q, vb), __builtin_convertvector(r, vb)};
         memcpy(group[i * stride].words, bytes, sizeof bytes);
-        part[i] = __builtin_convertvector(q + r, vf);
+        part[i] = __builtin_convertvector(q, vf);
+        upper[i] = __builtin_convertvector(r, vf);
     }
-    vf sum = fold_sum(part), scaled = scale * sum;
+    vf first = fold_sum(part), second = fold_sum(upper), scaled = scale * (first + second);
+    vi sums[2] = {__builtin_convertvector(first, vi), __builtin_convertvector(second, vi)};
     for (int i = 0; i * GROUP < n && i < LANES; i++) {
         group[i * stride].scale = scale[i];
         group[i * stride].sum = scaled[i];
-        group[i * stride].offset = -OFFSET * (int)sum[i];
+        group[i * stride].sums[0] = sums[0][i];
+        group[i * stride].sums[1] = sums[1][i];
     }
 }
 
@@ -480,44 +500,71 @@ static void prepare_row(void *arguments, int m) {
     }
 }
 
-INLINE vf load_scales(const Linear *w, const void *scales, size_t at) {
+// Scales number `at` of a weight's blocks, or with `minimum` its minimums
+INLINE vf load_scales(const Linear *w, int minimum, size_t at) {
+    const void *scales = minimum ? w->minimums : w->scales;
+    if (w->tops) {
+        vb levels;
+        memcpy(&levels, (const char *)scales + at * LANES, sizeof levels);
+        size_t top = at >> (w->kind == INT6 ? 4 : 3);
+        const uint16_t *tops = (const uint16_t *)w->tops + (2 * top + minimum) * LANES;
+        return __builtin_convertvector(levels, vf) * from_float16(load_halves(tops, LANES));
+    }
     return w->half ? from_float16(load_halves((const uint16_t *)scales + at * LANES, LANES))
                    : load((const float *)scales + at * LANES);
 }
 
-INLINE void quantized_tile(const Product *p, const Group *x, int block, int n, int int4, vf *acc) {
-    const Linear *w = p->w;
-    int per_scale = w->group / GROUP, size = int4 ? 256 : 512;
+// Inputs 4 j to 4 j + 3 of a group, in the bytes of each lane
+INLINE vi load_word(const char *group, int j, int kind) {
+    if (kind == INT8)
+        return (vi)load(group + j * 64);
+    vu word = (vu)load(group + j / 2 * 64) >> j % 2 * 4 & 0x0f0f0f0f;
+    if (kind == INT5)
+        word |= ((vu)load(group + 256) >> j & 0x01010101) << 4;
+    if (kind == INT6)
+        word |= ((vu)load(group + 256 + j / 4 * 64) >> j % 4 * 2 & 0x03030303) << 4;
+    return (vi)word;
+}
+
+INLINE int group_bytes(int kind) {
+    return kind == INT8 ? 512 : kind == INT6 ? 384 : kind == INT5 ? 320 : 256;
+}
+
+INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, int block, int n,
+                           int kind, vf *acc) {
+    int parts = kind == INT6 ? 2 : 1, words = 8 / parts, size = group_bytes(kind);
+    int per_scale = max(w->group / GROUP, 1), zero = kind == INT8 ? OFFSET : w->zero;
     const char *values = (const char *)w->values + (size_t)block * p->n_groups * size;
-    size_t scale_at = (size_t)block * ((p->n_groups - 1) / per_scale + 1);
+    size_t scale_at = (size_t)block * ((p->n_groups - 1) / per_scale + 1) * parts;
     for (int g = 0; g < p->n_groups; g++, x += n, values += size) {
-        vi sums[TILE];
-        for (int i = 0; i < n; i++)
-            sums[i] = (int4 ? 0 : x[i].offset) - (vi){0};
         fetch(values + FETCH, size);
-#pragma GCC unroll 8
-        for (int j = 0; j < 8; j++) {
-            vi w4 = (vi)load(values + (int4 ? j / 2 : j) * 64);
-            if (int4)
-                w4 = (vi)((vu)w4 >> j % 2 * 4) & 0x0f0f0f0f;
-            else if (!OFFSET)
-                w4 ^= (int32_t)0x80808080;
+        for (int part = 0; part < parts; part++) {
+            vi sums[TILE];
             for (int i = 0; i < n; i++)
-                sums[i] = dot4(sums[i], w4, x[i].words[j]);
+                sums[i] = -zero * (parts == 2 ? x[i].sums[part] : x[i].sums[0] + x[i].sums[1])
+                    - (vi){0};
+#pragma GCC unroll 8
+            for (int j = part * words; j < (part + 1) * words; j++) {
+                vi w4 = load_word(values, j, kind);
+                if (kind == INT8 && !OFFSET)
+                    w4 ^= (int32_t)0x80808080;
+                for (int i = 0; i < n; i++)
+                    sums[i] = dot4(sums[i], w4, x[i].words[j]);
+            }
+            size_t at = scale_at + g / per_scale * parts + part;
+            vf scale = load_scales(w, 0, at);
+            for (int i = 0; i < n; i++)
+                acc[i] += __builtin_convertvector(sums[i], vf) * (scale * x[i].scale);
+            vf minimum = w->minimums ? load_scales(w, 1, at) : splat(0);
+            for (int i = 0; w->minimums && i < n; i++)
+                acc[i] += minimum * x[i].sum;
         }
-        size_t at = scale_at + g / per_scale;
-        vf scale = load_scales(w, w->scales, at);
-        for (int i = 0; i < n; i++)
-            acc[i] += __builtin_convertvector(sums[i], vf) * (scale * x[i].scale);
-        vf minimum = w->minimums ? load_scales(w, w->minimums, at) : splat(0);
-        for (int i = 0; w->minimums && i < n; i++)
-            acc[i] += minimum * x[i].sum;
     }
 }
 
-INLINE void float_tile(const Product *p, const Group *x, int block, int n, int whole, vf *acc) {
-    int words = (p->w->k + 3) / 4 * (whole ? 4 : 2);
-    const char *values = (const char *)p->w->values + (size_t)block * words * 64;
+INLINE void float_tile(const Linear *w, const Group *x, int block, int n, int whole, vf *acc) {
+    int words = (w->k + 3) / 4 * (whole ? 4 : 2);
+    const char *values = (const char *)w->values + (size_t)block * words * 64;
     vf odd[TILE] = {{0}};        // a second sum, so that a product need not wait for the last
     for (; words > 0; words -= 8, x += n)
         for (int j = 0; j < min(words, 8); j += 2, values += 128) {
@@ -533,33 +580,44 @@ INLINE void float_tile(const Product *p, const Group *x, int block, int n, int w
         acc[i] += odd[i];
 }
 
-INLINE void tile(const Product *p, int block, int first, int n, int kind) {
+// Block number `block` of a weight, whose first output is number `at`
+INLINE void tile(const Product *p, const Linear *w, int block, int at, int first, int n, int kind) {
     vf acc[TILE] = {{0}};
     const Group *x = p->groups + (size_t)first * p->n_groups;
     if (kind >= INT8)
-        quantized_tile(p, x, block, n, kind == INT4, acc);
+        quantized_tile(p, w, x, block, n, kind, acc);
     else
-        float_tile(p, x, block, n, kind == FLOAT32, acc);
-    int at = block * LANES, outputs = p->w->n - at;
-    vf bias = p->w->bias ? load_n(p->w->bias + at, outputs) : splat(0);
+        float_tile(w, x, block, n, kind == FLOAT32, acc);
+    int outputs = w->n - block * LANES;
+    vf bias = w->bias ? load_n(w->bias + block * LANES, outputs) : splat(0);
     for (int i = 0; i < n; i++) {
         acc[i] += bias;
-        copy_n(p->out + (size_t)(first + i) * p->w->n + at, &acc[i], outputs, sizeof(float));
+        copy_n(p->out + (size_t)(first + i) * p->n + at, &acc[i], outputs, sizeof(float));
     }
 }
 
+INLINE int blocks_of(const Linear *w) { return (w->n + LANES - 1) / LANES; }
+
 // Inlined for each kind and number of rows, so that a tile's sums stay in registers
-#define TILE_OF(kind, n) case kind * TILE + n: tile(p, block, first, n, kind); break;
+#define TILE_OF(kind, n) case kind * TILE + n: \
+    tile(p, w, block - before, at + (block - before) * LANES, first, n, kind); break;
 #define TILES_OF(kind) TILE_OF(kind, 1) TILE_OF(kind, 2) TILE_OF(kind, 3) TILE_OF(kind, 4) \
                        TILE_OF(kind, 5) TILE_OF(kind, 6) TILE_OF(kind, 7) TILE_OF(kind, 8)
 static void product_unit(void *arguments, int unit) {
     const Product *p = arguments;
-    int end = min((unit + 1) * p->per_unit, p->blocks);
-    for (int block = unit * p->per_unit; block < end; block++)
+    const Linear *w = p->w;
+    int before = 0, at = 0, end = min((unit + 1) * p->per_unit, p->blocks);  // of earlier weights
+    for (int block = unit * p->per_unit; block < end; block++) {
+        for (; block - before >= blocks_of(w); w = w->next) {
+            before += blocks_of(w);
+            at += w->n;
+        }
         for (int t = 0, first = 0; t < p->tiles; first = tile_start(p, ++t))
-            switch (p->w->kind * TILE + tile_start(p, t + 1) - first) {
+            switch (w->kind * TILE + tile_start(p, t + 1) - first) {
                 TILES_OF(FLOAT32) TILES_OF(BFLOAT16) TILES_OF(INT8) TILES_OF(INT4)
+                TILES_OF(INT5) TILES_OF(INT6)
             }
+    }
 }
 
 void product(const Linear *w, const float *x, int M, float *out, int threads) {
@@ -567,47 +625,223 @@ void product(const Linear *w, const float *x, int M, float *out, int threads) {
     Product p = {w, x, out, .M = M, .tiles = (M + TILE - 1) / TILE};
     p.n_groups = (w->k + inputs - 1) / inputs;
     p.groups = scratch(PREPARED, (size_t)M * p.n_groups * sizeof *p.groups);
-    p.blocks = (w->n + LANES - 1) / LANES;
-    int units = min(max((int64_t)w->n * w->k / UNIT, 2 * threads), 8 * threads);
+    for (const Linear *part = w; part; part = part->next) {
+        p.blocks += blocks_of(part);
+        p.n += part->n;
+    }
+    int units = min(max((int64_t)p.n * w->k / UNIT, 2 * threads), 8 * threads);
     p.per_unit = (p.blocks + units - 1) / units;
     parallel(prepare_row, &p, M, w->k, threads);
     parallel(product_unit, &p, (p.blocks + p.per_unit - 1) / p.per_unit, MIN_WORK, threads);
 }
 
-static void unpack_floats(const Linear *w, int64_t row, float *out) {
-    int64_t first = row / LANES * ((w->k + 3) / 4 * 4) * LANES;
-    int lane = row % LANES;
-    for (int i = 0; i < w->k; i++)
-        if (w->kind == FLOAT32)
-            out[i] = ((const float *)w->values)[first + i * LANES + lane];
-        else {
-            const uint16_t *pair = (const uint16_t *)w->values + first + i / 2 * 2 * LANES + 2 * lane;
-            uint32_t bits = (uint32_t)pair[i % 2] << 16;
-            memcpy(out + i, &bits, 4);
+static void unpack_floats(const Linear *w, int row, float *out) {
+    int size = w->kind == FLOAT32 ? 1 : 2;  // numbers in a word
+    const uint32_t *words = (const uint32_t *)w->values
+        + (size_t)(row / LANES) * ((w->k + 3) / 4 * 4 / size) * LANES + row % LANES;
+    for (int i = 0; i < w->k; i++) {
+        uint32_t word = words[i / size * LANES];
+        uint32_t bits = size == 1 ? word : i % 2 ? word & 0xffff0000 : word << 16;
+        memcpy(out + i, &bits, 4);
+    }
+}
+
+static void unpack_quantized(const Linear *w, int row, float *out) {
+    int n_groups = (w->k + GROUP - 1) / GROUP, lane = row % LANES, size = group_bytes(w->kind);
+    size_t first = (size_t)(row / LANES) * n_groups;
+    for (int i = 0; i < w->k; i += 4) {
+        size_t group = first + i / GROUP, at = (first * GROUP + i) / w->group;
+        vi word = load_word((const char *)w->values + group * size, i % GROUP / 4, w->kind);
+        float scale = load_scales(w, 0, at)[lane];
+        float minimum = w->minimums ? load_scales(w, 1, at)[lane] : 0;
+        for (int j = 0; j < min(w->k - i, 4); j++)
+            out[i + j] = ((word[lane] >> 8 * j & 255) - w->zero) * scale + minimum;
+    }
+}
+
+// Rows of a weight, or of those after it: out [count, k]. Returns 1 if there is no such row.
+int unpack_rows(const Linear *weights, const int64_t *rows, int count, float *out) {
+    for (int m = 0; m < count; m++, out += weights->k) {
+        const Linear *w = weights;
+        int64_t row = rows[m];
+        for (; w && row >= w->n; w = w->next)
+            row -= w->n;
+        if (!w || row < 0)
+            return 1;
+        (w->kind < INT8 ? unpack_floats : unpack_quantized)(w, row, out);
+    }
+    return 0;
+}
+
+// -------------------------------------------------------------------------------------------------
+// pack_rows
+//
+// Rows as a file or a tensor has them become blocks of 16 outputs. FLOATS are of the weight's own
+// kind, BYTES are its numbers without the scales; the others are llama.cpp's types by their numbers in
+// ggml.h, whose blocks of 32 or 256 inputs ggml-common.h describes.
+
+enum { FLOATS = -2, BYTES = -1, Q4_0 = 2, Q4_1, Q5_0 = 6, Q5_1, Q8_0, Q4_K = 12, Q5_K, Q6_K,
+       IQ4_NL = 20, IQ4_XS = 23 };
+enum { CHUNK_MAX = 256 };
+
+typedef struct {                 // what a block of a file says
+    uint8_t q[CHUNK_MAX];
+    int8_t scales[2][16];        // and minimums; times tops
+    uint16_t tops[2];            // or float16 scale and minimum
+} Chunk;
+
+typedef struct {                 // the arguments of pack_block
+    const Linear *w;
+    const uint8_t *rows;
+    const int64_t *order;        // of the rows; NULL: as they are
+    int64_t stride;              // bytes of a row
+    int type;
+} Packing;
+
+static void split_nibbles(const uint8_t *from, int n, uint8_t *q) {
+    for (int i = 0; i < n; i++) {
+        q[i] = from[i] & 15;
+        q[i + n] = from[i] >> 4;
+    }
+}
+
+// 8 scales and minimums of 6 bits
+static void split_scales(const uint8_t *from, Chunk *c) {
+    for (int kind = 0; kind < 2; kind++)
+        for (int i = 0; i < 4; i++) {
+            c->scales[kind][i] = from[4 * kind + i] & 63;
+            int low = kind ? from[8 + i] >> 4 : from[8 + i] & 15;
+            c->scales[kind][4 + i] = low | from[4 * kind + i] >> 6 << 4;
         }
 }
 
-// The rows of a weight: out [count, k]. Returns 1 if there is no such row.
-int unpack_rows(const Linear *w, const int64_t *rows, int count, float *out) {
-    int padded = (w->k + GROUP - 1) / GROUP * GROUP, inputs = w->kind == INT4 ? 8 : 4;
-    for (int m = 0; m < count; m++)
-        if (rows[m] < 0 || rows[m] >= w->n)
-            return 1;
-    for (int m = 0; m < count && w->kind < INT8; m++)
-        unpack_floats(w, rows[m], out + (size_t)m * w->k);
-    for (int m = 0; m < count && w->kind >= INT8; m++, out += w->k)
-        for (int i = 0; i < w->k; i += GROUP) {
-            int64_t lane = rows[m] % LANES, first = rows[m] / LANES * padded + i;
-            float scale = load_scales(w, w->scales, first / w->group)[lane];
-            float minimum = w->minimums ? load_scales(w, w->minimums, first / w->group)[lane] : 0;
-            const uint8_t *values = (const uint8_t *)w->values + (first / inputs * LANES + lane) * 4;
-            for (int j = 0; j < min(w->k - i, GROUP); j++) {
-                int byte = values[j / inputs * 4 * LANES + j % 4];
-                int q = inputs == 4 ? byte - 128 : j % 8 < 4 ? byte & 15 : byte >> 4;
-                out[i + j] = q * scale + minimum;
-            }
+static void split_legacy(int type, const uint8_t *from, Chunk *c) {
+    int has_minimum = type == Q4_1 || type == Q5_1;
+    memcpy(c->tops, from, has_minimum ? 4 : 2);
+    from += has_minimum ? 4 : 2;
+    uint32_t upper = 0;
+    if (type == Q5_0 || type == Q5_1) {
+        memcpy(&upper, from, 4);
+        from += 4;
+    }
+    split_nibbles(from, GROUP / 2, c->q);
+    for (int i = 0; i < GROUP; i++)
+        c->q[i] |= (upper >> i & 1) << 4;
+}
+
+static void split_k(int type, const uint8_t *from, Chunk *c) {
+    const uint8_t *upper = from + 16, *lower = from + (type == Q5_K ? 48 : 16);
+    memcpy(c->tops, from, 4);
+    c->tops[1] ^= 0x8000;        // the file's are subtracted
+    split_scales(from + 4, c);
+    for (int i = 0; i < 4; i++)
+        split_nibbles(lower + 32 * i, 32, c->q + 64 * i);
+    for (int i = 0; type == Q5_K && i < 8; i++)
+        for (int j = 0; j < 32; j++)
+            c->q[32 * i + j] |= (upper[j] >> i & 1) << 4;
+}
+
+static void split_q6_k(const uint8_t *from, Chunk *c) {
+    for (int half = 0; half < 2; half++) {
+        const uint8_t *lower = from + 64 * half, *upper = from + 128 + 32 * half;
+        split_nibbles(lower, 64, c->q + 128 * half);
+        for (int i = 0; i < 4; i++)
+            for (int j = 0; j < 32; j++)
+                c->q[128 * half + 32 * i + j] |= (upper[j] >> 2 * i & 3) << 4;
+    }
+    memcpy(c->scales[0], from + 192, 16);
+    memcpy(c->tops, from + 208, 2);
+}
+
+static void split_iq4(int type, const uint8_t *from, Chunk *c) {
+    static const int8_t values[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69,
+                                    89, 113};
+    int groups = type == IQ4_XS ? 8 : 1;
+    memcpy(c->tops, from, 2);
+    for (int i = 0; i < groups; i++) {
+        int low = from[4 + i / 2] >> i % 2 * 4 & 15, high = (from[2] | from[3] << 8) >> 2 * i & 3;
+        c->scales[0][i] = (low | high << 4) - 32;
+        split_nibbles(from + (type == IQ4_XS ? 8 : 2) + 16 * i, 16, c->q + 32 * i);
+    }
+    for (int i = 0; i < 32 * groups; i++)
+        c->q[i] = values[c->q[i]];
+}
+
+static void split_chunk(const Packing *p, const uint8_t *from, int n, Chunk *c) {
+    switch (p->type) {
+        case Q4_0: case Q4_1: case Q5_0: case Q5_1: split_legacy(p->type, from, c); break;
+        case Q4_K: case Q5_K: split_k(p->type, from, c); break;
+        case Q6_K: split_q6_k(from, c); break;
+        case IQ4_NL: case IQ4_XS: split_iq4(p->type, from, c); break;
+        case Q8_0: memcpy(c->tops, from, 2); from += 2;  // fallthrough
+        default: memcpy(c->q, from, n);
+    }
+    for (int i = 0; p->w->kind == INT8 && i < n; i++)
+        c->q[i] ^= 128;
+}
+
+// 32 inputs, in the lane that `group` starts with
+INLINE void place_group(int kind, const uint8_t *q, uint32_t *group) {
+    uint32_t words[8], upper[2] = {0};
+    memcpy(words, q, sizeof words);
+    for (int j = 0; kind == INT8 && j < 8; j++)
+        group[j * LANES] = words[j];
+    for (int j = 0; kind != INT8 && j < 8; j += 2)
+        group[j / 2 * LANES] = (words[j] & 0x0f0f0f0f) | (words[j + 1] & 0x0f0f0f0f) << 4;
+    for (int j = 0; kind == INT5 && j < 8; j++)
+        upper[0] |= (words[j] >> 4 & 0x01010101) << j;
+    for (int j = 0; kind == INT6 && j < 8; j++)
+        upper[j / 4] |= (words[j] >> 4 & 0x03030303) << j % 4 * 2;
+    for (int j = 0; j < (kind == INT5 ? 1 : kind == INT6 ? 2 : 0); j++)
+        group[(4 + j) * LANES] = upper[j];
+}
+
+static void place_scales(const Linear *w, const Chunk *c, size_t chunk, int lane) {
+    int count = CHUNK_MAX / w->group;
+    for (int which = 0; which < 2; which++) {
+        void *scales = which ? w->minimums : w->scales;
+        if (w->tops)
+            ((uint16_t *)w->tops)[(chunk * 2 + which) * LANES + lane] = c->tops[which];
+        if (scales && !w->tops)
+            ((uint16_t *)scales)[chunk * LANES + lane] = c->tops[which];
+        for (int i = 0; scales && w->tops && i < count; i++)
+            ((int8_t *)scales)[(chunk * count + i) * LANES + lane] = c->scales[which][i];
+    }
+}
+
+static void pack_block(void *arguments, int block) {
+    const Packing *p = arguments;
+    const Linear *w = p->w;
+    int size = w->tops ? CHUNK_MAX : GROUP, chunks = (w->k + size - 1) / size, per = size / GROUP;
+    int bytes = w->kind == BFLOAT16 ? 2 : 4, words = (w->k + 3) / 4 * bytes;
+    int64_t stride = p->type == BYTES ? GROUP : p->stride / chunks;
+    for (int i = 0; i < (p->type == FLOATS ? words : chunks) * LANES; i++) {
+        int lane = i % LANES, row = block * LANES + lane, at = i / LANES;
+        size_t to = (size_t)block * (p->type == FLOATS ? words : chunks) + at;
+        const uint8_t *from = p->rows + (p->order && row < w->n ? p->order[row] : row) * p->stride;
+        if (p->type == FLOATS) {
+            uint32_t word = 0;
+            if (row < w->n)
+                memcpy(&word, from + 4 * at, min(max(w->k * bytes - 4 * at, 0), 4));
+            ((uint32_t *)w->values)[to * LANES + lane] = word;
+            continue;
         }
-    return 0;
+        Chunk c = {0};
+        if (row < w->n)
+            split_chunk(p, from + at * stride, min(w->k - at * size, size), &c);
+        for (int g = 0; g < per; g++)
+            place_group(w->kind, c.q + GROUP * g, (uint32_t *)((char *)w->values
+                        + (to * per + g) * group_bytes(w->kind)) + lane);
+        if (p->type != BYTES)
+            place_scales(w, &c, to, lane);
+    }
+}
+
+// Fills a weight's memory from rows of `stride` bytes, in an order. type: see above.
+void pack_rows(const Linear *w, int type, const uint8_t *rows, int64_t stride, const int64_t *order,
+               int threads) {
+    Packing p = {w, rows, order, stride, type};
+    parallel(pack_block, &p, blocks_of(w), (int64_t)w->k * LANES, threads);
 }
 
 // -------------------------------------------------------------------------------------------------

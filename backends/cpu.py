@@ -6,6 +6,7 @@ saved. Without a compiler a model computes by torch's operations."""
 
 import ctypes
 import hashlib
+import itertools
 import math
 import mmap
 import os
@@ -20,6 +21,7 @@ from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
 from functools import lru_cache, partial
 from pathlib import Path
 from types import SimpleNamespace
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -43,9 +45,10 @@ from model import MAX_TREE, Blocks, InputError, KVCache, LMHead, atomic_write, e
 LANES = 16      # outputs of a packed weight that stand side by side
 GROUP = 32      # inputs that are rounded together: a packed weight has a multiple of them
 MAX_HEAD = 256  # the largest head size
-FLOAT32, BFLOAT16, INT8, INT4 = range(4)  # kinds of a packed weight
-BITS = 32, 16, 8, 4                       # of a number of each
+FLOAT32, BFLOAT16, INT8, INT4, INT5, INT6 = range(6)  # kinds of a packed weight
+BITS = 32, 16, 8, 4, 5, 6                             # of a number of each
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
+FLOATS, BYTES = -2, -1  # what cpu.c packs beside the types of GGUF files
 MIXERS = type(None), AttentionDecoder, Concat  # numbered as in cpu.c
 PROJECTORS = ResBlock, Projector
 CHUNK = 2**26   # bytes of memory that are asked for at once
@@ -168,8 +171,8 @@ def struct(name, *fields):
     return type(name, (ctypes.Structure,), dict(_fields_=pairs))
 
 
-Linear = struct("Linear", (c_int32, "kind n k group half"),
-                (c_void_p, "values scales minimums bias"))
+Linear = struct("Linear", (c_int32, "kind n k group half zero"),
+                (c_void_p, "values scales minimums tops bias next"))
 Norm = struct("Norm", (c_void_p, "weight bias"), (c_float, "eps"))
 Block = struct("Block", (Norm, "attn_norm attn_post_norm mlp_norm mlp_post_norm q_norm k_norm"),
                (Linear, "qkv proj up down"),
@@ -192,6 +195,7 @@ Step = struct(
     (c_float * MAX_DRAFT, "gains"),
     (c_void_p, "tree probabilities chain positions target accepted x normed hidden"))
 FUNCTIONS = {
+    "pack_rows": (POINTER(Linear), c_int, c_void_p, c_int64, c_void_p, c_int),
     "product": (POINTER(Linear), c_void_p, c_int, c_void_p, c_int),
     "unpack_rows": (POINTER(Linear), c_void_p, c_int, c_void_p),
     "attention": (POINTER(Block), POINTER(Pass), c_void_p, c_void_p),
@@ -246,25 +250,18 @@ def load_or_build(command):
 
 
 # --------------------------------------------------------------------------------------------------
-# Products
-
-def blocks(x, multiple, inner=1):
-    """x [n, k] -> [n / LANES, k / inner, LANES, inner], zeros where n and k are padded to multiples
-    of LANES and `multiple`: how cpu.c reads weights."""
-    x = F.pad(x, (0, -x.shape[1] % multiple, 0, -len(x) % LANES))
-    return x.view(len(x) // LANES, LANES, -1, inner).transpose(1, 2).contiguous()
-
+# Packed weights
 
 def pointer(x):
     return None if x is None else x.data_ptr()
 
 
-def in_large_pages(x):
-    """A copy of a tensor or None in pages of 2 MB, where Linux has them: reading the weights from
+def allocate(nbytes):
+    """Memory, uint8 [nbytes], in pages of 2 MB, where Linux has them: reading the weights from
     pages of 4 kB takes 1.15 times as long."""
-    if x is None or not hasattr(mmap, "MADV_HUGEPAGE"):
-        return x
-    size = -(-x.nbytes // 64) * 64  # cpu.c reads 64 bytes at a time
+    size = -(-nbytes // 64) * 64  # cpu.c reads 64 bytes at a time
+    if not hasattr(mmap, "MADV_HUGEPAGE"):
+        return torch.empty(size, dtype=torch.uint8, device="cpu")
     with FREE_LOCK:  # two threads may load models
         if size > len(FREE[0]):
             chunk = mmap.mmap(-1, max(size, CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
@@ -272,25 +269,72 @@ def in_large_pages(x):
                 chunk.madvise(mmap.MADV_HUGEPAGE)
             FREE[0] = torch.frombuffer(chunk, dtype=torch.uint8)
         memory, FREE[0] = FREE[0].split((size, len(FREE[0]) - size))
-    return memory[:x.nbytes].view(x.dtype).view(x.shape).copy_(x)
+    return memory
+
+
+class Format(NamedTuple):
+    """How numbers are packed: (q - zero) * scale + minimum."""
+    kind: int
+    zero: int = 0
+    has_minimums: bool = False
+    group: int = GROUP      # inputs that share a scale
+    scale_bytes: int = 2    # 4: float32, 2: float16, 1: int8 times a float16 of 256 inputs
+
+
+FORMATS = {  # of the types of GGUF files that are kept as they are
+    "Q4_0": Format(INT4, 8), "Q4_1": Format(INT4, 0, True),
+    "Q5_0": Format(INT5, 16), "Q5_1": Format(INT5, 0, True),
+    "Q8_0": Format(INT8, 128), "IQ4_NL": Format(INT8, 128),
+    "Q4_K": Format(INT4, 0, True, scale_bytes=1), "Q5_K": Format(INT5, 0, True, scale_bytes=1),
+    "Q6_K": Format(INT6, 32, group=16, scale_bytes=1),
+    "IQ4_XS": Format(INT8, 128, scale_bytes=1)}
 
 
 class PackedWeight:
-    """A weight [n, k] and its bias [n], in memory as cpu.c multiplies them."""
+    """A weight [n, k] and its bias [n], in memory as cpu.c multiplies them; `pack_rows` fills it."""
 
-    def __init__(self, kind, shape, values, scales=None, minimums=None, bias=None):
-        tensors = map(in_large_pages, (values, scales, minimums))
-        self.values, self.scales, self.minimums = tensors
+    def __init__(self, layout, n, k, bias=None):
+        kind, zero, has_minimums, group, scale_bytes = layout
+        size = -(-n // LANES) * LANES * (-(-k // GROUP) * GROUP if kind >= INT8 else -(-k // 4) * 4)
+        has_scales = kind >= INT8
+        self.values = allocate(size * BITS[kind] // 8)
+        self.scales = allocate(size // group * scale_bytes) if has_scales else None
+        self.minimums = allocate(size // group * scale_bytes) if has_minimums else None
+        self.tops = allocate(size // 256 * 4) if has_scales and scale_bytes == 1 else None
+        self.below = None
+        self.linear = Linear(kind, n, k, group, scale_bytes == 2, zero,
+                             *map(pointer, (self.values, self.scales, self.minimums, self.tops)))
+        self.set_bias(bias)
+
+    def set_bias(self, bias):
         self.bias = None if bias is None else bias.float()
-        group = 0 if scales is None else -(-shape[1] // GROUP) * GROUP // scales.shape[1]
-        half = scales is not None and scales.dtype == torch.float16
-        self.linear = Linear(kind, *shape, group, half,
-                             *map(pointer, (self.values, self.scales, self.minimums, self.bias)))
+        self.linear.bias = pointer(self.bias)
+
+    @property
+    def parts(self):
+        """This weight and those whose outputs come after its own."""
+        return [self, *(self.below.parts if self.below else ())]
+
+    @property
+    def n(self):
+        return sum(part.linear.n for part in self.parts)
+
+    @property
+    def nbytes(self):
+        tensors = (x for part in self.parts for x in
+                   (part.values, part.scales, part.minimums, part.tops))
+        return sum(x.nbytes for x in tensors if x is not None)
+
+    def pack_rows(self, source, address, stride, order=None):
+        """Fills the memory from rows of `stride` bytes, taken in an order int64 [n]. source: the
+        number of a GGUF type, FLOATS or BYTES."""
+        library().pack_rows(self.linear, source, address, stride, pointer(order), threads())
+        return self
 
     def multiply(self, x):
         """x [..., k] -> float32 [..., n]"""
         x = x.float().contiguous()
-        out = torch.empty(*x.shape[:-1], self.linear.n)
+        out = torch.empty(*x.shape[:-1], self.n)
         library().product(self.linear, x.data_ptr(), x.numel() // self.linear.k, out.data_ptr(),
                           threads())
         return out
@@ -299,14 +343,26 @@ class PackedWeight:
         """The rows int64 [n] -> float32 [n, k]."""
         out = torch.empty(len(index), self.linear.k, device="cpu")  # whatever the default is
         if library().unpack_rows(self.linear, index.data_ptr(), len(index), out.data_ptr()):
-            raise IndexError(f"expected rows 0 to {self.linear.n - 1}")
+            raise IndexError(f"expected rows 0 to {self.n - 1}")
         return out
+
+
+def stack(parts, bias=None):
+    """`PackedWeight`s of one weight, from the first outputs to the last -> the first, which leads to
+    the others. bias: of all."""
+    for upper, lower in itertools.pairwise(parts):
+        upper.below = lower
+        upper.linear.next = ctypes.addressof(lower.linear)
+    for part, values in zip(parts, [] if bias is None else bias.split([p.linear.n for p in parts])):
+        part.set_bias(values)
+    return parts[0]
 
 
 def pack_floats(weight, bias=None):
     """A weight [n, k] of one of KINDS -> `PackedWeight`."""
-    values = blocks(weight, 4, 4 // weight.itemsize)
-    return PackedWeight(KINDS[weight.dtype], weight.shape, values, bias=bias)
+    rows = weight.contiguous()
+    packed = PackedWeight(Format(KINDS[weight.dtype]), *weight.shape, bias)
+    return packed.pack_rows(FLOATS, rows.data_ptr(), rows[0].nbytes)
 
 
 def pack_rounded(weight, bias=None):
@@ -321,13 +377,27 @@ def pack_rounded(weight, bias=None):
 
 
 def pack_quantized(q, scales, minimums=None, bias=None):
-    """q [n, k], int8 or uint8 of 0 to 15, scales and minimums [G, n] -> `PackedWeight`."""
-    is_int4 = q.dtype == torch.uint8
-    values = blocks(q, GROUP, 8) if is_int4 else blocks(q.view(torch.uint8) ^ 128, GROUP, 4)
-    if is_int4:
-        values = values[..., :4] | values[..., 4:] << 4
-    floats = [x if x is None else blocks(x.T, 1) for x in (scales, minimums)]
-    return PackedWeight(INT4 if is_int4 else INT8, q.shape, values, *floats, bias)
+    """q [n, k], int8 or uint8 of 0 to 15, scales and minimums [G, n] of float16, else float32 ->
+    `PackedWeight`."""
+    q = q.contiguous()
+    (n, k), is_int4 = q.shape, q.dtype == torch.uint8
+    group = -(-k // GROUP) * GROUP // len(scales)
+    layout = Format(INT4 if is_int4 else INT8, 0 if is_int4 else 128, minimums is not None, group,
+                    scales.itemsize)
+    packed = PackedWeight(layout, n, k, bias)
+    packed.pack_rows(BYTES, q.data_ptr(), k)
+    for memory, x in ((packed.scales, scales), (packed.minimums, minimums)):
+        if x is not None:
+            x = F.pad(x, (0, -n % LANES)).unflatten(1, (-1, LANES)).transpose(0, 1).contiguous()
+            memory[:x.nbytes].view(x.dtype).copy_(x.flatten())
+    return packed
+
+
+def pack_blocks(name, number, rows, k, order=None):
+    """Rows of a GGUF file, numpy uint8 [n, bytes] of k numbers each, of the type of a name and
+    number -> `PackedWeight` of the same numbers. order: of the rows, int64 [n]."""
+    packed = PackedWeight(FORMATS[name], len(rows), k)
+    return packed.pack_rows(number, rows.ctypes.data, rows.strides[0], order)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -350,9 +420,9 @@ class PackedLinear(Packed):
     def __init__(self, packed):
         super().__init__()
         self.packed = packed
-        self.out_features = packed.linear.n
+        self.out_features = packed.n
         self.in_features = packed.linear.k
-        self.nbytes = self.out_features * self.in_features * BITS[packed.linear.kind] // 8
+        self.nbytes = packed.nbytes
 
     def forward(self, x):
         if x.requires_grad and torch.is_grad_enabled():

@@ -40,18 +40,14 @@ def largest_group(size):
     return next((group for group in GROUPS if size % group == 0), None)
 
 
-def pack(parts, bias=None):
-    """`QuantizedWeight`s, one below the other -> `cpu.PackedWeight`. What has no kernel, or differs
-    from part to part, is rounded to 8 bits."""
-    layouts = {(part.q.dtype, len(part.scales), part.minimums is None) for part in parts}
-    if len(layouts) > 1 or parts[0].q.dtype not in (torch.int8, torch.uint8):
-        parts = [round_weight(part.values(), 8, 32) for part in parts]
-    q, scales, minimums = (None if tensors[0] is None else tensors for tensors in zip(*parts))
-    scales = torch.cat(scales, dim=1)
-    minimums = minimums and torch.cat(minimums, dim=1)
-    if any(x is not None and x.dtype != torch.float16 for x in (scales, minimums)):
-        scales, minimums = (x if x is None else x.float() for x in (scales, minimums))
-    return cpu.pack_quantized(torch.cat(q), scales, minimums, bias)
+def pack(weight):
+    """`QuantizedWeight` -> `cpu.PackedWeight`. What has no kernel is rounded to 8 bits."""
+    if weight.q.dtype not in (torch.int8, torch.uint8):
+        weight = round_weight(weight.values(), 8, 32)
+    q, *floats = weight
+    if any(x is not None and x.dtype != torch.float16 for x in floats):
+        floats = (x if x is None else x.float() for x in floats)
+    return cpu.pack_quantized(q, *floats)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -166,13 +166,12 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
     group = group or tensor_parallel.Group()
     model, matches = read_headers(path)
     tensors = [tensor for parts in matches.values() for _, tensor in parts]
-    stored_as = next((tensor.stored_as for tensor in tensors if tensor.weight), None)
+    stored_as = next((tensor.stored_as for tensor in tensors if tensor.pack), None)
     expect(not (quantize and stored_as) or is_gguf(path),
            f"{path}: the checkpoint is quantised already ({stored_as}); leave out --quantize")
     if packed and dtype == torch.float16:
         warn("float16 is not for a CPU, which has no kernels for it; taking bfloat16")
         dtype = torch.bfloat16
-    keeps_bits = packed and dtype != torch.float32 and group.size == 1
     largest = max(tensors, key=lambda tensor: math.prod(tensor.shape))
     dtype = dtype or cpu.default_dtype(device, largest.dtype)
     if quantize and model.config.tied:  # an LM head of its own, of the same table
@@ -180,29 +179,35 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
         model.head.weight = torch.nn.Parameter(torch.empty_like(model.embed.weight))
         matches["head.weight"] = matches["embed.weight"]
     rounding = quantized.rounding(model, quantize) if quantize else {}
-    bits = {name: max(tensor.bits for _, tensor in parts) for name, parts in matches.items()
-            if all(tensor.bits for _, tensor in parts)}
+    stored = {name: max(tensor.bits for _, tensor in parts) for name, parts in matches.items()
+              if all(tensor.bits for _, tensor in parts) and name not in rounding}
+    bits = dict.fromkeys(linear_weights(model), 8 * dtype.itemsize)  # of what is packed, by name
+    bits |= stored if dtype != torch.float32 else {}
     bits |= {name: n for name, (n, _) in rounding.items()}
     if model.config.unit_head:  # whose rows are scaled once all are read
         bits.pop("head.weight", None)
-    kept = bits if keeps_bits else {}
+    packers = {}  # {name of a weight that is packed as it is read: how}
+    if packed and group.size == 1:
+        packers = {name: partial(pack_rounded, rounding[name]) if name in rounding else
+                   pack_stored if name in stored and dtype != torch.float32 else
+                   partial(pack_floats, dtype) for name in bits}
     with torch.device("meta"):
         group.divide(model)
     size = 0
-    for name in kept:  # no memory for what is read as it is stored
+    for name in packers:  # no memory for what will be packed
         layer = model.get_submodule(name.removesuffix(".weight"))
-        size += layer.weight.numel() * bits[name] // 8
+        size += int(layer.weight.numel() * bits[name] / 8)
         layer.weight = None
     model = model.to(dtype)
     size += model.weight_bytes()
-    if device.type != "cpu" and bits:
+    if device.type != "cpu" and stored:
         warn(f"{path}: quantised weights are dequantised to {str(dtype).removeprefix('torch.')} on "
              f"{device.type}, where they take {human(size, 'B')} in each process; "
              f"the file has {human(stored_size(path), 'B')}")
     advice = "take a smaller model" + " or --dtype bfloat16" * (dtype == torch.float32)
     check_memory(f"{path}: its weights take", size, free_memory(device), device, advice)
     model = model.to_empty(device=device).requires_grad_(False).eval()
-    read_weights(model, matches, group, rounding, kept)
+    read_weights(model, matches, group, rounding, packers)
     model.hash = files_hash(path)
     group.connect(model)
     if packed:
@@ -211,37 +216,51 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
     return model
 
 
-def read_weights(model, matches, group, rounding, kept):
+def linear_weights(model):
+    """Names of the weights that a model multiplies by; the table of a tied model is one."""
+    found = [f"{name}.weight" for name, layer in model.named_modules() if type(layer) in cpu.LAYERS]
+    return ["embed.weight" if model.config.tied and name == "head.weight" else name
+            for name in found]
+
+
+def read_weights(model, matches, group, rounding, packers):
     """Fills a model, or this rank's part of it, with each parameter's stored tensors. rounding:
-    {name: how `round_weight` rounds it}; kept: names of weights that become packed layers."""
+    {name: how `round_weight` rounds it}; packers: {name of a weight that becomes a packed layer:
+    function of a tensor and how its rows are arranged -> `cpu.PackedWeight`}."""
     parameters = dict(model.named_parameters())
     for name in sorted(matches, key=lambda name: len(matches[name][0][1].shape)):  # biases first
-        parts = []
-        for start, tensor in matches[name]:
-            arrange = partial(families.from_stored, name, start=start, config=model.config)
-            if name in rounding:
-                value = quantized.round_weight(arrange(tensor.load()), *rounding[name])
-            elif name in kept:
-                order = arrange(torch.arange(tensor.shape[0])[:, None])[:, 0]
-                value = tensor.weight().rows(order)
-            else:
-                value = arrange(tensor.load())
-            if name in kept:
-                parts.append(value)
-                continue
-            value = value.values() if name in rounding else value
-            copy_shard(parameters[name], value, start, group.shard_slices(name, model.config))
-        if parts:
+        arrange = partial(families.from_stored, name, config=model.config)
+        if name in packers:
+            parts = [packers[name](tensor, partial(arrange, start=start))
+                     for start, tensor in matches[name]]
             put_packed(model, name.removesuffix(".weight"), parts)
+            continue
+        for start, tensor in matches[name]:
+            value = arrange(tensor.load(), start=start)
+            if name in rounding:
+                value = quantized.round_weight(value, *rounding[name]).values()
+            copy_shard(parameters[name], value, start, group.shard_slices(name, model.config))
     if model.config.unit_head:
         for rows in parameters["head.weight"].split(4096):  # in float32, a few at a time
             rows.copy_(torch.nn.functional.normalize(rows.float(), dim=-1))
 
 
+def pack_stored(tensor, arrange):
+    return tensor.pack(arrange(torch.arange(tensor.shape[0])[:, None])[:, 0])
+
+
+def pack_rounded(how, tensor, arrange):
+    return quantized.pack(quantized.round_weight(arrange(tensor.load()), *how))
+
+
+def pack_floats(dtype, tensor, arrange):
+    return cpu.pack_floats(arrange(tensor.load()).to(dtype))
+
+
 def put_packed(model, name, parts):
-    """Puts a packed layer of `QuantizedWeight`s in the place of a layer of no weight."""
+    """Puts a packed layer of `cpu.PackedWeight`s in the place of a layer of no weight."""
     layer = model.get_submodule(name)
-    weight = quantized.pack(parts, getattr(layer, "bias", None))
+    weight = cpu.stack(parts, getattr(layer, "bias", None))
     if name != "embed":
         model.set_submodule(name, cpu.LAYERS[type(layer)](weight))
     elif model.config.tied:

@@ -2,19 +2,20 @@
 of llama.cpp's converter (conversion/) and tokenizers (src/llama-vocab.cpp)."""
 
 import itertools
+import mmap
 import re
 import struct
-from functools import cached_property, lru_cache, partial
+from functools import cache, cached_property, lru_cache, partial
 
 import gguf
 import numpy as np
 import torch
 from gguf import GGUFValueType, TokenType
 
-from backends.quantized import QuantizedWeight, round_weight
+from backends import cpu, quantized
 from hf.families import FAMILIES, value_of
 from hf.splits import PIECE_IS_TOKEN, byte_level_spec, sentencepiece_spec
-from model import InputError, expect, one_of
+from model import InputError, expect, one_of, warn
 
 ARCHITECTURES = "llama", "qwen2", "qwen3", "gemma3", "phi3", "smollm3"
 KEYS = {  # metadata, after the architecture's name -> config.json
@@ -83,6 +84,7 @@ class GGUFFile:
             if not key.endswith("_token_id") or value in range(len(self.tokens)):
                 self.meta[re.sub(rf"^({self.architecture}|tokenizer\.ggml)\.", "", key)] = value
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
+        self.mapped = reader.data.base
         for kind in {tensor.tensor_type for tensor in reader.tensors}:  # raises if not supported
             gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
 
@@ -164,7 +166,7 @@ class GGUFFile:
         return spec
 
     def weights(self):
-        """{name as in a folder: (shape, function that reads float32 values, type, *`quantized`)}"""
+        """{name as in a folder: (shape, function that reads float32 values, type, *`packing`)}"""
         family = FAMILIES[self.family]
         names_of = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.architecture.upper()], 1)
         names = {}  # of the first block
@@ -182,45 +184,62 @@ class GGUFFile:
                 theirs = names[first].replace(".N.", f".{number}.")
                 weights[f"{theirs}.{kind}"] = (
                     tuple(tensor.shape[::-1].tolist()), partial(self.read_values, tensor),
-                    tensor.tensor_type.name, *self.quantized(tensor))
+                    tensor.tensor_type.name, *self.packing(tensor))
         return weights
 
     def read_values(self, tensor):
         """A tensor's float32 values as a folder stores them."""
-        values = self.in_order(tensor, dequantized(tensor))
+        values = dequantized(tensor)
+        order = self.row_order(tensor)
+        values = values if order is None else values[order]
         if self.architecture == "gemma3" and tensor.name.endswith("norm.weight"):
             values -= 1
+        self.release(tensor)
         return values
 
-    def in_order(self, tensor, rows):
-        """Rows [N, ...] of a tensor in a folder's order: llama.cpp pairs rotated neighbours."""
+    def row_order(self, tensor):
+        """The file's row for each row of a folder's, None for the same: llama.cpp pairs rotated
+        neighbours."""
         part = tensor.name.split(".")[-2]
         if self.architecture not in ("llama", "smollm3") or part not in PERMUTED:
-            return rows
+            return None
         heads = self.meta.get(PERMUTED[part], self.meta["attention.head_count"])
-        return rows.unflatten(0, (heads, -1, 2)).transpose(1, 2).reshape(rows.shape)
+        return torch.arange(int(tensor.shape[-1])).view(heads, -1, 2).transpose(1, 2).flatten()
 
-    def quantized(self, tensor):
-        """(bits, function that gives the `QuantizedWeight`), (None, None) for floats. What has no
-        kernel is rounded to 8 bits."""
-        kind = tensor.tensor_type.name
-        if kind in FLOATS or len(tensor.shape) != 2:
+    def packing(self, tensor):
+        """(bits of a number, function of an order of rows that packs them), (None, None) for
+        floats."""
+        kind = tensor.tensor_type
+        if kind.name in FLOATS or len(tensor.shape) != 2:
             return None, None
-        if kind not in BLOCKS:
-            return 8, lambda: round_weight(self.read_values(tensor), 8, 32)
-        bits, split = BLOCKS[kind]
-        return bits, partial(self.read_quantized, tensor, bits, split)
+        per_block, size = gguf.GGML_QUANT_SIZES[kind]
+        is_kept = kind.name in cpu.FORMATS
+        return 8 * size / per_block if is_kept else 8, partial(self.pack, tensor)
 
-    def read_quantized(self, tensor, bits, split):
-        """-> `QuantizedWeight` [N, C]"""
-        N = len(tensor.data)
-        size = gguf.GGML_QUANT_SIZES[tensor.tensor_type][1]
-        blocks = torch.from_numpy(np.array(tensor.data)).view(N, -1, size)
-        q, scales, minimums = split(self.in_order(tensor, blocks))
-        by_group = lambda x: x if x is None else x.reshape(N, -1).T.contiguous()
-        q = q.reshape(N, -1)
-        return QuantizedWeight(q if bits == 4 else q.view(torch.int8), by_group(scales),
-                               by_group(minimums))
+    def pack(self, tensor, order):
+        """-> `cpu.PackedWeight`. What has no kernel is rounded to 8 bits."""
+        kind = tensor.tensor_type
+        if kind.name not in cpu.FORMATS:
+            say_rounded(kind.name)
+            return quantized.pack(quantized.round_weight(self.read_values(tensor)[order], 8, 32))
+        theirs = self.row_order(tensor)
+        packed = cpu.pack_blocks(kind.name, kind.value, tensor.data, int(tensor.shape[0]),
+                                 order if theirs is None else theirs[order])
+        self.release(tensor)
+        return packed
+
+    def release(self, tensor):
+        """Gives the system back the pages of a tensor that was read."""
+        if hasattr(mmap, "MADV_DONTNEED"):
+            page = mmap.PAGESIZE
+            first, end = tensor.data_offset, tensor.data_offset + int(tensor.n_bytes)
+            self.mapped.madvise(mmap.MADV_DONTNEED, first // page * page, end - first // page * page)
+
+
+@cache
+def say_rounded(kind):
+    warn(f"weights of type {kind} are rounded to 8 bits: there is no kernel for them; "
+         f"{', '.join(cpu.FORMATS)} are multiplied as they are")
 
 
 @lru_cache(maxsize=2)
@@ -248,37 +267,6 @@ def dequantized(tensor):
     return torch.from_numpy(np.require(values, requirements="W"))
 
 
-def halves(blocks, first, count=1):
-    """float16 [..., count] at a byte of blocks uint8 [..., size]"""
-    return blocks[..., first:first + 2 * count].contiguous().view(torch.float16)
-
-
-def nibbles(x):
-    """uint8 [..., n] -> [..., 2 n]: the low halves, then the high ones"""
-    return torch.cat((x & 15, x >> 4), dim=-1)
-
-
-def split_q5_0(blocks):
-    bits = blocks[..., 2:6, None] >> torch.arange(8, dtype=torch.uint8) & 1
-    return nibbles(blocks[..., 6:]) + 16 * bits.flatten(-2) - 16, halves(blocks, 0), None
-
-
-def split_q4_k(blocks):
-    """8 groups of 32, whose scales and minimums are 6 bits times float16."""
-    d = halves(blocks, 0, 2).float()
-    low, middle, high = blocks[..., 4:16].split(4, dim=-1)
-    scales = torch.cat((low & 63, high & 15 | low >> 6 << 4), dim=-1)
-    minimums = torch.cat((middle & 63, high >> 4 | middle >> 6 << 4), dim=-1)
-    q = nibbles(blocks[..., 16:].unflatten(-1, (4, 32)))
-    return q, d[..., :1] * scales, -d[..., 1:] * minimums
-
-
-BLOCKS = {  # {type of ggml-common.h: (bits, blocks uint8 [N, n, size] -> q, scales, minimums)}
-    "Q4_0": (4, lambda x: (nibbles(x[..., 2:]), halves(x, 0), -8 * halves(x, 0))),
-    "Q4_1": (4, lambda x: (nibbles(x[..., 4:]), halves(x, 0), halves(x, 2))),
-    "Q5_0": (8, split_q5_0),
-    "Q8_0": (8, lambda x: (x[..., 2:], halves(x, 0), None)),
-    "Q4_K": (4, split_q4_k)}
 PARTS = {"config.json": GGUFFile.config, "generation_config.json": GGUFFile.generation_config,
          "tokenizer_config.json": GGUFFile.tokenizer_config, "weights": GGUFFile.weights,
          "tokenizer.json": GGUFFile.tokenizer}

@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import torch
 
-from backends.quantized import QuantizedWeight, largest_group
+from backends.quantized import QuantizedWeight, largest_group, pack
 from model import expect, one_of
 
 FP8 = torch.float8_e4m3fn
@@ -31,8 +31,8 @@ class StoredTensor(NamedTuple):
     dtype: torch.dtype | str  # a str for a type that safetensors has and torch has not
     load: Callable            # () -> its values, mapped into memory where possible
     stored_as: str | None = None     # the type or scheme of what is not plain floats
-    bits: int | None = None          # of a number of what is quantised
-    weight: Callable | None = None   # () -> its `QuantizedWeight`
+    bits: float | None = None        # of a number of what is quantised
+    pack: Callable | None = None     # an order of its rows, int64 [N] -> its `cpu.PackedWeight`
 
 
 class Scheme(NamedTuple):
@@ -162,4 +162,4 @@ def combine_layer(stem, parts, scheme):
            "supported; groups of 128, 64 or 32 are")
     weight = partial(read_layer, what, parts, scheme, (N, C))
     return StoredTensor(parts[scales].file, (N, C), torch.bfloat16, lambda: weight().values(),
-                        str(scheme), scheme.bits, weight)
+                        str(scheme), scheme.bits, lambda order: pack(weight().rows(order)))
