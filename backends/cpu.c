@@ -335,6 +335,14 @@ INLINE vf from_float16(vh halves) {
 #endif
 }
 
+INLINE vi from_int8(vb x) {
+#if !defined(PLAIN) && defined(__AVX512F__)
+    return (vi)_mm512_cvtepi8_epi32((__m128i)x);  // gcc 12 takes a vector apart for the line below
+#else
+    return __builtin_convertvector(x, vi);
+#endif
+}
+
 // Lane i of SWAP(v, s) is lane i ^ s of v
 #ifdef __clang__
 #define SWAP(v, s) __builtin_shufflevector(v, v, 0 ^ s, 1 ^ s, 2 ^ s, 3 ^ s, 4 ^ s, 5 ^ s, 6 ^ s, \
@@ -433,7 +441,7 @@ INLINE vf vlog(vf x) {           // n ln(2) + log(1 + f), sqrt(1/2) <= 1 + f < s
 typedef struct {                 // 8, 16 or 32 inputs of a row as they are multiplied
     int32_t words[8];            // of a float32, two bfloat16 or four bytes
     float scale, sum;            // of bytes: sum = scale * sum(q)
-    int32_t sums[2];             // of q, of each 16
+    int32_t minus[2];            // -sum(q), of all and of the first 16
 } Group;
 
 typedef struct {
@@ -475,12 +483,12 @@ static void round_groups(const float *x, int n, Group *group, int stride) {
         upper[i] = __builtin_convertvector(r, vf);
     }
     vf first = fold_sum(part), second = fold_sum(upper), scaled = scale * (first + second);
-    vi sums[2] = {__builtin_convertvector(first, vi), __builtin_convertvector(second, vi)};
+    vi minus[2] = {-__builtin_convertvector(first + second, vi), -__builtin_convertvector(first, vi)};
     for (int i = 0; i * GROUP < n && i < LANES; i++) {
         group[i * stride].scale = scale[i];
         group[i * stride].sum = scaled[i];
-        group[i * stride].sums[0] = sums[0][i];
-        group[i * stride].sums[1] = sums[1][i];
+        group[i * stride].minus[0] = minus[0][i];
+        group[i * stride].minus[1] = minus[1][i];
     }
 }
 
@@ -500,15 +508,17 @@ static void prepare_row(void *arguments, int m) {
     }
 }
 
-// Scales number `at` of a weight's blocks, or with `minimum` its minimums
-INLINE vf load_scales(const Linear *w, int minimum, size_t at) {
-    const void *scales = minimum ? w->minimums : w->scales;
+// The float16 of two levels, for scales or with `minimum` for minimums, of 256 inputs
+INLINE vf load_tops(const Linear *w, int minimum, size_t chunk) {
+    return from_float16(load_halves((uint16_t *)w->tops + (2 * chunk + minimum) * LANES, LANES));
+}
+
+// 16 scales, or minimums, number `at`; tops: 1 where they have one level
+INLINE vf load_scales(const Linear *w, const void *scales, size_t at, vf tops) {
     if (w->tops) {
         vb levels;
         memcpy(&levels, (const char *)scales + at * LANES, sizeof levels);
-        size_t top = at >> (w->kind == INT6 ? 4 : 3);
-        const uint16_t *tops = (const uint16_t *)w->tops + (2 * top + minimum) * LANES;
-        return __builtin_convertvector(levels, vf) * from_float16(load_halves(tops, LANES));
+        return __builtin_convertvector(from_int8(levels), vf) * tops;
     }
     return w->half ? from_float16(load_halves((const uint16_t *)scales + at * LANES, LANES))
                    : load((const float *)scales + at * LANES);
@@ -518,12 +528,13 @@ INLINE vf load_scales(const Linear *w, int minimum, size_t at) {
 INLINE vi load_word(const char *group, int j, int kind) {
     if (kind == INT8)
         return (vi)load(group + j * 64);
-    vu word = (vu)load(group + j / 2 * 64) >> j % 2 * 4 & 0x0f0f0f0f;
-    if (kind == INT5)
-        word |= ((vu)load(group + 256) >> j & 0x01010101) << 4;
-    if (kind == INT6)
-        word |= ((vu)load(group + 256 + j / 4 * 64) >> j % 4 * 2 & 0x03030303) << 4;
-    return (vi)word;
+    vu lower = (vu)load(group + j / 2 * 64) >> j % 2 * 4 & 0x0f0f0f0f;
+    if (kind == INT4)
+        return (vi)lower;
+    int at = kind == INT5 ? j : j % 4 * 2;  // where the upper bits are in each byte; they go to 4
+    vu upper = (vu)load(group + 256 + (kind == INT5 ? 0 : j / 4 * 64));
+    upper = at < 4 ? upper << (4 - at) : upper >> (at - 4);
+    return (vi)(lower | (upper & (kind == INT5 ? 0x10101010 : 0x30303030)));
 }
 
 INLINE int group_bytes(int kind) {
@@ -533,16 +544,22 @@ INLINE int group_bytes(int kind) {
 INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, int block, int n,
                            int kind, vf *acc) {
     int parts = kind == INT6 ? 2 : 1, words = 8 / parts, size = group_bytes(kind);
-    int per_scale = max(w->group / GROUP, 1), zero = kind == INT8 ? OFFSET : w->zero;
+    int per_scale = max(w->group / GROUP, 1), zero = kind == INT8 ? OFFSET : w->zero, used = 0;
     const char *values = (const char *)w->values + (size_t)block * p->n_groups * size;
-    size_t scale_at = (size_t)block * ((p->n_groups - 1) / per_scale + 1) * parts;
+    size_t at = (size_t)block * ((p->n_groups - 1) / per_scale + 1) * parts;
+    vf tops[2] = {splat(1), splat(1)};
     for (int g = 0; g < p->n_groups; g++, x += n, values += size) {
         fetch(values + FETCH, size);
+        if (w->tops && g % 8 == 0)
+            for (int i = 0; i < 2; i++)
+                tops[i] = load_tops(w, i, ((size_t)block * p->n_groups + g) / 8);
         for (int part = 0; part < parts; part++) {
             vi sums[TILE];
-            for (int i = 0; i < n; i++)
-                sums[i] = -zero * (parts == 2 ? x[i].sums[part] : x[i].sums[0] + x[i].sums[1])
-                    - (vi){0};
+            for (int i = 0; i < n; i++) {
+                int minus = parts == 1 ? x[i].minus[0] : part ? x[i].minus[0] - x[i].minus[1]
+                                                             : x[i].minus[1];
+                sums[i] = (zero ? zero * minus : 0) - (vi){0};
+            }
 #pragma GCC unroll 8
             for (int j = part * words; j < (part + 1) * words; j++) {
                 vi w4 = load_word(values, j, kind);
@@ -551,13 +568,18 @@ INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, in
                 for (int i = 0; i < n; i++)
                     sums[i] = dot4(sums[i], w4, x[i].words[j]);
             }
-            size_t at = scale_at + g / per_scale * parts + part;
-            vf scale = load_scales(w, 0, at);
+            vf scale = load_scales(w, w->scales, at + part, tops[0]);
             for (int i = 0; i < n; i++)
                 acc[i] += __builtin_convertvector(sums[i], vf) * (scale * x[i].scale);
-            vf minimum = w->minimums ? load_scales(w, 1, at) : splat(0);
-            for (int i = 0; w->minimums && i < n; i++)
-                acc[i] += minimum * x[i].sum;
+            if (w->minimums) {
+                vf minimum = load_scales(w, w->minimums, at + part, tops[1]);
+                for (int i = 0; i < n; i++)
+                    acc[i] += minimum * x[i].sum;
+            }
+        }
+        if (++used == per_scale) {
+            used = 0;
+            at += parts;
         }
     }
 }
@@ -652,8 +674,11 @@ static void unpack_quantized(const Linear *w, int row, float *out) {
     for (int i = 0; i < w->k; i += 4) {
         size_t group = first + i / GROUP, at = (first * GROUP + i) / w->group;
         vi word = load_word((const char *)w->values + group * size, i % GROUP / 4, w->kind);
-        float scale = load_scales(w, 0, at)[lane];
-        float minimum = w->minimums ? load_scales(w, 1, at)[lane] : 0;
+        vf tops[2] = {splat(1), splat(1)};
+        for (int which = 0; w->tops && which < 2; which++)
+            tops[which] = load_tops(w, which, group / 8);
+        float scale = load_scales(w, w->scales, at, tops[0])[lane];
+        float minimum = w->minimums ? load_scales(w, w->minimums, at, tops[1])[lane] : 0;
         for (int j = 0; j < min(w->k - i, 4); j++)
             out[i + j] = ((word[lane] >> 8 * j & 255) - w->zero) * scale + minimum;
     }
@@ -725,7 +750,7 @@ static void split_legacy(int type, const uint8_t *from, Chunk *c) {
         from += 4;
     }
     split_nibbles(from, GROUP / 2, c->q);
-    for (int i = 0; i < GROUP; i++)
+    for (int i = 0; upper && i < GROUP; i++)
         c->q[i] |= (upper >> i & 1) << 4;
 }
 
@@ -826,7 +851,9 @@ static void pack_block(void *arguments, int block) {
             ((uint32_t *)w->values)[to * LANES + lane] = word;
             continue;
         }
-        Chunk c = {0};
+        Chunk c;
+        if (row >= w->n || w->k < (at + 1) * size)
+            memset(&c, 0, sizeof c);
         if (row < w->n)
             split_chunk(p, from + at * stride, min(w->k - at * size, size), &c);
         for (int g = 0; g < per; g++)

@@ -206,7 +206,9 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
              f"the file has {human(stored_size(path), 'B')}")
     advice = "take a smaller model" + " or --dtype bfloat16" * (dtype == torch.float32)
     check_memory(f"{path}: its weights take", size, free_memory(device), device, advice)
-    model = model.to_empty(device=device).requires_grad_(False).eval()
+    # not to_empty, for which torch imports sympy
+    model._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device))
+    model = model.requires_grad_(False).eval()
     read_weights(model, matches, group, rounding, packers)
     model.hash = files_hash(path)
     group.connect(model)

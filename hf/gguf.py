@@ -58,10 +58,11 @@ class Reader(gguf.GGUFReader):
             array = self._get(end, self.gguf_scalar_to_np[kind], count)
             return 12 + array.nbytes, [array], [0], [GGUFValueType.ARRAY]
         texts = []
+        data = memoryview(self.data)
         for _ in range(count):
             start = end + 8
-            end = start + struct.unpack_from("<Q", self.data, end)[0]
-            texts.append(str(self.data[start:end].data, "utf-8"))
+            end = start + struct.unpack_from("<Q", data, end)[0]
+            texts.append(str(data[start:end], "utf-8"))
         return end - orig_offs, [texts], [0], [GGUFValueType.ARRAY]
 
 
