@@ -291,19 +291,22 @@ FORMATS = {  # of the types of GGUF files that are kept as they are
 
 
 class PackedWeight:
-    """A weight [n, k] and its bias [n], in memory as cpu.c multiplies them; `pack_rows` fills it."""
+    """A weight [n, k] and its bias [n], in memory as cpu.c multiplies them. `below` is another,
+    whose outputs come after its own."""
 
     def __init__(self, layout, n, k, bias=None):
         kind, zero, has_minimums, group, scale_bytes = layout
-        size = -(-n // LANES) * LANES * (-(-k // GROUP) * GROUP if kind >= INT8 else -(-k // 4) * 4)
-        has_scales = kind >= INT8
-        self.values = allocate(size * BITS[kind] // 8)
-        self.scales = allocate(size // group * scale_bytes) if has_scales else None
-        self.minimums = allocate(size // group * scale_bytes) if has_minimums else None
-        self.tops = allocate(size // 256 * 4) if has_scales and scale_bytes == 1 else None
+        is_quantized = kind >= INT8
+        padded = -(-k // (GROUP if is_quantized else 4)) * (GROUP if is_quantized else 4)
+        numbers = -(-n // LANES) * LANES * padded
+        scales = is_quantized * numbers // group * scale_bytes
+        sizes = dict(values=numbers * BITS[kind] // 8, scales=scales,
+                     minimums=scales if has_minimums else 0,
+                     tops=4 * numbers // 256 if is_quantized and scale_bytes == 1 else 0)
+        self.memory = {name: allocate(size) for name, size in sizes.items() if size}
         self.below = None
         self.linear = Linear(kind, n, k, group, scale_bytes == 2, zero,
-                             *map(pointer, (self.values, self.scales, self.minimums, self.tops)))
+                             **{name: pointer(x) for name, x in self.memory.items()})
         self.set_bias(bias)
 
     def set_bias(self, bias):
@@ -311,19 +314,13 @@ class PackedWeight:
         self.linear.bias = pointer(self.bias)
 
     @property
-    def parts(self):
-        """This weight and those whose outputs come after its own."""
-        return [self, *(self.below.parts if self.below else ())]
-
-    @property
     def n(self):
-        return sum(part.linear.n for part in self.parts)
+        return self.linear.n + (self.below.n if self.below else 0)
 
     @property
     def nbytes(self):
-        tensors = (x for part in self.parts for x in
-                   (part.values, part.scales, part.minimums, part.tops))
-        return sum(x.nbytes for x in tensors if x is not None)
+        own = sum(x.nbytes for x in self.memory.values())
+        return own + (self.below.nbytes if self.below else 0)
 
     def pack_rows(self, source, address, stride, order=None):
         """Fills the memory from rows of `stride` bytes, taken in an order int64 [n]. source: the
@@ -348,8 +345,8 @@ class PackedWeight:
 
 
 def stack(parts, bias=None):
-    """`PackedWeight`s of one weight, from the first outputs to the last -> the first, which leads to
-    the others. bias: of all."""
+    """`PackedWeight`s of one weight, in the order of their outputs -> the first, above the others.
+    bias: of all."""
     for upper, lower in itertools.pairwise(parts):
         upper.below = lower
         upper.linear.next = ctypes.addressof(lower.linear)
@@ -386,10 +383,10 @@ def pack_quantized(q, scales, minimums=None, bias=None):
                     scales.itemsize)
     packed = PackedWeight(layout, n, k, bias)
     packed.pack_rows(BYTES, q.data_ptr(), k)
-    for memory, x in ((packed.scales, scales), (packed.minimums, minimums)):
+    for name, x in dict(scales=scales, minimums=minimums).items():
         if x is not None:
-            x = F.pad(x, (0, -n % LANES)).unflatten(1, (-1, LANES)).transpose(0, 1).contiguous()
-            memory[:x.nbytes].view(x.dtype).copy_(x.flatten())
+            x = F.pad(x, (0, -n % LANES)).unflatten(1, (-1, LANES)).transpose(0, 1).flatten()
+            packed.memory[name][:x.nbytes].copy_(x.view(torch.uint8))
     return packed
 
 

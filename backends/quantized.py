@@ -59,13 +59,15 @@ def round_weight(value, bits, group=0):
     all, too, where 8 bits come in groups that do not divide C."""
     if bits == 8 and (group == 0 or value.shape[1] % group):
         group = value.shape[1]
-    parts = zip(*(round_rows(rows, bits, group) for rows in value.split(CHUNK)))
-    q, scales, minimums = (None if part[0] is None else part for part in parts)
-    return QuantizedWeight(torch.cat(q), torch.cat(scales, dim=1),
-                           minimums and torch.cat(minimums, dim=1))
+    q = torch.empty(value.shape, dtype=torch.int8 if bits == 8 else torch.uint8)
+    parts = [round_rows(rows, bits, group, out)
+             for rows, out in zip(value.split(CHUNK), q.split(CHUNK))]
+    floats = (None if x[0] is None else torch.cat(x, dim=1) for x in zip(*parts))
+    return QuantizedWeight(q, *floats)
 
 
-def round_rows(value, bits, group):
+def round_rows(value, bits, group, out):
+    """Rounds rows to `out` -> (scales, minimums)"""
     groups = value.float().reshape(len(value), -1, group)  # (N, G, group)
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     steps = (high - low) / 15 if bits == 4 else torch.maximum(-low, high) / 127
@@ -76,12 +78,12 @@ def round_rows(value, bits, group):
     scales = steps.where(steps > 0, 1)  # of zeros alone
     q = (groups / scales.float()[..., None]).round()
     if bits == 8:
-        q = q.clamp(-127, 127).to(torch.int8)
-        return q.view(value.shape), scales.T.contiguous(), None
+        out.copy_(q.clamp_(-127, 127).view(value.shape))
+        return scales.T.contiguous(), None
     zeros = (-low / scales.float()).round().clamp(0, 15)
-    q = (q + zeros[..., None]).clamp(0, 15).to(torch.uint8)
+    out.copy_((q + zeros[..., None]).clamp_(0, 15).view(value.shape))
     minimums = -zeros * scales.float()
-    return q.view(value.shape), scales.T.contiguous(), minimums.T.contiguous()
+    return scales.T.contiguous(), minimums.T.contiguous()
 
 
 def rounding(model, quantize):

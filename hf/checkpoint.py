@@ -3,6 +3,8 @@
 import hashlib
 import json
 import math
+import sys
+import time
 import zipfile
 from collections import defaultdict
 from functools import partial
@@ -35,6 +37,7 @@ FLOATS = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torc
 DTYPES = FLOATS | dict(F8_E4M3=FP8, I32=torch.int32)  # by their names in a safetensors header
 SAMPLES = 64   # parts of a file by which it is known
 SAMPLE = 4096  # bytes of one
+PATIENCE = 2   # seconds of reading after which its progress is shown
 IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # they follow from the config
 
 
@@ -179,28 +182,17 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
         model.head.weight = torch.nn.Parameter(torch.empty_like(model.embed.weight))
         matches["head.weight"] = matches["embed.weight"]
     rounding = quantized.rounding(model, quantize) if quantize else {}
-    stored = {name: max(tensor.bits for _, tensor in parts) for name, parts in matches.items()
-              if all(tensor.bits for _, tensor in parts) and name not in rounding}
-    bits = dict.fromkeys(linear_weights(model), 8 * dtype.itemsize)  # of what is packed, by name
-    bits |= stored if dtype != torch.float32 else {}
-    bits |= {name: n for name, (n, _) in rounding.items()}
-    if model.config.unit_head:  # whose rows are scaled once all are read
-        bits.pop("head.weight", None)
-    packers = {}  # {name of a weight that is packed as it is read: how}
-    if packed and group.size == 1:
-        packers = {name: partial(pack_rounded, rounding[name]) if name in rounding else
-                   pack_stored if name in stored and dtype != torch.float32 else
-                   partial(pack_floats, dtype) for name in bits}
+    packers = choose_packers(model, matches, rounding, dtype) if packed and group.size == 1 else {}
     with torch.device("meta"):
         group.divide(model)
     size = 0
-    for name in packers:  # no memory for what will be packed
+    for name, (bits, _) in packers.items():  # no memory for what will be packed
         layer = model.get_submodule(name.removesuffix(".weight"))
-        size += int(layer.weight.numel() * bits[name] / 8)
+        size += int(layer.weight.numel() * bits / 8)
         layer.weight = None
     model = model.to(dtype)
     size += model.weight_bytes()
-    if device.type != "cpu" and stored:
+    if device.type != "cpu" and stored_as:
         warn(f"{path}: quantised weights are dequantised to {str(dtype).removeprefix('torch.')} on "
              f"{device.type}, where they take {human(size, 'B')} in each process; "
              f"the file has {human(stored_size(path), 'B')}")
@@ -218,23 +210,34 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
     return model
 
 
-def linear_weights(model):
-    """Names of the weights that a model multiplies by; the table of a tied model is one."""
-    found = [f"{name}.weight" for name, layer in model.named_modules() if type(layer) in cpu.LAYERS]
-    return ["embed.weight" if model.config.tied and name == "head.weight" else name
-            for name in found]
+def choose_packers(model, matches, rounding, dtype):
+    """{name of a weight that becomes a packed layer: (bits of a number, function of a stored tensor
+    and how its rows are arranged -> `cpu.PackedWeight`)}. A quantised weight is kept as it is,
+    unless float32 is asked for."""
+    names = [f"{name}.weight" for name, layer in model.named_modules() if type(layer) in cpu.LAYERS]
+    if model.config.tied:
+        names[names.index("head.weight")] = "embed.weight"
+    packers = dict.fromkeys(names, (8 * dtype.itemsize, partial(pack_floats, dtype)))
+    for name, parts in matches.items():
+        if all(tensor.pack for _, tensor in parts) and dtype != torch.float32:
+            packers[name] = max(tensor.bits for _, tensor in parts), pack_stored
+    for name, how in rounding.items():
+        packers[name] = how[0], partial(pack_rounded, how)
+    if model.config.unit_head:  # whose rows are scaled once all are read
+        packers.pop("head.weight", None)
+    return packers
 
 
 def read_weights(model, matches, group, rounding, packers):
     """Fills a model, or this rank's part of it, with each parameter's stored tensors. rounding:
-    {name: how `round_weight` rounds it}; packers: {name of a weight that becomes a packed layer:
-    function of a tensor and how its rows are arranged -> `cpu.PackedWeight`}."""
+    {name: how `round_weight` rounds it}; packers: as `choose_packers` gives them."""
     parameters = dict(model.named_parameters())
-    for name in sorted(matches, key=lambda name: len(matches[name][0][1].shape)):  # biases first
+    biases_first = sorted(matches, key=lambda name: len(matches[name][0][1].shape))
+    for name in with_progress(biases_first, matches, quiet=group.rank > 0):
         arrange = partial(families.from_stored, name, config=model.config)
         if name in packers:
-            parts = [packers[name](tensor, partial(arrange, start=start))
-                     for start, tensor in matches[name]]
+            _, pack = packers[name]
+            parts = [pack(tensor, partial(arrange, start=start)) for start, tensor in matches[name]]
             put_packed(model, name.removesuffix(".weight"), parts)
             continue
         for start, tensor in matches[name]:
@@ -245,6 +248,21 @@ def read_weights(model, matches, group, rounding, packers):
     if model.config.unit_head:
         for rows in parameters["head.weight"].split(4096):  # in float32, a few at a time
             rows.copy_(torch.nn.functional.normalize(rows.float(), dim=-1))
+
+
+def with_progress(names, matches, quiet=False):
+    """Yields names of parameters; after PATIENCE shows on standard error how far that is."""
+    size = {name: sum(math.prod(tensor.shape) for _, tensor in matches[name]) for name in names}
+    began, done, line = time.perf_counter(), 0, None
+    for name in names:
+        is_slow = time.perf_counter() - began > PATIENCE and not quiet
+        if is_slow and (not line or sys.stderr.isatty()):
+            line = f"reading the weights: {100 * done // sum(size.values())}%"
+            print(line, end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
+        yield name
+        done += size[name]
+    if line and sys.stderr.isatty():
+        print("reading the weights: 100%", file=sys.stderr)
 
 
 def pack_stored(tensor, arrange):

@@ -231,10 +231,10 @@ class GGUFFile:
 
     def release(self, tensor):
         """Gives the system back the pages of a tensor that was read."""
+        first = tensor.data_offset // mmap.PAGESIZE * mmap.PAGESIZE
         if hasattr(mmap, "MADV_DONTNEED"):
-            page = mmap.PAGESIZE
-            first, end = tensor.data_offset, tensor.data_offset + int(tensor.n_bytes)
-            self.mapped.madvise(mmap.MADV_DONTNEED, first // page * page, end - first // page * page)
+            size = tensor.data_offset + int(tensor.n_bytes) - first
+            self.mapped.madvise(mmap.MADV_DONTNEED, first, size)
 
 
 @cache

@@ -231,7 +231,7 @@ def test_decode_on_random_weights(run, monkeypatch):
     model, heads = operations.random_model("8b", torch.device("cpu"), torch.float32)
     assert len(heads.vocabulary) == 97 and model.blocks[0].attn.qkv.weight.std() == pytest.approx(0.02, rel=0.1)
     floor = 4 * (sum(p.numel() for p in model.parameters()) - 97 * 64 + 2 * PREFIX * 2 * 2 * 2 * 16)
-    assert rows[0]["floor_ms"] == pytest.approx(1e3 * floor / 1e10) and rows[0]["prefix"] == PREFIX
+    assert rows[0]["floor_ms"] == pytest.approx(1e3 * floor / 1e10, rel=0.02) and rows[0]["prefix"] == PREFIX
     monkeypatch.setattr(operations, "free_memory", lambda device: 1000)
     with pytest.raises(InputError, match="random weights of 8b in float32 take .* kB"):
         operations.random_model("8b", "cpu", torch.float32)
@@ -243,7 +243,7 @@ def test_random_weights_are_rounded(run):
     _, result = run(*"decode --random-weights 8b --quantize int4 --runs 1 --tree-sizes 2 --dtype float32".split())
     blocks = 64 * (64 + 2 * 32 + 64) + 3 * 64 * 96  # weights of one, of which two have norms of 2 * 64
     floor = 2 * blocks // 2 + 97 * 64 + 4 * (5 * 64 + PREFIX * 2 * 2 * 2 * 16)
-    assert result["steps"][0]["floor_ms"] == pytest.approx(1e3 * floor / 1e10)
+    assert result["steps"][0]["floor_ms"] == pytest.approx(1e3 * floor / 1e10, rel=0.1)  # and scales
 
 
 def test_real_sizes_are_those_of_the_models():

@@ -13,6 +13,7 @@ import tokenizers
 import torch
 
 import test_hf_tokenizer as tk
+from backends import cpu
 from clover import describe_base
 from conftest import needs_compiler, random_prompts, refusal
 from generate import generate
@@ -22,10 +23,12 @@ from hf.paths import default_heads, find_heads, find_model
 from hf.splits import PIECE_IS_TOKEN, SPLITS
 from hf.tokenizer import encode_prompt, load_encoding
 from model import GPT, InputError
+from test_backends_cpu import rounded
 from test_hf_checkpoint import ROPES, theirs_of
 from tools.flags import parse_generate
 
 gguf = pytest.importorskip("gguf", reason="GGUF files are read by pip install gguf")
+gguf_module = pytest.importorskip("hf.gguf")
 Type = gguf.GGMLQuantizationType
 TokenType = gguf.TokenType
 
@@ -165,38 +168,76 @@ def test_values_of_all_types_are_those_of_the_package(tmp_path):
     assert len(used) > 20 and "IQ1_M, IQ1_S" in describe(file)
 
 
+def random_blocks(kind, shape, scale=0.002):
+    """Rows of random bytes whose float16 scales are near `scale`, or of these bits if it is a list."""
+    rng, size = np.random.default_rng(0), gguf.GGML_QUANT_SIZES[kind][1]
+    raw = rng.integers(0, 256, gguf.quant_shape_to_byte_shape(shape, kind), np.uint8)
+    first = size - 2 if kind in (Type.Q3_K, Type.Q6_K) else 0
+    count = 2 if kind in (Type.Q4_1, Type.Q5_1, Type.Q4_K, Type.Q5_K) else 1
+    blocks = raw.reshape(-1, size)
+    bits = np.array(scale, np.uint16) if isinstance(scale, list) else np.float16([scale, -scale]).view(np.uint16)
+    blocks[:, first:first + 2 * count] = rng.choice(bits, (len(blocks), count)).view(np.uint8)
+    return raw
+
+
+EDGES = [0, 0x8000, 1, 0x83ff, 0x0400, 0x3c00, 0x7bff, 0x7c00, 0xfc00, 0x7e01]  # 0, subnormal, the largest, inf, nan
+
+
 @needs_compiler
-def test_packed_values_on_a_cpu_are_those_of_the_file(tmp_path):
-    """Catches bytes, scales or minimums in another place, two types in one layer, a table that is dequantised."""
+@pytest.mark.parametrize("name", cpu.FORMATS)
+def test_blocks_are_packed_as_they_are(name):
+    """Catches a bit, a scale or a minimum in another place, rows in another order, an edge of float16, an output of a
+    weight stacked below another."""
+    kind = Type[name]
+    raw = random_blocks(kind, (37, 512), EDGES)
+    order = torch.randperm(37)
+    packed = cpu.pack_blocks(name, kind.value, raw, 512, order)
+    with np.errstate(invalid="ignore"):
+        want = torch.from_numpy(gguf.dequantize(raw, kind))[order]
+    torch.testing.assert_close(packed.unpack(torch.arange(37)), want, rtol=1e-5, atol=0, equal_nan=True)
+    assert packed.nbytes <= 1.04 * raw.nbytes * 48 / 37 or name.startswith("IQ4")
+    parts, values = [], []
+    for n, kind in ((37, kind), (20, Type.Q6_K), (16, Type.Q8_0)):
+        raw = random_blocks(kind, (n, 512))
+        parts.append(cpu.pack_blocks(kind.name, kind.value, raw, 512))
+        values.append(torch.from_numpy(gguf.dequantize(raw, kind)).double())
+    bias = torch.randn(73)
+    whole, values = cpu.stack(parts, bias), torch.cat(values)
+    rows = torch.tensor([72, 0, 36, 37, 56, 57])
+    torch.testing.assert_close(whole.unpack(rows), values[rows].float(), rtol=1e-5, atol=0)
+    for M in (1, 5, 11):
+        x = torch.randn(M, 512)
+        want = math.prod(rounded(x)).flatten(1).double() @ values.T + bias.double()
+        got = whole.multiply(x)
+        assert (got - want).abs().max() < 1e-5 * want.abs().max(), M
+        assert torch.equal(torch.cat([whole.multiply(row[None]) for row in x]), got)
+
+
+@needs_compiler
+def test_packed_values_on_a_cpu_are_those_of_the_file(tmp_path, capfd):
+    """Catches rows of another tensor, several types in one layer, a table that is dequantised."""
     theirs = theirs_of("llama-tied", hidden_size=256, intermediate_size=256)
-    kinds = {"token_embd": Type.Q6_K, "attn_q": Type.Q4_K, "attn_k": Type.Q4_K, "attn_v": Type.Q4_K,
-             "attn_output": Type.Q4_0, "ffn_gate": Type.Q8_0, "ffn_up": Type.Q4_1, "ffn_down": Type.Q5_0}
-    rng = np.random.default_rng(0)
+    kinds = {"token_embd": Type.Q6_K, "attn_q": Type.Q4_K, "attn_k": Type.Q5_K, "attn_v": Type.Q6_K,
+             "attn_output": Type.Q4_0, "ffn_gate": Type.IQ4_XS, "ffn_up": Type.Q4_1, "ffn_down": Type.Q3_K}
 
     def convert(name, value):
         kind = kinds.get(name.split(".")[-2])
-        if kind is None:
-            return value, None
-        raw = rng.integers(0, 255, gguf.quant_shape_to_byte_shape(value.shape, kind), np.uint8)
-        size = gguf.GGML_QUANT_SIZES[kind][1]
-        scales = np.frombuffer(np.float16([0.002, 0.003]).tobytes(), np.uint8)
-        first = size - 2 if kind == Type.Q6_K else 0  # the rest of a block may be any bytes
-        raw.reshape(-1, size)[:, first:first + 4] = scales[:size - first][:4]
-        return raw, kind
+        return (value, None) if kind is None else (random_blocks(kind, value.shape), kind)
     file = write(tmp_path / "m.gguf", "llama", theirs, convert=convert)
-    want, got = GPT.from_pretrained(file, torch.float32, "cpu", packed=False), GPT.from_pretrained(file, device="cpu")
+    want = GPT.from_pretrained(file, torch.float32, "cpu", packed=False)
+    gguf_module.say_rounded.cache_clear()
+    capfd.readouterr()
+    got = GPT.from_pretrained(file, device="cpu")
+    assert capfd.readouterr().err.count("weights of type Q3_K are rounded to 8 bits") == 1
     assert got.hash == want.hash and "embed.weight" not in dict(got.named_parameters())
     assert got.embed.table is got.head
     for name in ("attn.qkv", "attn.proj", "mlp.up", "mlp.down"):
         layer, weight = (model.blocks[1].get_submodule(name) for model in (got, want))
         values = layer.embedding(torch.arange(layer.out_features))
-        if name == "mlp.up":  # rounded again
-            torch.testing.assert_close(values, weight.weight, atol=0.005 * weight.weight.abs().max(), rtol=0)
-        else:
-            assert torch.equal(values, weight.weight), name
-    table = want.embed.weight
-    rows = got.head.embedding(torch.arange(len(table)))
-    torch.testing.assert_close(rows, table, atol=0.005 * table.abs().max(), rtol=0)
+        atol = 0.005 * weight.weight.abs().max() if name == "mlp.down" else 0
+        torch.testing.assert_close(values, weight.weight, atol=atol, rtol=1e-5)
+    rows = got.head.embedding(torch.arange(len(want.embed.weight)))
+    torch.testing.assert_close(rows, want.embed.weight, atol=0, rtol=1e-5)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -420,10 +461,10 @@ def test_a_broken_tokenizer_is_refused(case, corpus, tmp_path):
 
 
 def test_no_bytes_make_another_error(toy_file, tmp_path):
-    """Catches an error of the package or of numpy that is not turned into a line: 100 files with a few wrong bytes."""
+    """Catches an error of the package or of numpy that is not turned into a line: 300 files with a few wrong bytes."""
     whole, rng, file = toy_file.read_bytes(), random.Random(0), tmp_path / "m.gguf"
     header = whole.index(b"output_norm.weight") + 100
-    for i in range(100):
+    for i in range(300):
         data = bytearray(whole[:rng.randrange(header)] if i % 3 == 0 else whole)
         for _ in range(rng.randint(1, 4)):
             data[rng.randrange(min(header, len(data) or 1))] = rng.choice((0, 1, 8, 9, 127, 255))
