@@ -86,6 +86,11 @@ class GGUFFile:
                 self.meta[re.sub(rf"^({self.architecture}|tokenizer\.ggml)\.", "", key)] = value
         self.tensors = {tensor.name: tensor for tensor in reader.tensors}
         self.mapped = reader.data.base
+        end = reader.data_offset
+        for tensor in reader.tensors:
+            expect(tensor.data_offset == end, f"{tensor.name} is at byte {tensor.data_offset}, but "
+                   f"the tensors before it end at {end}; fetch it again")
+            end += -(-int(tensor.n_bytes) // reader.alignment) * reader.alignment
         for kind in {tensor.tensor_type for tensor in reader.tensors}:  # raises if not supported
             gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
 

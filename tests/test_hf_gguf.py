@@ -396,6 +396,7 @@ HEADER = {  # case: (what breaks the bytes of a file, what the message says)
     "2^31 dimensions": (patched(b"output_norm.weight", "<I", 2**31), "ends before byte"),
     "no such type": (patched(NORM, "<I", 99), "99) is not a valid GGMLQuantizationType"),
     "integers": (patched(NORM, "<I", 26), "Dequantization for I32 is not"),
+    "a smaller type": (patched(NORM, "<I", 1), "is at byte"),
     "an offset of 2^64": (patched(NORM + b"\0\0\0\0", "<Q", 2**64 - 32), "truncated"),
     "an offset outside": (patched(NORM + b"\0\0\0\0", "<Q", 2**40), "ends before byte"),
 }
