@@ -41,7 +41,7 @@
 #define TRIAL 128            // steps in which heads are not worth it before one tries them
 #define MAX_PARTS (1 << 23)  // numbers that the splits of an attention give
 #define PART 4096            // tokens among which a unit of argmax finds the best
-#define CHUNK 64             // beams whose logits are in memory at once
+#define BEAMS 64             // beams whose logits are in memory at once
 #define UNIT (1 << 19)       // numbers of a weight in a unit, if that gives a thread 2 to 8 units
 #define MIN_WORK 4096        // numbers below which a function stays on one thread
 #define FETCH 2048           // bytes ahead of those in use that are asked of the memory
@@ -707,15 +707,15 @@ int unpack_rows(const Linear *weights, const int64_t *rows, int count, float *ou
 
 enum { FLOATS = -2, BYTES = -1, Q4_0 = 2, Q4_1, Q5_0 = 6, Q5_1, Q8_0, Q4_K = 12, Q5_K, Q6_K,
        IQ4_NL = 20, IQ4_XS = 23 };
-enum { CHUNK_MAX = 256 };
+#define CHUNK 256            // inputs of the largest block of a file
 
 typedef struct {                 // what a block of a file says
-    uint8_t q[CHUNK_MAX];
+    uint8_t q[CHUNK];
     int8_t scales[2][16];        // and minimums; times tops
     uint16_t tops[2];            // or float16 scale and minimum
 } Chunk;
 
-typedef struct {                 // the arguments of pack_block
+typedef struct {                 // the arguments of pack_rows
     const Linear *w;
     const uint8_t *rows;
     const int64_t *order;        // of the rows; NULL: as they are
@@ -822,7 +822,7 @@ INLINE void place_group(int kind, const uint8_t *q, uint32_t *group) {
 }
 
 static void place_scales(const Linear *w, const Chunk *c, size_t chunk, int lane) {
-    int count = CHUNK_MAX / w->group;
+    int count = CHUNK / w->group;
     for (int which = 0; which < 2; which++) {
         void *scales = which ? w->minimums : w->scales;
         if (w->tops)
@@ -834,41 +834,57 @@ static void place_scales(const Linear *w, const Chunk *c, size_t chunk, int lane
     }
 }
 
-static void pack_block(void *arguments, int block) {
+static const uint8_t *row_of(const Packing *p, int row) {  // NULL after the last
+    return row < p->w->n ? p->rows + (p->order ? p->order[row] : row) * p->stride : NULL;
+}
+
+static void pack_floats(void *arguments, int block) {
     const Packing *p = arguments;
     const Linear *w = p->w;
-    int size = w->tops ? CHUNK_MAX : GROUP, chunks = (w->k + size - 1) / size, per = size / GROUP;
-    int bytes = w->kind == BFLOAT16 ? 2 : 4, words = (w->k + 3) / 4 * bytes;
-    int64_t stride = p->type == BYTES ? GROUP : p->stride / chunks;
-    for (int i = 0; i < (p->type == FLOATS ? words : chunks) * LANES; i++) {
-        int lane = i % LANES, row = block * LANES + lane, at = i / LANES;
-        size_t to = (size_t)block * (p->type == FLOATS ? words : chunks) + at;
-        const uint8_t *from = p->rows + (p->order && row < w->n ? p->order[row] : row) * p->stride;
-        if (p->type == FLOATS) {
-            uint32_t word = 0;
-            if (row < w->n)
-                memcpy(&word, from + 4 * at, min(max(w->k * bytes - 4 * at, 0), 4));
-            ((uint32_t *)w->values)[to * LANES + lane] = word;
-            continue;
+    int size = w->kind == BFLOAT16 ? 2 : 4, bytes = size * w->k, words = (w->k + 3) / 4 * size;
+    uint32_t *values = (uint32_t *)w->values + (size_t)block * words * LANES;
+    for (int i = 0; i < words; i++)
+        for (int lane = 0; lane < LANES; lane++) {
+            const uint8_t *row = row_of(p, block * LANES + lane);
+            uint32_t *word = values + i * LANES + lane;
+            *word = 0;
+            if (row && bytes - 4 * i >= 4)
+                memcpy(word, row + 4 * i, 4);
+            else if (row && bytes > 4 * i)
+                memcpy(word, row + 4 * i, bytes - 4 * i);
         }
-        Chunk c;
-        if (row >= w->n || w->k < (at + 1) * size)
-            memset(&c, 0, sizeof c);
-        if (row < w->n)
-            split_chunk(p, from + at * stride, min(w->k - at * size, size), &c);
-        for (int g = 0; g < per; g++)
-            place_group(w->kind, c.q + GROUP * g, (uint32_t *)((char *)w->values
-                        + (to * per + g) * group_bytes(w->kind)) + lane);
-        if (p->type != BYTES)
-            place_scales(w, &c, to, lane);
-    }
+}
+
+static void pack_quantized(void *arguments, int block) {
+    const Packing *p = arguments;
+    const Linear *w = p->w;
+    int size = w->tops ? CHUNK : GROUP, chunks = (w->k + size - 1) / size, per_chunk = size / GROUP;
+    int64_t bytes = p->type == BYTES ? GROUP : p->stride / chunks;
+    for (int i = 0; i < chunks; i++)
+        for (int lane = 0; lane < LANES; lane++) {
+            const uint8_t *row = row_of(p, block * LANES + lane);
+            size_t at = (size_t)block * chunks + i;
+            int n = min(w->k - i * size, size);
+            Chunk c;
+            if (!row || n < size)
+                memset(&c, 0, sizeof c);
+            if (row)
+                split_chunk(p, row + i * bytes, n, &c);
+            for (int g = 0; g < per_chunk; g++) {
+                char *group = (char *)w->values + (at * per_chunk + g) * group_bytes(w->kind);
+                place_group(w->kind, c.q + GROUP * g, (uint32_t *)group + lane);
+            }
+            if (p->type != BYTES)
+                place_scales(w, &c, at, lane);
+        }
 }
 
 // Fills a weight's memory from rows of `stride` bytes, in an order. type: see above.
 void pack_rows(const Linear *w, int type, const uint8_t *rows, int64_t stride, const int64_t *order,
                int threads) {
     Packing p = {w, rows, order, stride, type};
-    parallel(pack_block, &p, blocks_of(w), (int64_t)w->k * LANES, threads);
+    parallel(type == FLOATS ? pack_floats : pack_quantized, &p, blocks_of(w), (int64_t)w->k * LANES,
+             threads);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -1328,7 +1344,7 @@ typedef struct {                 // the arguments of a row's functions
     const Heads *heads;
     const Head *head;
     float *state, *e, *x, *y, *kv;  // [M, C], x and kv [M, 2 C]
-    float *logits, *logprobs;    // [CHUNK, V], [M, W]
+    float *logits, *logprobs;    // [BEAMS, V], [M, W]
     int64_t *proposed;           // [M, W]: tokens
     int first, W;                // the row of the first logits
     const float *temperature;    // [M], and the noise's keys
@@ -1460,8 +1476,8 @@ static void run_head(Beams *a, const int64_t *tokens, int M, int threads) {
     }
     product(&a->head->project, h->linear ? a->x : a->state, M, a->y, threads);
     parallel(last_norm_row, a, M, 4 * C, threads);
-    for (a->first = 0; a->first < M; a->first += CHUNK) {
-        int rows = min(M - a->first, CHUNK);
+    for (a->first = 0; a->first < M; a->first += BEAMS) {
+        int rows = min(M - a->first, BEAMS);
         product(&h->rows, a->x + (size_t)a->first * C, rows, a->logits, threads);
         parallel(best_tokens_row, a, rows, h->rows.n, threads);
     }
@@ -1730,7 +1746,7 @@ static void begin_heads(Draft *d) {
     int B = s->trees.B, C = s->heads->n_embd, W = s->W;
     d->n = min(W * W, MAX_TREE - 1);
     size_t rows = (size_t)B * W, found = (size_t)B * s->K * d->n;
-    size_t integers = rows * (2 + W) + 2 * found, logits = min(rows, CHUNK) * s->heads->rows.n;
+    size_t integers = rows * (2 + W) + 2 * found, logits = min(rows, BEAMS) * s->heads->rows.n;
     d->guessed = scratch(DRAFT, integers * sizeof *d->guessed
                          + (logits + found + rows * (7 * C + W + 1)) * sizeof(float));
     d->tokens = d->guessed + rows * (1 + W);
