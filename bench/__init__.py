@@ -83,11 +83,12 @@ def machine():
                          capture_output=True).stdout.strip()
     cpuinfo = Path("/proc/cpuinfo")
     cpus = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else []
-    xllamacpp = sys.modules.get("xllamacpp")
+    llama_cpp = sys.modules.get("llama_cpp")
     return dict(cpu=cpus[0] if cpus else platform.machine(),
                 gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
                 threads=torch.get_num_threads(), python=platform.python_version(),
                 torch=torch.__version__,
                 commit=os.environ.get("CLOVER_COMMIT") or git or None,  # for a copy without .git
-                xllamacpp=xllamacpp and f"{xllamacpp.__version__}, {xllamacpp.get_system_info()}",
+                llama_cpp=llama_cpp and f"{llama_cpp.__version__}, "
+                f"{llama_cpp.llama_print_system_info().decode()}",
                 triton=kernels.triton.__version__ if kernels.HAS_TRITON else None)

@@ -48,7 +48,7 @@ def add_decode_flags(parser):
     add("--max-new-tokens", type=count, default=128, help="of each prompt; default: 128")
     add("--runs", type=count, default=3, help="rounds; medians count; default: 3")
     parser.add_argument("--llama-cpp", action="store_true", help="also by llama.cpp on the same "
-                        "GGUF file, plainly and with its n-grams; needs the package xllamacpp")
+                        "GGUF file, plainly and with prompt lookup; needs llama-cpp-python")
     parser.add_argument("--out", metavar="FILE", help="also write the JSON line to this file")
 
 
@@ -61,9 +61,8 @@ def check_decode_flags(parser, args):
     names = [Path(drafter).name for drafter in args.drafters]
     if len({*names}) < len(names):
         parser.error("two of the --drafters have the same name; rename a folder")
-    if args.llama_cpp and not (is_gguf(Path(args.model)) and args.batch_sizes == [1]):
-        parser.error("--llama-cpp decodes a GGUF file, one prompt at a time; give one as --model, "
-                     "and --batch-sizes 1")
+    if args.llama_cpp and not is_gguf(Path(args.model)):
+        parser.error("--llama-cpp decodes a GGUF file; give one as --model")
     if args.chats and not args.chats.endswith(".jsonl"):
         parser.error(f"--chats {args.chats}: expected a .jsonl file, such as bench/prompts.jsonl")
 

@@ -38,7 +38,7 @@ def bench(args):
         ways = {way: partial(decode_once, model, stop=stop, batch_size=B, temperature=temperature,
                              **own) for way, own in options.items()}
         if args.llama_cpp:
-            ways |= llama_cpp_ways(args.model, model.device, longest + args.max_new_tokens,
+            ways |= llama_cpp_ways(args.model, model.device, B, longest + args.max_new_tokens,
                                    temperature, stop)
         for kind, runs in alternate(ways, groups, args.max_new_tokens, args.runs):
             for (name, T), row in compare(runs).items():

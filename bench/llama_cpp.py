@@ -1,5 +1,5 @@
-"""llama.cpp beside ours, for `python -m bench decode --llama-cpp`: the server of the package
-xllamacpp, called without HTTP, decodes the same file and prompts on as many threads."""
+"""llama.cpp beside ours, for `python -m bench decode --llama-cpp`: llama-cpp-python, compiled for
+this CPU, decodes the same file and prompts on as many threads."""
 
 import time
 from functools import partial
@@ -10,46 +10,117 @@ from bench import Measured
 from model import InputError
 
 PLAIN = "llama.cpp", None
-DRAFTERS = "", " ngram_simple", " ngram_cache", " ngram_map_k"  # ngram_mod recalls earlier rounds
+INSTALL = "pip install --no-binary llama-cpp-python llama-cpp-python"  # compiles for this CPU
+N_BATCH = 512  # most tokens of one call
 
 
-def llama_cpp_ways(path, device, capacity, temperature, stop):
-    """{(drafter, None): a function of prompts and new tokens}, each with a server of its own."""
+def llama_cpp_ways(path, device, batch_size, capacity, temperature, stop):
+    """{(drafter, None): function of prompts and new tokens -> `Measured`}: plainly, and with the
+    package's prompt lookup of 2 tokens, which its authors advise for CPUs. capacity: tokens of a
+    sequence."""
     try:
-        import xllamacpp
+        import llama_cpp
+        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
     except ImportError as error:
-        raise InputError(f"--llama-cpp needs the package xllamacpp ({error}); pip install "
-                         "--no-deps xllamacpp") from None
-    request = dict(temperature=temperature, samplers=["temperature"], seed=0, ignore_eos=not stop)
-    ways = {}
-    for drafter in DRAFTERS:
-        params = xllamacpp.CommonParams()
-        params.model.path = path
-        params.verbosity = 0
-        params.n_ctx = capacity
+        raise InputError(f"--llama-cpp needs llama-cpp-python ({error}); {INSTALL}") from None
+    model = LlamaCpp(llama_cpp, path, device, batch_size, capacity, temperature)
+    lookup = LlamaPromptLookupDecoding(num_pred_tokens=2)
+    return {PLAIN: partial(decode, model, stop, lambda tokens: []),
+            ("llama.cpp lookup", None): partial(
+                decode, model, stop, lambda tokens: lookup(model.array(tokens)).tolist())}
+
+
+class LlamaCpp:
+    """A model and a context of `batch_size` sequences, by the C functions."""
+
+    def __init__(self, api, path, device, batch_size, capacity, temperature):
+        import numpy
+        self.array = partial(numpy.array, dtype=numpy.intc)
+        self.api = api
+        self.batch_size = batch_size
+        api.llama_backend_init()
+        params = api.llama_model_default_params()
         params.n_gpu_layers = 0 if device.type == "cpu" else -1
-        params.cpuparams.n_threads = torch.get_num_threads()
-        params.cpuparams_batch.n_threads = torch.get_num_threads()
-        params.cache_prompt = False
-        params.cache_ram_mib = 0  # of earlier prompts
-        kind = f"COMMON_SPECULATIVE_TYPE_{drafter.strip().upper() or 'NONE'}"
-        params.speculative.types = [xllamacpp.common_speculative_type[kind]]
-        params.speculative.ngram_map_k.size_n = 3  # a match of 12, the default, is rare in a chat
-        params.speculative.ngram_map_k.size_m = 4
-        ways[f"llama.cpp{drafter}", None] = partial(decode, xllamacpp.Server(params), request)
-    return ways
+        self.model = api.llama_model_load_from_file(str(path).encode(), params)
+        params = api.llama_context_default_params()
+        params.n_ctx = batch_size * capacity
+        params.n_seq_max = batch_size
+        params.n_batch = params.n_ubatch = N_BATCH
+        params.n_threads = params.n_threads_batch = torch.get_num_threads()
+        self.context = self.model and api.llama_init_from_model(self.model, params)
+        if not self.context:
+            raise InputError(f"{path}: llama.cpp cannot load it; see what it printed")
+        self.memory = api.llama_get_memory(self.context)
+        self.batch = api.llama_batch_init(N_BATCH, 0, 1)
+        self.sampler = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
+        last = api.llama_sampler_init_greedy()
+        if temperature:
+            api.llama_sampler_chain_add(self.sampler, api.llama_sampler_init_temp(temperature))
+            last = api.llama_sampler_init_dist(0)
+        api.llama_sampler_chain_add(self.sampler, last)
+
+    def evaluate(self, rows):
+        """Runs tokens (sequence, token, position), and keeps the logits of all in the last call."""
+        for first in range(0, len(rows), N_BATCH):
+            part = rows[first:first + N_BATCH]
+            self.batch.n_tokens = len(part)
+            for i, (sequence, token, position) in enumerate(part):
+                self.batch.token[i] = token
+                self.batch.pos[i] = position
+                self.batch.n_seq_id[i] = 1
+                self.batch.seq_id[i][0] = sequence
+                self.batch.logits[i] = len(rows) <= N_BATCH or first + i == len(rows) - 1
+            if self.api.llama_decode(self.context, self.batch):
+                raise InputError(f"llama.cpp refuses {len(part)} tokens")
+
+    def read(self, sequence, prompt):
+        """The first new token after a prompt."""
+        self.evaluate([(sequence, token, i) for i, token in enumerate(prompt[:-1])])
+        self.evaluate([(sequence, prompt[-1], len(prompt) - 1)])
+        return self.sample(0)
+
+    def sample(self, row):
+        return self.api.llama_sampler_sample(self.sampler, self.context, row)
+
+    def forget(self, sequence, start):
+        """Takes the rows from `start` on out of the cache."""
+        self.api.llama_memory_seq_rm(self.memory, sequence, start, -1)
 
 
-def decode(server, request, prompts, new):
-    """`Measured` with a server, after a few tokens that wake its threads. Its answers tell how many
-    tokens there are, not which."""
-    ask = lambda prompt, n: server.handle_completions(request | dict(prompt=prompt, n_predict=n))
-    ask(prompts[0], min(8, new))
+def decode(model, stop, draft, prompts, new):
+    """`Measured`, after a few tokens that wake the threads. draft: function of a text's tokens ->
+    guesses of those that follow."""
+    decode_batch(model, stop, draft, prompts[:model.batch_size], min(8, new))
     started = time.perf_counter()
-    answers = [ask(prompt, new) for prompt in prompts]
-    seconds = time.perf_counter() - started
-    if errors := [answer["error"] for answer in answers if "error" in answer]:
-        raise InputError(f"llama.cpp: {errors[0]['message']}")
-    tokens = [[None] * answer["timings"]["predicted_n"] for answer in answers]
-    accepted = sum(answer["timings"].get("draft_n_accepted", 0) for answer in answers)
-    return Measured(tokens, sum(map(len, tokens)) - accepted, seconds)
+    tokens, steps, seconds = [], 0, 0.0
+    for first in range(0, len(prompts), model.batch_size):
+        batch = prompts[first:first + model.batch_size]
+        made, batch_steps, batch_seconds = decode_batch(model, stop, draft, batch, new)
+        tokens += made
+        steps += batch_steps
+        seconds += batch_seconds
+    return Measured(tokens, steps + len(prompts), time.perf_counter() - started,
+                    sum(map(len, tokens)) - len(prompts), steps, seconds)
+
+
+def decode_batch(model, stop, draft, prompts, new):
+    """-> new tokens of each prompt; steps, summed over them, and seconds after the prompts' own"""
+    for i in range(len(prompts)):
+        model.forget(i, 0)
+    made = [[model.read(i, prompt)] for i, prompt in enumerate(prompts)]
+    goes_on = lambda i: len(made[i]) < new and made[i][-1] not in stop
+    began, steps = time.perf_counter(), 0
+    while active := list(filter(goes_on, range(len(prompts)))):
+        guesses = {i: draft(prompts[i] + made[i])[:new - len(made[i]) - 1] for i in active}
+        model.evaluate([(i, token, len(prompts[i]) + len(made[i]) - 1 + j) for i in active
+                        for j, token in enumerate([made[i][-1], *guesses[i]])])
+        row = 0
+        for i in active:
+            for j, guess in enumerate([*guesses[i], None]):
+                made[i].append(model.sample(row + j))
+                if made[i][-1] != guess or not goes_on(i):
+                    break
+            row += 1 + len(guesses[i])
+            model.forget(i, len(prompts[i]) + len(made[i]) - 1)
+        steps += len(active)
+    return made, steps, time.perf_counter() - began
