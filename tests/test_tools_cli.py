@@ -378,7 +378,7 @@ def test_what_else_was_asked_for_goes_to_standard_error(folder, capsys, tmp_path
 @pytest.mark.parametrize("content, message", [
     ("", "holds no prompt"), ('{"prompt": "a"}\n\n{"prompt": 3}', "line 3: expected an object"), ("[]", "line 1"),
     ('{"prompt": ""}', "0 tokens"), ("{", "line 1"), ('{"messages": []}', "it has no message"),
-        ('{"messages": [{"role": "user"}]}', "line 1: expected"),
+    ('{"messages": [{"role": "user"}]}', "line 1: expected"),
     ('{"messages": [{"role": "user", "content": "hi"}]}', "need --chat"), (None, "cannot be read")])
 def test_bad_lines_of_a_file_are_refused_by_number(folder, tmp_path, capsys, content, message):
     """Catches a file of which some prompts are decoded before a bad line is found."""
