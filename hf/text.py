@@ -76,7 +76,8 @@ def messages_of(value):
     if messages is None and isinstance(value.get("conversations"), list):
         turns = [(turn.get("from", turn.get("role")), turn.get("value", turn.get("content")))
                  for turn in value["conversations"]]
-        turns = [("system", value["system"])] * bool(value.get("system")) + turns
+        if system := value.get("system"):
+            turns.insert(0, ("system", system))
         messages = [dict(role=ROLES.get(role, role), content=content) for role, content in turns]
     is_message = lambda m: all(isinstance(m.get(key), str) for key in ("role", "content"))
     expect(isinstance(messages, list) and all(map(is_message, messages)),

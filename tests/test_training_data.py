@@ -114,10 +114,12 @@ def test_a_line_holds_a_text_or_a_prompt_and_its_completion_or_messages_gzipped_
 def test_a_json_file_is_read_as_lines_are(tmp_path):
     """Bug: chats.json, which is one array, is trained on as raw text, or a byte order mark and ShareGPT's names are."""
     turns = [("human", "q\u2028"), ("gpt", "a")]
-    chats = [CHAT, {"conversations": [{"from": role, "value": text} for role, text in turns], "system": "s"}, PAIR]
-    same = messages([("system", "s"), ("user", "q\u2028"), ("assistant", "a")])
-    write(tmp_path, {"a.jsonl": jsonl([CHAT, same, PAIR]), "array.json": json.dumps(chats, indent=1),
-                     "lines.json": jsonl(chats), "b.txt": "\ufefftext", "one.json": json.dumps(CHAT, indent=1),
+    shared = {"conversations": [{"from": role, "value": text} for role, text in turns]}
+    chats = [CHAT, shared, shared | {"system": "s"}, PAIR]
+    same = [("system", "s"), ("user", "q\u2028"), ("assistant", "a")]
+    write(tmp_path, {"a.jsonl": jsonl([CHAT, messages(same[1:]), messages(same), PAIR]), "lines.json": jsonl(chats),
+                     "array.json": json.dumps(chats, indent=1), "b.txt": "\ufefftext",
+                     "one.json": json.dumps(CHAT, indent=1),
                      "raw.jsonl": "\ufeff" + "\n".join(json.dumps(one, ensure_ascii=False) for one in chats)})
     want = list(corpus.read_records([tmp_path / "a.jsonl"], CHATML))
     for name in ("array.json", "lines.json", "raw.jsonl"):
