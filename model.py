@@ -582,7 +582,7 @@ def atomic_write(path, write):
 def read_json(path):
     """The object in a json file. Raises InputError when it is missing or broken."""
     try:
-        value = json.loads(Path(path).read_text(encoding="utf-8"))
+        value = json.loads(Path(path).read_bytes())  # skips a byte order mark
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; expected a checkpoint folder with it") from None
     except (OSError, RecursionError, ValueError) as error:

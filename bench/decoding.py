@@ -1,7 +1,6 @@
 """`python -m bench decode`: drafters and plain decoding, over temperatures, batch sizes and tree
 sizes. Runs alternate, so that other work on the machine slows all of them alike."""
 
-import json
 from functools import partial, reduce
 from itertools import product
 from operator import add
@@ -14,7 +13,7 @@ from clover import CloverHeads
 from generate import Policy, prepare
 from hf.chat import stop_tokens
 from model import InputError
-from tools.load import load_model, read_file
+from tools.load import load_model, parse_prompt, read_file
 from training.data import load_tokens, prompts
 
 PROMPT_LENGTH = 64  # tokens of a held-out text, which are continued
@@ -69,12 +68,9 @@ def load_prompts(args, encoding):
         n = args.prompts or max(16, *args.batch_sizes)
         heldout = load_tokens(args.data, encoding, "heldout")
         return dict(text=prompts(heldout, n, PROMPT_LENGTH)), ()
-    file = Path(args.chats)
     groups = {}
-    conversations = read_file(file, chat=True)[:args.prompts]
-    lines = filter(str.strip, file.read_text(encoding="utf-8").splitlines())
-    for messages, line in zip(conversations, lines):
-        kind = str(json.loads(line).get("kind", "chat"))
+    parse = lambda value: (str(value.get("kind", "chat")), parse_prompt(value, chat=True))
+    for kind, messages in read_file(Path(args.chats), parse)[:args.prompts]:
         groups.setdefault(kind, []).append(encoding.chat(messages))
     return groups, stop_tokens(args.model, encoding)
 

@@ -10,10 +10,21 @@ import jinja2.sandbox
 
 from hf.families import text_config
 from hf.files import optional_part, part_file
-from hf.paths import find_model
+from hf.paths import find_model, is_gguf
+from hf.text import read_text
 from model import InputError, expect
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # keys of generation_config.json
+# others that change a text, and the values that do not; all are off if 0, null or empty
+NOT_APPLIED = dict.fromkeys(
+    ("repetition_penalty", "encoder_repetition_penalty", "typical_p", "guidance_scale",
+     "num_beams"), 1) | dict.fromkeys(
+    ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens",
+     "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids",
+     "forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "epsilon_cutoff", "eta_cutoff",
+     "top_h", "exponential_decay_length_penalty", "penalty_alpha", "watermarking_config",
+     "stop_strings", "token_healing", "xtc_probability", "mirostat"), 0)
+ENDS = "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>"  # of a chat turn
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<|eot_id|>", "<eos>")
 
 
@@ -32,7 +43,8 @@ def token_text(token):
 
 def stop_tokens(path, encoding):
     """The ids that end a generation: eos_token_id of generation_config.json, else of config.json,
-    else end_of_text; with a chat template tokenizer_config.json's eos_token, too."""
+    else end_of_text; with a chat template tokenizer_config.json's eos_token, too, and those of
+    ENDS that it writes, or of a GGUF file all."""
     files = [optional_part(path, name) for name in ("generation_config.json", "config.json")]
     settings = [raw.get("eos_token_id") for file in files for raw in (file, text_config(file))]
     ids = next((ids for ids in settings if ids is not None), None)
@@ -41,9 +53,13 @@ def stop_tokens(path, encoding):
     expect(ids and all(type(index) is int and 0 <= index < encoding.n_vocab for index in ids),
            f"{path}: the tokenizer has no ids {ids}, the eos_token_id of generation_config.json or "
            "config.json; correct the file")
-    text = token_text(optional_part(path, "tokenizer_config.json").get("eos_token"))
-    if text in encoding.special_tokens and find_template(path)[1]:
-        ids = [*ids, encoding.special_tokens[text]]
+    template = find_template(path)[1]
+    if template:
+        eos = token_text(optional_part(path, "tokenizer_config.json").get("eos_token"))
+        # GGUF files often have no other end than a base model's
+        ends = [eos, *(text for text in ENDS if text in template or is_gguf(find_model(path)))]
+        ids = ids + [encoding.special_tokens[text] for text in ends
+                     if text in encoding.special_tokens]
     return list(dict.fromkeys(ids))
 
 
@@ -54,6 +70,13 @@ def sampling_defaults(path):
         return dict(temperature=0.0)
     values = {name: config[name] for name in SAMPLING if config.get(name) is not None}
     return dict(temperature=1.0) | values
+
+
+def not_applied(path):
+    """{name: value} of generation_config.json's values that would change a text, but do not."""
+    config = optional_part(path, "generation_config.json")
+    return {name: config[name] for name, neutral in NOT_APPLIED.items()
+            if config.get(name) and config[name] != neutral}
 
 
 def load_chat_template(path):
@@ -73,7 +96,7 @@ def find_template(path):
     path = find_model(path)
     file = path / "chat_template.jinja"
     if file.exists():
-        return file, file.read_text(encoding="utf-8", errors="replace")
+        return file, read_text(file)
     for name in ("tokenizer_config.json", "chat_template.json"):
         file = part_file(path, name)
         source = optional_part(path, name).get("chat_template")

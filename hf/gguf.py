@@ -34,9 +34,10 @@ ROPE_FACTORS = {  # tensors -> config.json's rope_scaling; Llama 3's hold for al
     "rope_factors_short.weight": ("short_factor",), "rope_factors_long.weight": ("long_factor",)}
 PERMUTED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
 SAMPLING = dict(temp="temperature", top_k="top_k", top_p="top_p", min_p="min_p")
+NOT_APPLIED = dict(penalty_repeat="repetition_penalty", mirostat="mirostat",
+                   xtc_probability="xtc_probability")
 SPECIAL = dict(bos_token_id="bos_token", eos_token_id="eos_token", unknown_token_id="unk_token",
                padding_token_id="pad_token")
-ENDS = "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>"  # of a chat turn
 FLOATS = "F64", "F32", "F16", "BF16"
 
 
@@ -128,13 +129,12 @@ class GGUFFile:
         return scaling if scaling.get("rope_type", "none") != "none" else None
 
     def generation_config(self):
-        """Sampling, and where output ends: at the file's end tokens and at the end of a turn."""
+        """Sampling, and the tokens where output ends."""
         ids = [self.meta[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id")
                if key in self.meta]
-        if "tokenizer.chat_template" in self.meta:
-            ids += [token["id"] for token in self.added_tokens if token["content"] in ENDS]
         sampling = self.renamed(SAMPLING, "general.sampling.")
-        return sampling | dict(eos_token_id=ids or None, do_sample=bool(sampling))
+        others = self.renamed(NOT_APPLIED, "general.sampling.")
+        return others | sampling | dict(eos_token_id=ids or None, do_sample=bool(sampling))
 
     def tokenizer_config(self):
         special = {name: self.tokens[index] for name, index in self.renamed(SPECIAL).items()}

@@ -1,20 +1,35 @@
-"""README.md and docs/: links lead somewhere, flags exist."""
+"""README.md, demo/README.md and docs/: links lead somewhere, flags exist, commands and Python run."""
 
+import importlib
+import inspect
+import io
+import json
 import re
+import shutil
+import subprocess
+import sys
+import textwrap
 from pathlib import Path
 
 import pytest
 
+import test_demo
+import train_heads
 from bench import __main__ as bench
-from tools.flags import parse_generate, parse_serve
+from generate import Decoder, generate
+from test_train_heads import measured
+from tools import cli, timing
+from tools.flags import parse_folder, parse_generate, parse_serve
+from training import cli as training_cli
+from training import data
 from training.flags import parse_heads
 
 ROOT = Path(__file__).parent.parent
-DOCS = sorted((ROOT / "docs").glob("*.md"))
+DOCS = [ROOT / "demo" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BENCH = ("decode", "gpu", "draw")
 FLAG = r"(?<![\w-])--[a-z][\w-]*"
-OTHERS = {"--nproc-per-node", "--no-deps"}  # torchrun's, pip's
-name = lambda path: path.name
+OTHERS = {"--nproc-per-node", "--no-deps", "--target"}  # torchrun's, pip's
+name = lambda path: str(path.relative_to(ROOT))
 
 
 def prose(page):
@@ -41,6 +56,9 @@ def test_links_lead_somewhere(page):
             target = page.parent / path if path else page
             assert target.exists(), link
             assert not heading or heading in anchors(target), link
+    tests = "".join(file.read_text() for file in (ROOT / "tests").glob("test_*.py"))
+    named = re.findall(r"\btest_\w+", page.read_text())
+    assert [test for test in named if test not in tests and not (ROOT / "tests" / f"{test}.py").exists()] == []
 
 
 def flags(capsys, parse, *command):
@@ -55,7 +73,121 @@ def test_flags_of_the_pages_exist(capsys):
     generate, heads, serve = (flags(capsys, parse) for parse in (parse_generate, parse_heads, parse_serve))
     known = set.union(OTHERS, generate, heads, serve,
                       *(flags(capsys, bench.parse, command) for command in BENCH))
-    told = {page.name: set(re.findall(FLAG, page.read_text())) for page in (ROOT / "README.md", *DOCS)}
+    told = {name(page): set(re.findall(FLAG, page.read_text())) for page in (ROOT / "README.md", *DOCS)}
     assert {page: found - known for page, found in told.items() if found - known} == {}
-    assert generate - told["cli.md"] == serve - generate - told["serving.md"] == set()
-    assert heads - told["cli.md"] - told["training.md"] == set()
+    assert generate - told["docs/cli.md"] == serve - generate - told["docs/serving.md"] == set()
+    assert heads - told["docs/cli.md"] - told["docs/training.md"] == set()
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Blocks of code. Those marked as history say how something was made; of their commands only the flags are checked.
+
+BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```", re.M | re.S)
+PAGES = {name(page): page.read_text() for page in (ROOT / "README.md", *DOCS)}
+BLOCKS = {f"{page}:{text[:block.start()].count(chr(10)) + 1}": block.groups()
+          for page, text in PAGES.items() for block in BLOCK.finditer(text)}
+RECORD = """exec 3> "$LOG"
+note() { printf '%s\\0' "$@" >&3; printf '\\1\\0' >&3; }
+python() { if [ "$1" = - ]; then note - "$(cat)"; else note "$@"; fi; }
+torchrun() { note "${@:3}"; }
+pip() { :; }
+curl() { :; }
+"""
+PARSERS = {"generate.py": parse_generate, "model.py": parse_folder, "train_heads.py": parse_heads,
+           "tools.serve": parse_serve, "bench": bench.parse}
+TINY = "--device cpu --steps 1 --batch-size 2 --block-size 16 --data".split()
+
+
+def commands(code, folder):
+    """The argument lists of a block's Python commands, as bash makes them of it."""
+    typed = re.findall(r"^\$ (.*)", code, re.M)  # of a block with what they print
+    script = RECORD + ("\n".join(typed) or code)
+    subprocess.run(["bash", "-ec", script], cwd=folder, env=dict(LOG="log", PATH="/usr/bin:/bin"), check=True)
+    return [entry.split("\0")[:-1] for entry in (folder / "log").read_text().split("\1\0")[:-1]]
+
+
+def run_command(program, *argv):
+    if program == "-m":
+        program, *argv = argv
+    if program in ("-", "-c"):
+        exec(argv[0], {})
+    elif program == "generate.py":
+        cli.main([*argv, "--device", "cpu", "--max-new-tokens", "3"])
+    elif program == "model.py":
+        cli.describe(argv)
+    elif program == "train_heads.py":
+        training_cli.main([*argv, *TINY, "texts.jsonl"])
+    else:  # other tests run these
+        check_command(program, *argv)
+
+
+def check_command(program, *argv):
+    if program == "-m":
+        program, *argv = argv
+    if program in PARSERS:
+        PARSERS[program](argv)
+    elif program != "-c":
+        assert importlib.util.find_spec(program)
+
+
+@pytest.fixture
+def sandbox(folder, tmp_path, monkeypatch):
+    """A working directory with what the pages name: models, heads, texts. What is measured is small."""
+    (tmp_path / "demo").symlink_to(ROOT / "demo")
+    for path in ("smollm2", "path/to/model", "path/to/large", "path/to/model.gguf", "out/base"):
+        shutil.copytree(folder, tmp_path / path)
+        (tmp_path / path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    shutil.copytree(folder / "clover", tmp_path / "out" / "clover")
+    (tmp_path / "docs" / "img").mkdir(parents=True)
+    lines = [json.dumps(dict(text=f"line {i} of a text " * 20)) for i in range(200)]
+    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hi!\n")))
+    monkeypatch.setattr(timing, "seconds", lambda body, *_: (body(), 0.001)[1])
+    monkeypatch.setattr(train_heads, "measure", measured)
+    monkeypatch.setattr(test_demo, "STARTS", test_demo.STARTS[:2])
+    monkeypatch.setattr(test_demo, "generate", lambda model, given, n, **options: generate(model, given, 2, **options))
+    load, end = data.load_tokens, 1200
+    few = lambda tokens: data.Tokens(tokens.ids[:end], tokens.loss_mask[:end], tokens.starts[tokens.starts < end])
+    monkeypatch.setattr(data, "load_tokens", lambda *given: few(load(*given)))
+    return tmp_path
+
+
+@pytest.mark.parametrize("place", [place for place, (kind, _) in BLOCKS.items() if kind in ("", "history")])
+def test_commands_of_the_pages_run(place, sandbox):
+    """Bug: a command that the code has left behind, such as a module that was renamed, or code inside it."""
+    kind, code = BLOCKS[place]
+    if kind == "history":  # the flags may be those for a GGUF file
+        shutil.rmtree("smollm2")
+        Path("smollm2").touch()
+    found = commands(code, sandbox)
+    assert found or "pip install" in code or "curl" in code
+    for command in found:
+        (run_command if kind == "" else check_command)(*command)
+
+
+def test_python_of_the_pages_runs(sandbox, capsys):
+    """Bug: an example that the code has left behind. tests/test_copying.py runs those of its page."""
+    blocks = {place: code for place, (kind, code) in BLOCKS.items() if kind == "python" and "copying" not in place}
+    assert {kind for kind, _ in BLOCKS.values()} == {"", "history", "python", "python history", "text"}
+    step, readme, engine, _ = blocks.values()
+    assert step == textwrap.dedent(inspect.getsource(Decoder.step))
+    names = {}
+    for code in (readme, engine):  # goes on with the README's model, heads and prompt
+        exec(code, names)
+    assert names["sequence"].ended == "length" and len(names["sequence"].tokens) == 64
+
+
+def test_a_client_of_the_pages_is_answered(sandbox, capsys):
+    """Bug: a request in docs/serving.md that the server refuses."""
+    pytest.importorskip("openai")
+    from test_tools_serve import Running
+    server = Running("smollm2", "--name", "smollm2", "--max-new-tokens", "8")
+    try:
+        client, = (code for _, code in BLOCKS.values() if "import OpenAI" in code)
+        exec(client.replace("http://127.0.0.1:8000", server.url), {})
+        assert capsys.readouterr().out
+        (path, body), = re.findall(r"curl http://127.0.0.1:8000(\S+) .*?-d '(.*?)'", PAGES["docs/serving.md"], re.S)
+        assert server.post(body, path).json()["choices"][0]["finish_reason"]
+    finally:
+        server.stop()

@@ -22,6 +22,7 @@ from hf.splits import LLAMA3_PATTERN
     ({"config.json": {"eos_token_id": 0}, "tokenizer_config.json": {"eos_token": "<|im_end|>", "chat_template": "x"}},
      [0, 1]),
     ({"tokenizer_config.json": {"eos_token": {"content": tk.EOT}, "chat_template": "x"}}, [0]),
+    ({"config.json": {"eos_token_id": 0}, "tokenizer_config.json": {"chat_template": "{{ m }}<|im_end|>"}}, [0, 1]),
 ])
 def test_stop_tokens_are_those_of_generation_config_then_config_then_the_end_of_text(files, expected, corpus, tmp_path):
     tk.save(tmp_path, tk.byte_level(corpus[:2], tk.BYTE_LEVEL, tk.CHAT))
@@ -50,6 +51,14 @@ def test_stop_tokens_that_are_no_tokens_are_refused(ids, corpus, tmp_path):
 def test_sampling_defaults_are_those_of_generation_config(file, expected, tmp_path):
     tk.write(tmp_path, {"generation_config.json": json.dumps(file)} if file else {})
     assert chat.sampling_defaults(tmp_path) == expected
+
+
+def test_what_generation_config_says_in_vain_is_named(tmp_path):
+    """Bug: a repetition penalty that transformers applies, and we drop without a word."""
+    values = dict(repetition_penalty=1.05, no_repeat_ngram_size=3, suppress_tokens=[7], min_new_tokens=1)
+    neutral = dict(typical_p=1.0, num_beams=1, min_length=0, begin_suppress_tokens=[], forced_eos_token_id=None)
+    tk.write(tmp_path, {"generation_config.json": json.dumps(values | neutral | dict(top_k=5, eos_token_id=2))})
+    assert chat.not_applied(tmp_path) == values
 
 
 CHATML = """

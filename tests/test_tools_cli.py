@@ -23,6 +23,7 @@ from hf.tokenizer import load_encoding
 from kernels import BINS
 from tools import cli, errors, printer, timing
 from tools.compare import first_difference
+from tools.flags import DEMO
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = random_prompts([7])
@@ -140,7 +141,9 @@ def chat_folder(folder, tmp_path):
 
 
 def typed(monkeypatch, *lines):
-    monkeypatch.setattr(sys, "stdin", io.StringIO("".join(line + "\n" for line in lines)))
+    """Standard input, as an editor on Windows saves it."""
+    data = "".join(line + "\r\n" for line in lines).encode("utf-8-sig")
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
 
 
 def test_chat_prompts_go_through_the_template(chat_folder, capsys):
@@ -215,7 +218,10 @@ def test_the_folder_says_where_to_stop_and_where_no_flag_does_how_to_sample(chat
     (chat_folder / "generation_config.json").write_text(json.dumps(settings | dict(eos_token_id=[stop, 257])))
     ended = json.loads(run(capsys, *flags))
     assert ended["ended"] == ["stop"] and ended["tokens"][0] == sampled[0][:sampled[0].index(stop) + 1]
-    (chat_folder / "generation_config.json").write_text(json.dumps(settings))
+    (chat_folder / "generation_config.json").write_text(json.dumps(settings | dict(repetition_penalty=1.05)))
+    capsys.readouterr()
+    main(*flags)
+    assert "chat/generation_config.json: not applied: repetition_penalty 1.05\n" in capsys.readouterr().err
     assert tokens("--top-k", 1) == greedy != tokens("--temperature", 2, "--top-k", 0)
     for bad in (dict(temperature=-1), dict(top_p=0), dict(top_p="0.9"), dict(top_k=2.5), dict(temperature=1e-7)):
         (chat_folder / "generation_config.json").write_text(json.dumps(settings | bad))
@@ -326,14 +332,17 @@ def test_standard_output_holds_prompt_and_text_alone(folder, capsys):
 
 
 def test_prompts_of_a_file(folder, capsys, tmp_path):
-    """Catches answers in the order in which they end, and lines that are dropped."""
-    texts = ["abc", "import os", "x", "def f(", "abc"]
+    """Catches answers in the order in which they end, lines that are dropped, or split where str.splitlines would, and
+    a byte order mark in a prompt."""
+    texts = ["abc\u2028d", "import os\x0c\x85", "x", "def f(\x1c", "abc"]
     flags = ["--model", str(folder), "--device", "cpu", "--max-new-tokens", "12", "--batch-size", "2"]
     want = [json.loads(run(capsys, *flags, "--prompt", text, "--json"))["texts"][0] for text in texts]
-    lines, objects = tmp_path / "prompts.txt", tmp_path / "prompts.jsonl"
-    lines.write_text("\n\n".join(texts))
-    objects.write_text("".join(json.dumps(dict(prompt=text)) + "\n" for text in texts))
-    for file in (lines, objects):
+    objects = [dict(prompt=text) for text in texts]
+    lines = (json.dumps(value, ensure_ascii=False) for value in objects)
+    contents = {"a.txt": "\r\n\n".join(texts), "a.jsonl": "\n".join(lines), "a.json": json.dumps(objects)}
+    for name, content in contents.items():
+        file = tmp_path / name
+        file.write_bytes(content.encode("utf-8-sig"))
         shown = run(capsys, *flags, "--prompts", file)
         assert shown == "".join(f"{text}{more}\n{'-' * 40}\n" for text, more in zip(texts, want))
         found = [json.loads(line) for line in run(capsys, *flags, "--prompts", file, "--json").splitlines()]
@@ -341,9 +350,35 @@ def test_prompts_of_a_file(folder, capsys, tmp_path):
         assert {one["ended"] for one in found} == {"length"}
 
 
+def test_an_empty_prompt_is_one_where_the_model_has_a_token_to_begin_with(chat_folder, capsys, tmp_path, monkeypatch):
+    """Bug: "" is a prompt on the command line and not in a file, an answer in training data and not in a prompt."""
+    file = tmp_path / "prompts.jsonl"
+    file.write_text('{"prompt": ""}')
+    flags = ["--device", "cpu", "--max-new-tokens", 4, "--temperature", 0, "--json"]
+    want, = json.loads(run(capsys, "--model", DEMO, *flags, "--prompt", ""))["texts"]
+    assert json.loads(run(capsys, "--model", DEMO, *flags, "--prompts", file))["text"] == want
+    typed(monkeypatch)
+    assert json.loads(run(capsys, "--model", DEMO, *flags, "--prompt", "-"))["texts"] == [want]
+    file.write_text(json.dumps(dict(messages=[dict(role="assistant", content=""), dict(role="user", content="")])))
+    asked = json.loads(run(capsys, "--model", chat_folder, *flags, "--chat", "--prompts", file))
+    plain = json.loads(run(capsys, "--model", chat_folder, *flags, "--prompt", "a:\nu:\na:"))
+    assert [asked["tokens"]] == plain["tokens"]
+
+
+def test_what_else_was_asked_for_goes_to_standard_error(folder, capsys, tmp_path):
+    """Bug: --prompts FILE --json computes --compare, --explain and --show-tree, and prints them nowhere."""
+    (tmp_path / "a.txt").write_text("abcabc\nimport\n")
+    main("--model", folder, "--device", "cpu", "--max-new-tokens", 12, "--prompts", tmp_path / "a.txt", "--json",
+         "--compare", "--explain", "--show-tree")
+    out, err = capsys.readouterr()
+    assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["abcabc", "import"]
+    assert all(said in err for said in ("identical", "ms per stage", "the newest token"))
+
+
 @pytest.mark.parametrize("content, message", [
     ("", "holds no prompt"), ('{"prompt": "a"}\n\n{"prompt": 3}', "line 3: expected an object"), ("[]", "line 1"),
-    ('{"prompt": ""}', "line 1"), ("{", "line 1"), ('{"messages": [{"role": "user"}]}', "line 1: expected"),
+    ('{"prompt": ""}', "0 tokens"), ("{", "line 1"), ('{"messages": []}', "it has no message"),
+    ('{"messages": [{"role": "user"}]}', "line 1: expected"),
     ('{"messages": [{"role": "user", "content": "hi"}]}', "need --chat"), (None, "cannot be read")])
 def test_bad_lines_of_a_file_are_refused_by_number(folder, tmp_path, capsys, content, message):
     """Catches a file of which some prompts are decoded before a bad line is found."""

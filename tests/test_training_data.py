@@ -111,6 +111,38 @@ def test_a_line_holds_a_text_or_a_prompt_and_its_completion_or_messages_gzipped_
         assert list(corpus.read_records([tmp_path / path], CHATML)) == found
 
 
+def test_a_json_file_is_read_as_lines_are(tmp_path):
+    """Bug: chats.json, which is one array, is trained on as raw text, or a byte order mark and ShareGPT's names are."""
+    turns = [("human", "q\u2028"), ("gpt", "a")]
+    shared = {"conversations": [{"from": role, "value": text} for role, text in turns]}
+    chats = [CHAT, shared, shared | {"system": "s"}, PAIR]
+    same = [("system", "s"), ("user", "q\u2028"), ("assistant", "a")]
+    write(tmp_path, {"a.jsonl": jsonl([CHAT, messages(same[1:]), messages(same), PAIR]), "lines.json": jsonl(chats),
+                     "array.json": json.dumps(chats, indent=1), "b.txt": "\ufefftext",
+                     "one.json": json.dumps(CHAT, indent=1),
+                     "raw.jsonl": "\ufeff" + "\n".join(json.dumps(one, ensure_ascii=False) for one in chats)})
+    want = list(corpus.read_records([tmp_path / "a.jsonl"], CHATML))
+    for name in ("array.json", "lines.json", "raw.jsonl"):
+        assert list(corpus.read_records([tmp_path / name], CHATML)) == want, name
+    assert list(corpus.read_records([tmp_path / "one.json"], CHATML)) == want[:1]
+    assert documents_in([tmp_path / "b.txt"]) == ["text"]
+    write(tmp_path, {"a.json": '[{"text": "t"}, {"text": 7}]', "b.json": "[1, 2]", "c.json": '["half'})
+    for name, where in (("a.json", "element 2"), ("b.json", "element 1"), ("c.json", "line 1")):
+        refusal(lambda: documents_in([tmp_path / name]), tmp_path / name, where)
+
+
+def test_a_few_chats_that_the_template_refuses_are_left_out(tmp_path, capsys):
+    """Bug: one odd conversation of a million ends the run; or half of the data is dropped with a line nobody reads."""
+    bad = messages([("refused", "q"), ("assistant", "a")])
+    write(tmp_path, {"a.jsonl": jsonl([CHAT] * 4 + [bad] + [CHAT] * 14 + [bad] + [PAIR] * 99)})
+    found = list(corpus.read_records([tmp_path / "a.jsonl"], CHATML))
+    assert [record.kind for record in found] == ["chat"] * 18 + ["completion"] * 99
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and f"2 of 20 chats; the first is {tmp_path}/a.jsonl, line 5: " in said
+    write(tmp_path, {"b.jsonl": jsonl([bad] + [CHAT] * 6)})
+    refusal(lambda: list(corpus.read_records([tmp_path], CHATML)), "3 of 27 chats", tmp_path / "a.jsonl", "line 5")
+
+
 @pytest.mark.parametrize("line", [
     "{", "7", '{"txt": "a"}', '{"text": 7}', b'{"text": "\xff"}', "[" * 100_000, {"prompt": "p"},
     {"prompt": ["p"], "completion": "c"}, {"messages": "hello"}, {"messages": ["hello", "you"]},

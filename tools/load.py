@@ -1,7 +1,5 @@
 """Loads what the flags name: model, heads, tokenizer, prompts; and makes the engine for them."""
 
-import contextlib
-import json
 import os
 import sys
 from dataclasses import dataclass
@@ -14,11 +12,12 @@ from backends import cpu, tensor_parallel
 from clover import CloverHeads
 from generate import Sampling, prepare
 from hf import checkpoint
-from hf.chat import SAMPLING, load_chat_template, sampling_defaults, stop_tokens
+from hf.chat import SAMPLING, load_chat_template, not_applied, sampling_defaults, stop_tokens
 from hf.files import part_file, read_config
 from hf.paths import default_heads, find_model
+from hf.text import OBJECTS, decode, messages_of, read_lines, read_objects
 from hf.tokenizer import Encoding, encode_prompt, load_encoding
-from model import GPT, InputError, check, expect, pick_device
+from model import GPT, InputError, check, expect, pick_device, warn
 
 
 def load_model(args, group=None, packed=None, dtype=None):
@@ -71,6 +70,7 @@ def load_alone(args, group):
     if args.threads:
         check("threads", args.threads, 1, os.cpu_count() or 1, whole=True)
     sampling = sampling_flags(args)
+    warn_not_applied(args.model)
     model, encoding = load_model(args, group)
     heads = None
     path = args.heads or default_heads(args.model) or "none"
@@ -130,6 +130,14 @@ def sampling_flags(args):
     return defaults | flags | dict(seed=args.seed)
 
 
+def warn_not_applied(model):
+    """Names what the model's generation_config.json says that has no effect here."""
+    if values := not_applied(model):
+        file = part_file(find_model(model), "generation_config.json")
+        words = ", ".join(f"{name} {value}" for name, value in values.items())
+        warn(f"{file.parent.resolve().name}/{file.name}: not applied: {words:.200}")
+
+
 def opening(args):
     """The messages that a conversation begins with: --system."""
     return [] if args.system is None else [dict(role="system", content=args.system)]
@@ -141,48 +149,32 @@ def read_prompts(args):
     expect(not args.chat or load_chat_template(args.model), f"{args.model}: has no chat template; "
            "leave out --chat, or take a model that was trained to chat")
     if args.prompts:
-        found = read_file(Path(args.prompts), args.chat)
+        found = read_file(Path(args.prompts), partial(parse_prompt, chat=args.chat))
     else:
-        with utf8("standard input"):
-            texts = [sys.stdin.buffer.read().decode() if text == "-" else text
-                     for text in args.prompt or []]
+        texts = [decode(sys.stdin.buffer.read(), "standard input") if text == "-" else text
+                 for text in args.prompt or []]
         found = [[dict(role="user", content=text)] for text in texts]
     return [[*opening(args), *messages] for messages in found]
 
 
-@contextlib.contextmanager
-def utf8(name):
-    """Raises InputError where the body reads text that is not UTF-8."""
-    try:
-        yield
-    except UnicodeDecodeError as error:
-        raise InputError(f"{name} is not UTF-8 text (byte {error.start})") from None
+def read_file(path, parse):
+    """The prompts of a file: of a text its lines as user messages, else parse(object) of each."""
+    if path.name.endswith(OBJECTS):
+        expected = ('an object with "prompt", a text, or "messages", a list of objects with "role" '
+                    'and "content"')
+        prompts = [prompt for _, prompt in read_objects(path, parse, expected)]
+    else:
+        prompts = [[dict(role="user", content=line)] for line in read_lines(path)]
+    expect(prompts, f"{path}: holds no prompt")
+    return prompts
 
 
-def read_file(path, chat):
-    """The conversations of --prompts FILE. Raises InputError, with the line, for a bad one."""
-    try:
-        with utf8(path):
-            lines = path.read_bytes().decode().splitlines()
-    except OSError as error:
-        raise InputError(f"{path}: cannot be read ({error.strerror})") from None
-    conversations = [read_line(f"{path}, line {number}", line, chat) if path.suffix == ".jsonl"
-                     else [dict(role="user", content=line)]
-                     for number, line in enumerate(lines, 1) if line.strip()]
-    expect(conversations, f"{path}: holds no prompt")
-    return conversations
-
-
-def read_line(where, line, chat):
-    """The messages of one line of a .jsonl file."""
-    try:
-        value = json.loads(line)
-        messages = value.get("messages", [dict(role="user", content=value.get("prompt"))])
-        valid = messages and all(isinstance(message[key], str) and message[key]
-                                 for message in messages for key in ("role", "content"))
-    except (AttributeError, KeyError, RecursionError, TypeError, ValueError):
-        valid = False
-    expect(valid, f'{where}: expected an object with "prompt", a text, or "messages", a list of '
-           'objects with "role" and "content"')
-    expect(chat or "messages" not in value, f'{where}: "messages" need --chat')
+def parse_prompt(value, chat):
+    """The messages of an object of --prompts FILE."""
+    prompt = value.get("prompt")
+    if isinstance(prompt, str) and value.get("messages") is None:
+        return [dict(role="user", content=prompt)]
+    messages = messages_of(value)
+    expect(messages, "it has no message")
+    expect(chat, "messages need --chat")
     return messages

@@ -9,10 +9,11 @@ from pathlib import Path
 import torch
 
 from generate import Interrupted, check_prompt, drafter
+from hf.text import utf8
 from model import InputError
 from tools import errors
 from tools.compare import against_plain
-from tools.load import make_engine, opening, utf8
+from tools.load import make_engine, opening
 from tools.timing import STAGES, stage_times, timing_decoder
 
 COLOURS = {"lookup": 33, "head 1": 32, "head 2": 36, "head 3": 34, "head 4": 35}  # ANSI
@@ -89,8 +90,8 @@ class Printer:
                      f"{self.loaded.model.config.block_size} tokens is full")
 
     def say(self, text):
-        """Prints what is not the model's text."""
-        if not self.args.json:
+        """Prints what is not the model's text, unless the object of --json holds it."""
+        if not self.args.json or self.args.prompts:
             print(text, file=sys.stderr)
 
     def report(self, output, engine):
@@ -201,6 +202,8 @@ def converse(args, loaded):
         with contextlib.suppress(ImportError):  # not on Windows
             import readline  # noqa: F401  lets lines be edited
         print("/clear starts anew; Ctrl-C ends a reply, Ctrl-D the program", file=sys.stderr)
+    else:  # as files are read
+        sys.stdin.reconfigure(encoding="utf-8-sig", newline="\n")
     messages, engine = opening(args), None
     while (line := loaded.group.on_first(read_line)) is not None:
         if line.strip() == "/clear":
@@ -236,4 +239,4 @@ def converse(args, loaded):
 def read_line():
     """The next line of standard input, None at its end."""
     with utf8("standard input"), contextlib.suppress(EOFError):
-        return input("> " if sys.stdin.isatty() else "")
+        return input("> " if sys.stdin.isatty() else "").removesuffix("\r")

@@ -2,30 +2,31 @@
 
 import contextlib
 import glob
-import gzip
 import hashlib
 import itertools
-import json
 import os
 import sysconfig
-import zlib
+from collections import Counter
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
-from model import InputError, expect
+from hf.text import OBJECTS, messages_of, read_objects, read_text
+from model import InputError, expect, warn
 from training.common import STATE_FILE
 
-LINES = (".jsonl", ".jsonl.gz")  # one document per line
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".go",
-                 ".rs", *LINES)
+                 ".rs", ".jsonl", ".jsonl.gz")
 SPLITS = ("train", "heldout")
 NO_CODE = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
+MOST_REFUSED = 0.1  # share of the chats that a template may refuse
 PIECE = 4096  # characters; longer texts are cut into pieces of this size, each in one split
 
 
 class Record(NamedTuple):
     """A document as (text, in_loss) pairs; in_loss: heads learn to guess its tokens. kind: "text",
-    "completion" (all but the prompt is in the loss) or "chat" (only the assistant's turns are)."""
+    "completion" (all but the prompt is in the loss), "chat" (only the assistant's turns are), or
+    "refused", whose text says why the chat template does not render a chat."""
     parts: tuple
     kind: str = "text"
 
@@ -61,43 +62,55 @@ def find_files(path):
 
 def read_records(paths, template=None):
     """Yields a `Record` for each document that is not empty. template: a `ChatTemplate` that turns
-    messages into text. Raises InputError for a path without documents, and for a malformed line."""
+    messages into text; chats that it refuses are left out, and counted on standard error. Raises
+    InputError for a path without documents, a malformed line, and if it refuses many."""
+    counts = Counter()
     for path in paths:
         empty = True
         for file in find_files(path):
             for record in filter(lambda record: record.text, read_file(file, template)):
                 empty = False
-                yield record
+                counts[record.kind] += 1
+                if record.kind != "refused":
+                    yield record
+                elif counts["refused"] == 1:
+                    first = record.text
         expect(not empty, f"{path}: expected UTF-8 text that is not empty; give another")
+    refused = counts["refused"]
+    if refused:
+        chats = refused + counts["chat"]
+        says = f"the chat template refuses {refused} of {chats} chats; the first is {first}"
+        expect(refused <= MOST_REFUSED * chats, f"{says}; correct them, or leave them out")
+        warn(f"{says}; these are left out")
 
 
 def read_file(file, template=None):
     """Yields the Records of a file; none if it is a text that is not UTF-8."""
-    if not file.name.endswith(LINES):
-        with contextlib.suppress(OSError, UnicodeDecodeError):
-            yield Record(((file.read_bytes().decode(), True),))
+    if not file.name.endswith(OBJECTS):
+        with contextlib.suppress(InputError):
+            yield Record(((read_text(file), True),))
         return
-    number = 0
-    try:
-        with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as lines:
-            for number, line in enumerate(lines, start=1):
-                if line.strip():
-                    yield parse_line(line, template)
-    except (AttributeError, EOFError, OSError, RecursionError, ValueError, zlib.error) as error:
-        raise InputError(f'{file}: line {number}: expected an object with "text", "prompt" and '
-                         f'"completion", or "messages", but: {error}; correct it') from None
+    expected = 'an object with "text", "prompt" and "completion", "messages" or "conversations"'
+    for where, record in read_objects(file, partial(parse_record, template=template), expected):
+        if record.kind == "refused":
+            record = Record(((f"{file}, {where}: {record.text}", False),), "refused")
+        yield record
 
 
-def parse_line(line, template):
-    """The Record of a line of JSON with "text", else "prompt" and "completion", else "messages"."""
-    get = json.loads(line).get
-    text, prompt, completion = map(get, ("text", "prompt", "completion"))
+def parse_record(value, template):
+    """The Record of an object with "text", else "prompt" and "completion", else `messages_of`."""
+    text, prompt, completion = map(value.get, ("text", "prompt", "completion"))
     if text is not None:
         record = Record(((text, True),))
     elif prompt is not None and completion is not None:
         record = Record(((prompt, False), (completion, True)), "completion")
     else:
-        record = Record(chat_parts(get("messages"), template), "chat")
+        messages = messages_of(value)
+        expect(template, "messages need a model that has a chat template")
+        try:
+            record = Record(chat_parts(messages, template), "chat")
+        except InputError as error:
+            record = Record(((str(error), False),), "refused")
     valid = all(isinstance(part, str) for part, _ in record.parts)
     expect(valid, f"its {record.kind} is not a string")
     return record
@@ -106,10 +119,6 @@ def parse_line(line, template):
 def chat_parts(messages, template):
     """The (text, in_loss) pairs of a conversation up to the assistant's last turn. What rendering
     a turn of the assistant adds to its prompt is in the loss."""
-    is_message = lambda m: all(isinstance(m.get(key), str) for key in ("role", "content"))
-    expect(isinstance(messages, list) and all(map(is_message, messages)),
-           'it has no text, nor "messages" that are objects with role and content')
-    expect(template, "messages need a model that has a chat template")
     # not a first message: many templates refuse the empty conversation before it
     turns = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
     # some templates drop the reasoning of earlier turns: then only the last is as generated

@@ -11,6 +11,7 @@ from pathlib import Path
 from clover import model_hash
 from generate import Engine, Sampling
 from hf.chat import end_of_text
+from hf.text import read_lines
 from hf.tokenizer import encode_prompt
 from model import InputError, expect, human, read_json
 from training.common import progress, save_lines
@@ -37,7 +38,7 @@ class Writer:
         self.seed = seed
         self.log = log
         self.seen = set()  # how each user message so far begins
-        self.openings = [json.loads(line) for line in OPENINGS.read_text().splitlines()]
+        self.openings = [json.loads(line) for line in read_lines(OPENINGS)]
         self.answers = []  # those of the previous round that an opening may quote
 
     def claim(self):
@@ -59,8 +60,7 @@ class Writer:
                 return
             file = self.folder / f"{number:05}.jsonl"
             if file.exists():
-                lines = file.read_text(encoding="utf-8").splitlines()
-                held += self.count(list(map(json.loads, lines)))
+                held += self.count(list(map(json.loads, read_lines(file))))
                 continue
             show = show or progress(held, goal, 1, self.log)
             texts = self.round(number)

@@ -1,0 +1,85 @@
+"""Reads text that people give: UTF-8, with or without a byte order mark. Lines end with \\n or
+\\r\\n; str.splitlines would also split at U+2028, form feeds and more, which text may hold."""
+
+import contextlib
+import gzip
+import json
+import re
+import zlib
+
+from model import InputError, expect
+
+OBJECTS = (".jsonl", ".jsonl.gz", ".json")  # suffixes of files that hold objects
+# ShareGPT's names of roles
+ROLES = dict(human="user") | dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")
+
+
+@contextlib.contextmanager
+def utf8(name):
+    """Raises InputError where the body reads text that is not UTF-8."""
+    try:
+        yield
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name} is not UTF-8 text (byte {error.start})") from None
+
+
+def decode(data, name):
+    """The text of bytes, without a byte order mark. name: what an InputError calls them."""
+    with utf8(name):
+        return data.decode("utf-8-sig")
+
+
+def read_text(file):
+    """The text of a Path."""
+    try:
+        return decode(file.read_bytes(), file)
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error.strerror})") from None
+
+
+def read_lines(file):
+    """The lines of a Path, without blank ones."""
+    return [line for line in re.split("\r?\n", read_text(file)) if line.strip()]
+
+
+def read_objects(file, parse, expected):
+    """Yields (where, parse(value)) for each value in a file: each line of .jsonl and .jsonl.gz,
+    each element of the array in .json. Raises InputError, with where, for a bad one."""
+    where = "line 1"
+    try:
+        with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as lines:
+            for number, value in enumerate(read_array(file) or lines, start=1):
+                is_line = isinstance(value, bytes)
+                where = f"{'line' if is_line else 'element'} {number}"
+                if not is_line:
+                    yield where, parse(value)
+                elif value.strip():
+                    yield where, parse(json.loads(value))
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error.strerror or error})") from None
+    except (AttributeError, EOFError, RecursionError, TypeError, ValueError, zlib.error) as error:
+        raise InputError(f"{file}, {where}: expected {expected}, but: {error}; correct "
+                         "it") from None
+
+
+def read_array(file):
+    """The elements of a .json file that is an array, or one object. None for lines of objects."""
+    if file.suffix == ".json":
+        with contextlib.suppress(ValueError):
+            value = json.loads(file.read_bytes())
+            return value if isinstance(value, list) else [value]
+
+
+def messages_of(value):
+    """The messages of an object: "messages" as OpenAI has them, or ShareGPT's "conversations"."""
+    messages = value.get("messages")
+    if messages is None and isinstance(value.get("conversations"), list):
+        turns = [(turn.get("from", turn.get("role")), turn.get("value", turn.get("content")))
+                 for turn in value["conversations"]]
+        if system := value.get("system"):
+            turns.insert(0, ("system", system))
+        messages = [dict(role=ROLES.get(role, role), content=content) for role, content in turns]
+    is_message = lambda m: all(isinstance(m.get(key), str) for key in ("role", "content"))
+    expect(isinstance(messages, list) and all(map(is_message, messages)),
+           'its "messages" are not a list of objects with a role and a content')
+    return messages
