@@ -1,7 +1,6 @@
 """Models by their name on Hugging Face, "org/repo" or "org/repo:file": from the cache on this disk
 that huggingface_hub keeps, else downloaded to it."""
 
-import os
 import re
 import shutil
 from collections import defaultdict
@@ -96,14 +95,15 @@ def choose(repo, files, choice):
     for file in sorted(files):
         if file.endswith(".gguf") and not Path(file).name.startswith(("mmproj", "imatrix")):
             models[SPLIT.sub("", file).removesuffix(".gguf")].append(file)
-    shared = re.match(r"(.*[-./])?", os.path.commonprefix([*models])).end()
-    named = SPLIT.sub("", choice).removesuffix(".gguf").lower()
-    exact = [name for name in models if named in (name.lower(), name[shared:].lower())]
-    ending = [name for name in models if re.split(r"[-./]", name.lower())[-1] == named]
-    found = (exact or ending) if choice else [*models]
     expect(models, f"{repo}: has neither model.safetensors, pytorch_model.bin nor a GGUF file")
-    expect(len(found) == 1, f"{repo}: which of its GGUF files? give one as {repo}:NAME; it has "
-           f"{' '.join(name[shared:] for name in models)}")
+    labels = {name: re.search(r"(UD-)?[^-./]*$", name).group() for name in models}  # types: Q4_K_M
+    named = SPLIT.sub("", choice).removesuffix(".gguf").lower()
+    found = [name for name, label in labels.items() if not choice
+             or named in (name.lower(), Path(name).name.lower(), label.lower())]
+    if len({*labels.values()}) < len(labels):
+        labels = dict.fromkeys(labels)
+    listed = " ".join(label or name for name, label in labels.items())
+    expect(len(found) == 1, f"{repo}: give one of its GGUF files, as {repo}:NAME: {listed}")
     return models[found[0]]
 
 
@@ -115,4 +115,4 @@ def explain(repo, error):
     if isinstance(error, errors.RepositoryNotFoundError):
         return "Hugging Face has no public repository of that name; check it, or run hf auth login"
     reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    return f"Hugging Face cannot be reached ({reason}); go online, or give a folder"
+    return f"it cannot be fetched from Hugging Face ({reason}); check network and disk, or the path"
