@@ -76,6 +76,7 @@ class GGUFFile:
     would hold."""
 
     def __init__(self, paths):
+        self.path = paths[0]
         with np.errstate(over="raise"):  # of offsets
             readers = list(map(Reader, paths))
         for index, reader in enumerate(readers):
@@ -163,8 +164,8 @@ class GGUFFile:
         split = meta.get("pre", "default")
         if kind == "gpt2":
             if "pre" not in meta:
-                warn("the GGUF file has no tokenizer.ggml.pre: text is split as GPT-2 does, which "
-                     "may not be how its model learnt it; take a file that says how")
+                warn(f"{self.path}: has no tokenizer.ggml.pre, so text is split as GPT-2 splits, "
+                     "perhaps not as its model learnt it; take a file that says how")
             spec = byte_level_spec(tokens, meta["merges"], split)
         else:  # Gemma's merges are in the order of ids
             scores = -np.arange(len(tokens)) if self.family == "gemma3_text" else meta["scores"]

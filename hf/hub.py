@@ -35,8 +35,8 @@ def fetch(name):
         raise
     except Exception as error:  # huggingface_hub and its connection raise many kinds
         reason = explain(repo, error)
-    expect(path, f"{name}: no such folder or file, not whole in the cache, and {reason}")
-    warn(f"{name}: taking what is in the cache; {reason}")
+    expect(path, f"{name}: no such folder or file, here or whole in the cache; {reason}")
+    warn(f"{name}: taken from the cache as it is; {reason}")
     return path
 
 
@@ -69,16 +69,18 @@ def is_known(folder, part):
 
 def download(repo, choice):
     """Fetches what is read of a repository -> the Path of the folder or of the GGUF file."""
-    listed = huggingface_hub.model_info(repo, files_metadata=True, timeout=20).siblings
-    sizes = {file.rfilename: file.size or 0 for file in listed}
+    info = huggingface_hub.model_info(repo, files_metadata=True, timeout=20)
+    sizes = {file.rfilename: file.size or 0 for file in info.siblings}
     names = choose(repo, sizes, choice)
     folder = cached_folder(repo)
-    size = sum(sizes[name] for name in names if not (folder and (folder / name).exists()))
-    home = Path(constants.HF_HUB_CACHE)
-    home.mkdir(parents=True, exist_ok=True)
-    check_memory(f"{repo}: its files take", size, shutil.disk_usage(home).free, home,
-                 "make room, or set HF_HOME to a folder on another disk")
-    folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=names))
+    missing = [name for name in names if not (folder and (folder / name).exists())]
+    if missing or folder.name != info.sha:
+        home = Path(constants.HF_HUB_CACHE)
+        home.mkdir(parents=True, exist_ok=True)
+        check_memory(f"{repo}: its files take", sum(map(sizes.get, missing)),
+                     shutil.disk_usage(home).free, home,
+                     "make room, or set HF_HOME to a folder on another disk")
+        folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=names))
     return find_model(folder / names[0]) if names[0].endswith(".gguf") else folder
 
 
@@ -95,7 +97,8 @@ def choose(repo, files, choice):
     for file in sorted(files):
         if file.endswith(".gguf") and not Path(file).name.startswith(("mmproj", "imatrix")):
             models[SPLIT.sub("", file).removesuffix(".gguf")].append(file)
-    expect(models, f"{repo}: has neither model.safetensors, pytorch_model.bin nor a GGUF file")
+    kinds = "" if choice else "neither model.safetensors nor pytorch_model.bin, and "
+    expect(models, f"{repo}: has {kinds}no GGUF file")
     labels = {name: re.search(r"(UD-)?[^-./]*$", name).group() for name in models}  # types: Q4_K_M
     named = SPLIT.sub("", choice).removesuffix(".gguf").lower()
     found = [name for name, label in labels.items() if not choice
@@ -109,10 +112,12 @@ def choose(repo, files, choice):
 
 def explain(repo, error):
     """Why a repository cannot be had, in one line."""
-    page = f"https://huggingface.co/{repo}"
     if isinstance(error, errors.GatedRepoError):
-        return f"gated on Hugging Face: accept its terms on {page}, then run hf auth login"
+        return (f"it is gated: accept its terms on https://huggingface.co/{repo}, then run hf auth "
+                "login")
     if isinstance(error, errors.RepositoryNotFoundError):
-        return "Hugging Face has no public repository of that name; check it, or run hf auth login"
+        return "Hugging Face has no public repository of that name: check it, or run hf auth login"
+    if isinstance(error, errors.OfflineModeIsEnabled):
+        return "HF_HUB_OFFLINE is set"
     reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    return f"it cannot be fetched from Hugging Face ({reason}); check network and disk, or the path"
+    return f"it could not be fetched from Hugging Face ({reason})"

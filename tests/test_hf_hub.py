@@ -41,7 +41,7 @@ class Hub:
         if self.error:
             raise self.error
         root = self.repositories[repo]
-        return SimpleNamespace(siblings=[
+        return SimpleNamespace(sha=SHA, siblings=[
             SimpleNamespace(rfilename=file.relative_to(root).as_posix(), size=file.stat().st_size)
             for file in root.rglob("*") if file.is_file()])
 
@@ -112,6 +112,19 @@ def test_a_repository_is_fetched_once_and_only_what_is_read(site, capsys):
     assert site.calls == [None, READ]
 
 
+def test_files_that_may_be_missing_are_asked_for_and_a_new_version_is_fetched(site, monkeypatch):
+    """Catches a model that another program cached in part, without where its texts end."""
+    site.store("org/model", READ[:2] + READ[3:])
+    assert stop_tokens("org/model", load_encoding("org/model")) == [3]
+    site.repositories["org/model"].joinpath("tokenizer_config.json").unlink()
+    folder = again()
+    (folder / "tokenizer_config.json").unlink()
+    site.calls.clear()
+    assert again() == folder and site.calls == [None]  # nothing is new
+    monkeypatch.setattr("test_hf_hub.SHA", "1" * 40)
+    assert again() == folder.with_name("1" * 40) and site.calls == [None, None, READ[:-1]]
+
+
 def test_a_local_path_wins(site, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find_model("org/none.gguf").name == "none.gguf" and str(find_model("./org/model")) == "org/model"
@@ -142,7 +155,7 @@ def test_a_gguf_file_is_chosen_by_type_or_name(choice, indices, site):
 
 def test_several_gguf_files_are_listed(site):
     for name in ("org/GGUF", "org/GGUF:Q5_0", "org/GGUF:K_M", "org/model:Q4_0"):
-        says = "has neither" if "model" in name else "as org/GGUF:NAME: Q4_K_M Q8_0 UD-Q4_K_M"
+        says = "has no GGUF file" if "model" in name else "as org/GGUF:NAME: Q4_K_M Q8_0 UD-Q4_K_M"
         refusal(lambda: find_model(name), name.split(":")[0], says)
     assert site.calls == [None] * 4
     files = ["a-Q8_0.gguf", "b/b-Q8_0.gguf"]
@@ -157,7 +170,7 @@ def http_error(kind, text="no"):
     return kind(text, response=Mock(headers={}))
 
 
-ERRORS = {"offline": (errors.OfflineModeIsEnabled("offline mode\nis on"), "cannot be fetched"),
+ERRORS = {"offline": (errors.OfflineModeIsEnabled("offline mode\nis on"), "HF_HUB_OFFLINE is set"),
           "no disk": (OSError(28, "No space left on device"), "No space left"),
           "gated": (http_error(errors.GatedRepoError), "accept its terms on https://huggingface.co/org/model"),
           "unknown": (http_error(errors.RepositoryNotFoundError), "no public repository of that name")}
@@ -177,7 +190,7 @@ def test_what_cannot_be_had_is_refused_in_a_line_unless_the_cache_has_it(case, s
     capsys.readouterr()
     folder = again()  # settings that change output may be missing, so it asked
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "taking what is in the cache" in said and says in said
+    assert said.count("\n") == 1 and "taken from the cache" in said and says in said
     calls = len(site.calls)
     for name in hub.SETTINGS:
         absent = site.cache / "models--org--model/.no_exist" / SHA / name
