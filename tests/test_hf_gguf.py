@@ -17,7 +17,7 @@ import test_hf_tokenizer as tk
 from backends import cpu
 from clover import describe_base
 from conftest import needs_compiler, random_prompts, refusal
-from generate import generate
+from generate import Sampling, generate
 from hf import chat
 from hf.checkpoint import describe
 from hf.paths import default_heads, find_heads, find_model
@@ -26,6 +26,7 @@ from hf.tokenizer import encode_prompt, load_encoding
 from model import GPT, InputError
 from test_backends_cpu import rounded
 from test_hf_checkpoint import ROPES, theirs_of
+from tools.compare import first_difference
 from tools.flags import parse_generate
 
 gguf = pytest.importorskip("gguf", reason="GGUF files are read by pip install gguf")
@@ -239,6 +240,28 @@ def test_packed_values_on_a_cpu_are_those_of_the_file(tmp_path, capfd):
         torch.testing.assert_close(values, weight.weight, atol=atol, rtol=1e-5)
     rows = got.head.embedding(torch.arange(len(want.embed.weight)))
     torch.testing.assert_close(rows, want.embed.weight, atol=0, rtol=1e-5)
+
+
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_compiler), False])
+def test_float16_on_a_cpu_is_exact_or_not_said_to_be(compiled, tmp_path, monkeypatch):
+    """Catches quantised weights whose blocks torch computes in float16: the text changed with the tree, and --compare
+    called it a bug."""
+    theirs = theirs_of("llama", hidden_size=256, intermediate_size=256)
+    theirs.save_pretrained(tmp_path / "folder")
+
+    def convert(name, value):
+        return (random_blocks(Type.Q4_0, value.shape), Type.Q4_0) if ".attn_q." in name else (value, None)
+    file = write(tmp_path / "m.gguf", "llama", theirs, convert=convert)
+    if not compiled:
+        monkeypatch.setattr(cpu, "library", lambda: None)
+    prompts = [3 * prompt for prompt in random_prompts([20, 7, 33])]
+    for path in (file, tmp_path / "folder"):
+        model = GPT.from_pretrained(path, torch.float16, "cpu")
+        assert cpu.is_exact(model) == compiled
+        assert model.dtype == (torch.bfloat16 if compiled else torch.float16)
+        plain, drafted = (generate(model, prompts, 24, tree_size=T, lookup=True).tokens for T in (1, 12))
+        difference = first_difference(model, prompts, drafted, plain, [Sampling()] * 3)
+        assert difference is None or (difference[3] == "tie" and not compiled)
 
 
 # --------------------------------------------------------------------------------------------------
