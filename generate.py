@@ -946,8 +946,8 @@ def check_prompt(model, prompt, index=0):
         raise InputError(f"prompt {index} must be a list of token ids, not {prompt!r}")
     expect(1 <= len(prompt) <= longest, f"prompt {index} has {len(prompt)} tokens; give 1 to "
            f"{longest}, for the model's context must hold a new one too")
-    expect(min(prompt) >= 0 and max(prompt) < V, f"prompt {index} has token ids outside "
-           f"0..{V - 1}; is this the model's own tokenizer?")
+    expect(min(prompt) >= 0 and max(prompt) < V, f"prompt {index} has token ids outside 0..{V - 1},"
+           " which the model has no embeddings for; leave those tokens out")
 
 
 # --------------------------------------------------------------------------------------------------

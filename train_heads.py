@@ -190,6 +190,9 @@ def prepare(config, out, group, resume):
             leftover.unlink()
         for split in SPLITS:  # raises where there is too little text
             data.window_batch(stored[split], 1, config.window, 0, "cpu")
+            V = model.config.vocab_size
+            expect(stored[split].ids.max() < V, f"--data has tokens with ids of {V} and up, which "
+                   "the model has no embeddings for; leave them out")
         return key
     run = Run(config, out, heads, encoding.hash, group.on_first(prepare_text), group, state)
     corpus = data.open_tokens(home / data.FILE)["train"]

@@ -4,7 +4,7 @@ JSON line with the numbers, the hardware and the versions. docs/cli.md has more.
 from pathlib import Path
 
 from bench import ROOT, SIZES
-from hf.paths import default_heads, is_gguf
+from hf.paths import default_heads, is_gguf, is_repository
 from tools import flags
 from training.flags import add_data_flag
 
@@ -61,7 +61,8 @@ def check_decode_flags(parser, args):
     names = [Path(drafter).name for drafter in args.drafters]
     if len({*names}) < len(names):
         parser.error("two of the --drafters have the same name; rename a folder")
-    if args.llama_cpp and not is_gguf(Path(args.model)):
+    is_file = is_repository(args.model) or is_gguf(Path(args.model))
+    if args.llama_cpp and not is_file:
         parser.error("--llama-cpp decodes a GGUF file; give one as --model")
     if args.chats and not args.chats.endswith(".jsonl"):
         parser.error(f"--chats {args.chats}: expected a .jsonl file, such as bench/prompts.jsonl")

@@ -12,6 +12,7 @@ from bench.llama_cpp import PLAIN, llama_cpp_ways
 from clover import CloverHeads
 from generate import Policy, prepare
 from hf.chat import stop_tokens
+from hf.paths import find_model
 from model import InputError
 from tools.load import load_model, parse_prompt, read_file
 from training.data import load_tokens, prompts
@@ -37,8 +38,8 @@ def bench(args):
         ways = {way: partial(decode_once, model, stop=stop, batch_size=B, temperature=temperature,
                              **own) for way, own in options.items()}
         if args.llama_cpp:
-            ways |= llama_cpp_ways(args.model, model.device, B, longest + args.max_new_tokens,
-                                   temperature, stop)
+            ways |= llama_cpp_ways(find_model(args.model), model.device, B,
+                                   longest + args.max_new_tokens, temperature, stop)
         for kind, runs in alternate(ways, groups, args.max_new_tokens, args.runs):
             for (name, T), row in compare(runs).items():
                 table.add(dict(kind=kind, drafted_by=name, temperature=temperature, batch_size=B,

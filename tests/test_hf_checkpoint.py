@@ -193,7 +193,7 @@ def as_version_4(tensors):
 
 @pytest.mark.parametrize("name, rename", [
     ("gpt2", without_prefix), ("gemma3-vision", as_version_4), ("mistral3-vision", as_version_4),
-    ("llama-tied", lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"] + 1}),
+    ("llama-tied", lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}),
     ("llama-tied", lambda tensors: {key.replace("model.embed_tokens", "lm_head"): x for key, x in tensors.items()})])
 def test_other_names_of_the_same_weights(name, rename, tmp_path):
     want = GPT.from_pretrained(save_theirs(name, theirs_of(name), tmp_path), device="cpu", packed=False)
@@ -201,6 +201,26 @@ def test_other_names_of_the_same_weights(name, rename, tmp_path):
     save_file(tensors, tmp_path / "model.safetensors")
     got = GPT.from_pretrained(tmp_path, device="cpu", packed=False)
     assert all(map(torch.equal, want.state_dict().values(), got.state_dict().values()))
+
+
+@pytest.mark.parametrize("suffix", ["safetensors", "bin"])
+def test_an_lm_head_that_differs_from_a_tied_table_is_kept_as_by_transformers(suffix, tmp_path, capsys):
+    """Catches a head that is dropped in silence: config.json's flag is wrong, and logits are another model's."""
+    theirs, tokens = theirs_of("llama-tied"), torch.tensor(random_prompts([20]))
+    theirs.save_pretrained(tmp_path)
+    state = load_file(tmp_path / "model.safetensors")
+    state["lm_head.weight"] = torch.randn_like(state["model.embed_tokens.weight"])
+    if suffix == "bin":
+        (tmp_path / "model.safetensors").unlink()
+        torch.save(state, tmp_path / "pytorch_model.bin")
+    else:
+        save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
+    want = type(theirs).from_pretrained(tmp_path)(tokens).logits.detach()
+    for packed in (False, None):
+        ours = GPT.from_pretrained(tmp_path, torch.float32, "cpu", packed=packed)
+        torch.testing.assert_close(ours.lm_head(ours(tokens)), want, atol=1e-4, rtol=0)
+    assert not ours.config.tied and "LM head of its own" in describe(tmp_path)
+    assert capsys.readouterr().err.count("ties the LM head to the embeddings, but") == 1
 
 
 @pytest.mark.parametrize("kind", ROPES)

@@ -4,6 +4,7 @@ of the same values holds; hostile files get one line. Files are written here as 
 import itertools
 import math
 import random
+import shutil
 import struct
 import sys
 
@@ -16,7 +17,7 @@ import test_hf_tokenizer as tk
 from backends import cpu
 from clover import describe_base
 from conftest import needs_compiler, random_prompts, refusal
-from generate import generate
+from generate import Sampling, generate
 from hf import chat
 from hf.checkpoint import describe
 from hf.paths import default_heads, find_heads, find_model
@@ -25,6 +26,7 @@ from hf.tokenizer import encode_prompt, load_encoding
 from model import GPT, InputError
 from test_backends_cpu import rounded
 from test_hf_checkpoint import ROPES, theirs_of
+from tools.compare import first_difference
 from tools.flags import parse_generate
 
 gguf = pytest.importorskip("gguf", reason="GGUF files are read by pip install gguf")
@@ -240,10 +242,32 @@ def test_packed_values_on_a_cpu_are_those_of_the_file(tmp_path, capfd):
     torch.testing.assert_close(rows, want.embed.weight, atol=0, rtol=1e-5)
 
 
+@pytest.mark.parametrize("compiled", [pytest.param(True, marks=needs_compiler), False])
+def test_float16_on_a_cpu_is_exact_or_not_said_to_be(compiled, tmp_path, monkeypatch):
+    """Catches quantised weights whose blocks torch computes in float16: the text changed with the tree, and --compare
+    called it a bug."""
+    theirs = theirs_of("llama", hidden_size=256, intermediate_size=256)
+    theirs.save_pretrained(tmp_path / "folder")
+
+    def convert(name, value):
+        return (random_blocks(Type.Q4_0, value.shape), Type.Q4_0) if ".attn_q." in name else (value, None)
+    file = write(tmp_path / "m.gguf", "llama", theirs, convert=convert)
+    if not compiled:
+        monkeypatch.setattr(cpu, "library", lambda: None)
+    prompts = [3 * prompt for prompt in random_prompts([20, 7, 33])]
+    for path in (file, tmp_path / "folder"):
+        model = GPT.from_pretrained(path, torch.float16, "cpu")
+        assert cpu.is_exact(model) == compiled
+        assert model.dtype == (torch.bfloat16 if compiled else torch.float16)
+        plain, drafted = (generate(model, prompts, 24, tree_size=T, lookup=True).tokens for T in (1, 12))
+        difference = first_difference(model, prompts, drafted, plain, [Sampling()] * 3)
+        assert difference is None or (difference[3] == "tie" and not compiled)
+
+
 # --------------------------------------------------------------------------------------------------
 # Tokenizers
 
-def write_tokenizer(path, architecture, spec, **values):
+def write_tokenizer(path, architecture, spec, convert=lambda name, value: (value, None), **values):
     """A toy file with the tokenizer of a tokenizer.json, and further values under tokenizer.ggml."""
     vocab, merges = dict(spec["model"]["vocab"]), ["".join(pair) for pair in spec["model"]["merges"]]
     added = {token["content"]: token for token in spec["added_tokens"]}
@@ -260,8 +284,8 @@ def write_tokenizer(path, architecture, spec, **values):
         found["merges"] = [" ".join(pair) for pair in spec["model"]["merges"]]
     found |= values
     theirs = theirs_of(FILES[architecture][1], vocab_size=len(tokens), num_hidden_layers=1)
-    return write(path, architecture, theirs, lambda _, values: values.update(
-        {f"tokenizer.{key}" if key == "chat_template" else f"tokenizer.ggml.{key}": x for key, x in found.items()}))
+    found = {f"tokenizer.{key}" if key == "chat_template" else f"tokenizer.ggml.{key}": x for key, x in found.items()}
+    return write(path, architecture, theirs, lambda _, values: values.update(found), convert)
 
 
 def their_tokenizer(file):
@@ -294,6 +318,32 @@ def test_the_ids_of_every_split_are_those_of_transformers(pre, corpus, tmp_path)
     assert encoding.prefix == [1] * (pre != "qwen2") and chat.stop_tokens(file, encoding) == [700]
     unsaid = write_tokenizer(tmp_path / "unsaid.gguf", "llama", spec, padding_token_id=9999, **values)
     assert load_encoding(unsaid).prefix == [1] * (pre in PIECE_IS_TOKEN)
+
+
+def test_special_tokens_of_phi_3_swallow_white_space_as_in_its_folder(corpus, tmp_path):
+    """Catches 13 ids where the folder gives 8: no key of the file says that tokens strip what follows them."""
+    spec = tk.pieces(corpus, tk.PREPEND, None, True)
+    n = max(token["id"] for token in spec["added_tokens"])
+    for text, strips in {"<|endoftext|>": False, "<|user|>": True, "<|end|>": True, "<|assistant|>": True}.items():
+        spec["added_tokens"].append(tk.added(n := n + 1, text, rstrip=strips))
+    for token in spec["added_tokens"]:  # as in Phi-3's, where </s> strips, too
+        token["rstrip"] |= token["content"] in ("</s>", "[INST]")
+    chat = "<|user|>\n Hi <s> a </s>  b<|end|>\n<|assistant|>\n<|endoftext|> x"
+    values = dict(model="llama", pre="default", bos_token_id=1, add_bos_token=False)
+    reference = tk.auto_tokenizer(tk.folder_of(tmp_path, spec, {"tokenizer_class": "PreTrainedTokenizerFast"}))
+    phi = load_encoding(write_tokenizer(tmp_path / "phi.gguf", "phi3", spec, **values))
+    other = load_encoding(write_tokenizer(tmp_path / "other.gguf", "llama", spec, **values))
+    for text in [chat, *tk.random_texts(100, 4, [*phi.special_tokens, " ", "\n"])]:
+        assert encode_prompt(phi, text) == reference.encode(text), ascii(text)
+    assert len(encode_prompt(other, chat)) > len(encode_prompt(phi, chat))
+
+
+def test_a_file_that_does_not_say_how_text_is_split_gets_a_warning(corpus, tmp_path, capsys):
+    spec = tk.byte_level(corpus[:2], tk.BYTE_LEVEL)
+    for pre, lines in ((None, 1), ("default", 0)):
+        file = write_tokenizer(tmp_path / f"{pre}.gguf", "llama", spec, model="gpt2", pre=pre)
+        assert load_encoding(file).encode("a1 b") == load_encoding(file).encode("a1 b")
+        assert capsys.readouterr().err.count(f"{file}: has no tokenizer.ggml.pre") == lines
 
 
 @pytest.mark.parametrize("architecture", ["phi3", "gemma3"])
@@ -334,6 +384,55 @@ def test_the_real_file_has_the_ids_logits_and_texts_of_transformers():
 
 # --------------------------------------------------------------------------------------------------
 # Names, and what is refused
+
+def split(file, folder, count=3):
+    """The parts that llama.cpp's gguf-split makes of a file: metadata in the first alone, tensors in order."""
+    reader, found = gguf.GGUFReader(file), []
+    for i in range(count):
+        found.append(folder / f"m-{i + 1:05}-of-{count:05}.gguf")
+        writer = gguf.GGUFWriter(found[-1], "llama")
+        for key, field in reader.fields.items() if i == 0 else ():
+            if not key.startswith(("GGUF.", "general.architecture")):
+                kinds = [*field.types, None]
+                writer.add_key_value(key, field.contents(), kinds[0], sub_type=kinds[1])
+        if i:
+            writer.kv_data[0].pop("general.architecture")
+        for key, value in (("split.no", i), ("split.count", count)):
+            writer.add_uint16(key, value)
+        for tensor in reader.tensors[i * len(reader.tensors) // count:(i + 1) * len(reader.tensors) // count]:
+            writer.add_tensor(tensor.name, tensor.data, raw_dtype=tensor.tensor_type)
+        for step in (writer.write_header_to_file, writer.write_kv_data_to_file, writer.write_tensors_to_file,
+                     writer.close):
+            step()
+    return found
+
+
+@pytest.mark.parametrize("packed", [False, pytest.param(None, marks=needs_compiler)])
+def test_a_split_file_is_read_whole_from_any_of_its_parts(packed, corpus, tmp_path):
+    """Catches a tensor that is read, packed or let go in another part's memory, and a part that is missing or another
+    model's."""
+    def convert(name, value):
+        return (random_blocks(Type.Q4_0, value.shape), Type.Q4_0) if "ffn" in name else (value, None)
+    spec = tk.byte_level(corpus[:2], tk.BYTE_LEVEL)
+    whole = write_tokenizer(tmp_path / "m.gguf", "llama", spec, model="gpt2", pre="gpt-2", convert=convert)
+    parts = split(whole, tmp_path)
+    want, text = GPT.from_pretrained(whole, torch.float32, "cpu", packed=packed), corpus[0][:200]
+    hashes = set()
+    for part in parts:
+        got = GPT.from_pretrained(part, torch.float32, "cpu", packed=packed)
+        tokens = torch.tensor(random_prompts([9]))
+        assert torch.equal(got.lm_head(got(tokens)), want.lm_head(want(tokens)))
+        assert load_encoding(part).encode(text) == load_encoding(whole).encode(text)
+        hashes.add(got.hash)
+    assert len(hashes) == 1 and hashes != {want.hash}
+    parts[1].rename(tmp_path / "b.gguf")
+    for call in (describe, GPT.from_pretrained, load_encoding):
+        for part in parts[::2]:
+            refusal(lambda: call(part), part, "one of 3 files, of which these are missing: m-00002-of-00003.gguf")
+        refusal(lambda: call(tmp_path / "b.gguf"), "b.gguf says that it is file 2 of 3")
+    shutil.copy(parts[2], parts[1])
+    refusal(lambda: describe(parts[0]), "m-00002-of-00003.gguf says that it is file 3 of 3, not 2 of 3")
+
 
 def test_a_short_name_is_the_installed_file_unless_a_folder_has_it(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)

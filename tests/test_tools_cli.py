@@ -17,10 +17,11 @@ from unittest.mock import Mock, patch
 import pytest
 import torch
 
-from conftest import random_prompts, toy_model
+from conftest import edit_json, random_prompts, toy_model
 from generate import Sampling, Sequence, StepResult, generate
-from hf.tokenizer import load_encoding
+from hf.tokenizer import encode_prompt, load_encoding
 from kernels import BINS
+from test_hf_tokenizer import added
 from tools import cli, errors, printer, timing
 from tools.compare import first_difference
 from tools.flags import DEMO
@@ -126,6 +127,25 @@ def test_colours_tell_lookup_from_heads(folder, capsys, monkeypatch):
     shown.show(StepResult(SimpleNamespace(index=0, ended=None), [70, 71, 72, 73], [0, 3, 5, 9], sources, 10))
     first, second, third, last = encoding.decode([70, 71, 72, 73])
     assert capsys.readouterr().out == f"\x1b[32m{first}\x1b[0m\x1b[33m{second}\x1b[0m\x1b[34m{third}\x1b[0m{last}"
+
+
+def test_a_token_beyond_the_embeddings_is_refused_in_a_prompt_alone(folder, tmp_path, capsys):
+    """Catches a folder that is refused since its tokenizer has a token for pictures: Gemma 3's; and ids that are not
+    transformers'."""
+    transformers = pytest.importorskip("transformers", reason="transformers is optional")
+    path = shutil.copytree(folder, tmp_path / "model")
+    edit_json(path / "tokenizer.json", added_tokens=[
+        added(257, "<|endoftext|>"), added(258, "<image>"), added(259, "<sound>", special=False)])
+    (path / "tokenizer_config.json").write_text(json.dumps(dict(
+        tokenizer_class="PreTrainedTokenizerFast", chat_template="{{ messages[0].content }}")))
+    encoding, theirs = load_encoding(path), transformers.AutoTokenizer.from_pretrained(path)
+    for text in ("a b<image>c", "<sound>", "abab<|endoftext|>"):
+        assert encode_prompt(encoding, text) == theirs.encode(text)
+    flags = ["--model", path, "--device", "cpu", "--max-new-tokens", 3]
+    assert run(capsys, *flags, "--prompt", "ab", "--heads", path / "clover")
+    for prompt in ("a <image>", "<sound>"):
+        for chat in ([], ["--chat"]):
+            assert "prompt 0 has token ids outside 0..257" in refusal(capsys, *flags, "--prompt", prompt, *chat)
 
 
 TEMPLATE = """{% for m in messages %}{{ m.role[0] }}:{{ m.content }}

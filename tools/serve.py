@@ -36,7 +36,7 @@ from starlette.routing import Route
 from backends import tensor_parallel
 from generate import Output, Sampling
 from hf.chat import SAMPLING
-from hf.paths import SMOLLM2
+from hf.paths import SMOLLM2, find_model
 from hf.tokenizer import encode_prompt
 from model import InputError, check, expect
 from tools.errors import error_line
@@ -275,7 +275,7 @@ class App:
         """OpenAI's form of an error, without the model's path."""
         text = getattr(error, "detail", None) or error_line(error)
         text = text or f"{type(error).__name__} in a step; the server's log has more"
-        text = text.replace(f"{self.args.model}/", f"{self.name}/")
+        text = text.replace(f"{find_model(self.args.model)}/", f"{self.name}/")
         text = text.encode(errors="replace").decode()  # it may quote a lone surrogate
         kind = "invalid_request_error" if status < 500 else "server_error"
         return dict(error=dict(message=text[:1000], type=kind, param=None, code=None))

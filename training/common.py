@@ -12,6 +12,7 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from hf.paths import is_repository
 from model import InputError, atomic_write, expect, read_json
 from training.flags import FIXED, STORED, RunConfig
 
@@ -23,7 +24,7 @@ def run_config(args, out):
     """The `RunConfig` of the flags; where one is not given, with --resume that of the run in `out`.
     Raises InputError where it would overwrite that run, or change what FIXED names."""
     given = {name: value for name, value in vars(args).items() if name in STORED}
-    if "model" in given:
+    if "model" in given and not is_repository(args.model):
         given["model"] = os.path.abspath(args.model)  # for --resume from anywhere
     if args.evaluate or not args.resume:
         expect(args.evaluate or not (out / STATE_FILE).exists(), f"{out} holds a run already; "
