@@ -14,6 +14,7 @@ from hf.paths import find_model
 from model import InputError, expect
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # keys of generation_config.json
+UNFINISHED = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' mark, where a message goes on
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<|eot_id|>", "<eos>")
 
 
@@ -105,12 +106,34 @@ class ChatTemplate:
         with self.named_errors():
             self.template = environment.from_string(source)
 
-    def render(self, messages, add_generation_prompt=True, **variables):
-        """The text of messages [{"role", "content"}]. variables: the template's, such as tools."""
-        variables = dict(messages=messages, tools=None, documents=None,
-                         add_generation_prompt=add_generation_prompt) | variables
+    def render(self, messages, /, add_generation_prompt=None, continue_final_message=False,
+               **variables):
+        """The text of messages [{"role", "content", ...}], without what is None in them. variables:
+        the template's, such as tools. A developer is the system, unless the template knows both.
+        add_generation_prompt: whether it ends where the assistant begins, the default unless
+        continue_final_message, with which it ends where the last message does."""
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
         with self.named_errors():
-            return self.template.render(**self.tokens | variables)
+            expect("messages" not in variables, "a variable is called messages")
+            messages = [{name: value for name, value in message.items() if value is not None}
+                        for message in messages]
+            for message in messages:
+                if message.get("role") == "developer" and "developer" not in self.source:
+                    message["role"] = "system"
+            content = messages[-1].get("content")
+            if continue_final_message:
+                expect(isinstance(content, str) and not add_generation_prompt,
+                       "continue_final_message needs a text, and add_generation_prompt false")
+                messages[-1]["content"] += UNFINISHED
+            variables = dict(tools=None, documents=None) | variables
+            text = self.template.render(self.tokens | variables | dict(
+                messages=messages, add_generation_prompt=add_generation_prompt))
+            if not continue_final_message:
+                return text
+            shown, mark, _ = text.rpartition(UNFINISHED.strip())
+            expect(mark and content.strip() in shown, "the template changes the final message")
+            return shown if UNFINISHED in text else shown.rstrip()
 
     @contextlib.contextmanager
     def named_errors(self):
