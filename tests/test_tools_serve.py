@@ -205,7 +205,7 @@ BAD = {
     "stream": (ask(stream="yes"), 400, "stream must be true or false"), "a limit": (ask(max_tokens=0), 400, "max_tok"),
     "another limit": (ask(max_completion_tokens=0), 400, "max_completion_tokens must be a whole number from 1"),
     "stops": (ask(stop=["a"] * 99), 400, "stop may have 16"), "prompts": (ask(prompt=["a", 3]), 400, "prompt must be"),
-    "no prompt": ({}, 400, "prompt is missing"), "a number to stop at": (ask(stop=3), 400, "stop must be a text"),
+    "no prompt": ({}, 400, "prompt is missing"), "a number to stop at": (ask(stop=3), 400, "stop must be a list of te"),
     "an empty prompt": (ask(prompt=""), 400, "prompt 0 has 0 tokens; give 1 to 127"),
     "an unknown id": (ask(prompt=[[1], [258]], stream=True), 400, "prompt 1 has token ids outside 0..257"),
     "another model": (("/v1/models/x", None), 404, "'toy', not 'x'"),

@@ -21,14 +21,26 @@ def whole(low, high):
     return read
 
 
-def flag(name, value):
-    expect(isinstance(value, bool), f"{name} must be true or false, not {value!r}")
-    return value
+def of(kind, what):
+    """Reads a value of one type."""
+    def read(name, value):
+        expect(type(value) is kind, f"{name} must be {what}, not {value!r}")
+        return value
+    return read
 
 
-def variables(name, value):
-    expect(isinstance(value, dict), f"{name} must be an object, not {value!r}")
-    return value
+def list_of(kind, what):
+    def read(name, value):
+        expect(type(value) is list and all(type(x) is kind for x in value),
+               f"{name} must be a list of {what}")
+        return value
+    return read
+
+
+flag = of(bool, "true or false")
+text = of(str, "a text")
+variables = of(dict, "an object")
+token_ids = list_of(int, "token ids")
 
 
 def refused(name, value):
@@ -38,7 +50,7 @@ def refused(name, value):
 def object_of(readers, others=refused):
     """Reads an object by a table {its field: reader}; a field that is null counts as left out."""
     def read(name, value):
-        return {field: readers.get(field, others)(f"{name}.{field}".lstrip("."), x)
+        return {field: readers.get(field, others)(f"{name}.{field}" if name else field, x)
                 for field, x in variables(name, value).items() if x is not None}
     return read
 
@@ -54,34 +66,17 @@ def only(*values):
 
 
 def stop_texts(name, value):
-    texts = [value] if isinstance(value, str) else value
-    expect(isinstance(texts, list) and all(isinstance(text, str) for text in texts),
-           f"{name} must be a text or a list of texts")
+    texts = list_of(str, "texts, or a text")(name, [value] if isinstance(value, str) else value)
     expect(len(texts) <= 16, f"{name} may have 16 texts, not {len(texts)}")
     return [text for text in texts if text]
 
 
-def is_ids(value):
-    return isinstance(value, list) and all(type(index) is int for index in value)
-
-
-def token_ids(name, value):
-    expect(is_ids(value), f"{name} must be a list of token ids")
-    return value
-
-
 def prompts(name, value):
     """-> texts and lists of token ids"""
-    several = isinstance(value, list) and value and not is_ids(value)
-    values = value if several else [value]
-    expect(all(isinstance(one, str) or is_ids(one) for one in values),
-           f"{name} must be a text, a list of token ids, or a list of these")
-    return values
-
-
-def text(name, value):
-    expect(isinstance(value, str), f"{name} must be a text, not {value!r}")
-    return value
+    several = type(value) is list and any(type(x) is not int for x in value)
+    read = list_of(int, "token ids, a text, or a list of these")
+    return [prompt if isinstance(prompt, str) else read(name, prompt)
+            for prompt in (value if several else [value])]
 
 
 def content(name, value):
@@ -95,13 +90,8 @@ def content(name, value):
     return "".join(part["text"] for part in parts)
 
 
-def calls(name, value):
-    expect(isinstance(value, list) and all(isinstance(call, dict) for call in value),
-           f"{name} must be a list of objects")
-    return value
-
-
-MESSAGE = dict(role=text, content=content, name=text, tool_calls=calls, tool_call_id=text)
+MESSAGE = dict(role=text, content=content, name=text, tool_call_id=text,
+               tool_calls=list_of(dict, "objects"))
 
 
 def messages(name, value):
