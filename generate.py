@@ -41,7 +41,8 @@ GREEDY, NOISE, FILTERED = range(3)
 
 @dataclass(frozen=True)
 class Sampling:
-    """How target tokens are sampled. Temperature 0 is greedy; the defaults keep every token."""
+    """How target tokens are sampled. A temperature below 1e-6 and top_p 0 are greedy; the defaults
+    keep every token, as top_k -1 does."""
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -50,12 +51,13 @@ class Sampling:
 
     def __post_init__(self):
         check("temperature", self.temperature, 0, 1e4)
-        expect(self.temperature == 0 or self.temperature >= 1e-6, "temperature must be 0, which is "
-               f"greedy, or at least 1e-06, not {self.temperature!r}")
-        check("top-k", self.top_k, 0, 2**31, whole=True)
-        check("top-p", self.top_p, 0, 1, above=True)
-        check("min-p", self.min_p, 0, 1)
+        check("top_k", self.top_k, -1, 2**31, whole=True)
+        check("top_p", self.top_p, 0, 1)
+        check("min_p", self.min_p, 0, 1)
         check("seed", self.seed, -2**63, 2**63 - 1, whole=True)
+        vars(self).update(top_k=max(self.top_k, 0))  # of a frozen dataclass
+        if self.temperature < 1e-6 or self.top_p == 0:
+            vars(self).update(temperature=0.0, top_p=1.0)
 
     @property
     def mode(self):
@@ -836,9 +838,9 @@ class Sequence:
         self.ended = None
         self.limit = min(max_new_tokens, context - len(prompt))
         self.at_limit = "length" if self.limit == max_new_tokens else "context"
-        stop = [stop] if isinstance(stop, (int, str)) else list(stop)
-        if bad := [s for s in stop if type(s) not in (int, str) or s == ""]:
-            raise InputError(f"stop must hold token ids and non-empty texts, not {bad[0]!r}")
+        stop = [s for s in ([stop] if isinstance(stop, (int, str)) else stop) if s != ""]
+        if bad := [s for s in stop if type(s) not in (int, str)]:
+            raise InputError(f"stop must hold token ids and texts, not {bad[0]!r}")
         texts = [s for s in stop if isinstance(s, str)]
         if texts and not hasattr(encoding, "stream"):
             raise InputError(f"stop text {texts[0]!r} cannot be seen in token ids alone; give "

@@ -25,6 +25,7 @@ NOT_APPLIED = dict.fromkeys(
      "top_h", "exponential_decay_length_penalty", "penalty_alpha", "watermarking_config",
      "stop_strings", "token_healing", "xtc_probability", "mirostat"), 0)
 ENDS = "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>"  # of a chat turn
+UNFINISHED = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' mark, where a message goes on
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<|eot_id|>", "<eos>")
 
 
@@ -128,12 +129,34 @@ class ChatTemplate:
         with self.named_errors():
             self.template = environment.from_string(source)
 
-    def render(self, messages, add_generation_prompt=True, **variables):
-        """The text of messages [{"role", "content"}]. variables: the template's, such as tools."""
-        variables = dict(messages=messages, tools=None, documents=None,
-                         add_generation_prompt=add_generation_prompt) | variables
+    def render(self, messages, /, add_generation_prompt=None, continue_final_message=False,
+               **variables):
+        """The text of messages [{"role", "content", ...}], without what is None in them. variables:
+        the template's, such as tools. A developer is the system, unless the template knows both.
+        add_generation_prompt: whether it ends where the assistant begins, the default unless
+        continue_final_message, with which it ends where the last message does."""
+        if add_generation_prompt is None:
+            add_generation_prompt = not continue_final_message
         with self.named_errors():
-            return self.template.render(**self.tokens | variables)
+            expect("messages" not in variables, "a variable is called messages")
+            messages = [{name: value for name, value in message.items() if value is not None}
+                        for message in messages]
+            for message in messages:
+                if message.get("role") == "developer" and "developer" not in self.source:
+                    message["role"] = "system"
+            content = messages[-1].get("content")
+            if continue_final_message:
+                expect(isinstance(content, str) and not add_generation_prompt,
+                       "continue_final_message needs a text, and add_generation_prompt false")
+                messages[-1]["content"] += UNFINISHED
+            variables = dict(tools=None, documents=None) | variables
+            text = self.template.render(self.tokens | variables | dict(
+                messages=messages, add_generation_prompt=add_generation_prompt))
+            if not continue_final_message:
+                return text
+            shown, mark, _ = text.rpartition(UNFINISHED.strip())
+            expect(mark and content.strip() in shown, "the template changes the final message")
+            return shown if UNFINISHED in text else shown.rstrip()
 
     @contextlib.contextmanager
     def named_errors(self):

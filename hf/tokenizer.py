@@ -83,7 +83,7 @@ class Encoding:
         """The `ChatTemplate` beside the tokenizer, or None."""
         return load_chat_template(self.path)
 
-    def chat(self, messages, **options):
+    def chat(self, messages, /, **options):
         """The ids of a chat's prompt. messages, options: as in `ChatTemplate.render`."""
         expect(self.template, f"{self.path}: has no chat template; use encode_prompt, or a model "
                "trained to chat")

@@ -237,9 +237,10 @@ BAD_CALLS = {
     "prompt too long": (dict(prompts=[[1] * 256]), "prompt 0 has 256 tokens; give 1 to 255"),
     "token out of range": (dict(prompts=[[97]]), "outside 0..96"),
     "no new tokens": (dict(max_new_tokens=0), "max new tokens must be a whole number from 1"),
-    "temperature too near 0": (dict(temperature=1e-40), "temperature must be 0, which is greedy"),
+    "a temperature below 0": (dict(temperature=-1e-40), "temperature must be a number from 0"),
     "prompts are one list of ids": (dict(prompts=[1, 2]), "prompt 0 must be a list of token ids, not 1"),
-    "top-p 0": (dict(top_p=0.0), "top-p must be a number above 0 and at most 1"),
+    "top-p above 1": (dict(top_p=1.1), "top_p must be a number from 0 to 1"),
+    "top-k -2": (dict(top_k=-2), "top_k must be a whole number from -1"),
     "tree of 0": (dict(tree_size=0), "tree size must be a whole number from 1 to 64"),
     "no beams": (dict(beams=0), "beams must be"),
     "stop text without a tokenizer": (dict(stop=["end"]), "give encoding="),
@@ -254,6 +255,14 @@ def test_bad_calls_are_refused_in_one_line(toy, case):
     changes, says = BAD_CALLS[case]
     options = dict(prompts=[[1, 2]], max_new_tokens=5, heads=random_heads(toy)) | changes
     refusal(lambda: generate(toy, **options), says)
+
+
+def test_values_that_clients_send_for_nothing(toy):
+    """Bug: an error for top-k -1, which vLLM's clients send, and for temperatures that only rounding keeps from 0."""
+    said = lambda **options: generate(toy, [[1, 2]], 20, **options).tokens
+    greedy = said()
+    assert all(said(**x) == greedy for x in (dict(temperature=1e-7), dict(temperature=2, top_p=0), dict(stop=["", 98])))
+    assert said(temperature=2, top_k=-1) == said(temperature=2) != greedy == said(temperature=1e-40, top_k=-1)
 
 
 def test_what_does_not_fit_is_refused_before_it_is_allocated(toy, monkeypatch):

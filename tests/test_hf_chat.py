@@ -128,6 +128,38 @@ def test_templates_render_and_encode_as_transformers_does(name, corpus, tmp_path
         assert name != "headers" or re.search(r"Today: \d\d \w+ \d{4}\n", text)
 
 
+TOOLS = """{% for message in messages %}<|im_start|>{{ message.role }}
+{% if message.content is none %}NULL{% endif %}{% if message.content %}{{ message.content | trim }}{% endif %}
+{% for call in message.tool_calls or [] %}<call>{{ call | tojson }}{% endfor %}{{ message.tool_call_id }}<|im_end|>
+{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
+{{ '<think></think>' if enable_thinking is false }}{% endif %}"""
+CALL = {"id": "c1", "type": "function", "function": {"name": "sum", "arguments": {"a": [1, "é"]}}}
+TURNS = [*said(("user", "2 + 3?")), {"role": "assistant", "content": None, "tool_calls": [CALL], "refusal": None},
+         {"role": "assistant", "tool_calls": [CALL]}, {"role": "tool", "tool_call_id": "c1", "content": "5"},
+         *said(("assistant", " It is "))]
+
+
+@pytest.mark.parametrize("options", [{"add_generation_prompt": True}, {"continue_final_message": True},
+                                     {"add_generation_prompt": True, "enable_thinking": False}], ids=str)
+def test_calls_variables_and_unfinished_messages_are_read_as_transformers_does(options, corpus, tmp_path):
+    """Bug: a template that does not see who called what, a null that it prints, a turn that ends where it goes on."""
+    tk.folder_of(tmp_path, tk.byte_level(corpus[:2], tk.BYTE_LEVEL, tk.CHAT), CONFIG | {"chat_template": TOOLS})
+    reference = tk.auto_tokenizer(tmp_path)
+    for turns in (TURNS, TURNS[:1], said(("assistant", "x"))):
+        want = reference.apply_chat_template(turns, tokenize=True, return_dict=False, **options)
+        assert tokenizer.load_encoding(tmp_path).chat(turns, **options) == want
+    if "continue_final_message" in options:
+        ours = chat.load_chat_template(tmp_path)
+        refusal(lambda: ours.render(TURNS[:2], **options), "continue_final_message needs a text")
+        refusal(lambda: ours.render(TURNS, add_generation_prompt=True, **options), "add_generation_prompt false")
+
+
+def test_a_developer_is_the_system_where_the_template_knows_no_other(tmp_path):
+    for source, role in (("{{ messages[0].role }}", "system"), ("{{ messages[0].role }} {# developer #}", "developer")):
+        tk.write(tmp_path, {"chat_template.jinja": source})
+        assert chat.load_chat_template(tmp_path).render(said(("developer", "x"))).strip() == role
+
+
 @pytest.mark.parametrize("source, reason", [
     ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
     ("{{ raise_exception('text only') }}", "text only"),

@@ -243,11 +243,29 @@ def test_the_folder_says_where_to_stop_and_where_no_flag_does_how_to_sample(chat
     main(*flags)
     assert "chat/generation_config.json: not applied: repetition_penalty 1.05\n" in capsys.readouterr().err
     assert tokens("--top-k", 1) == greedy != tokens("--temperature", 2, "--top-k", 0)
-    for bad in (dict(temperature=-1), dict(top_p=0), dict(top_p="0.9"), dict(top_k=2.5), dict(temperature=1e-7)):
+    for off in (dict(temperature=1e-7), dict(top_p=0)):
+        (chat_folder / "generation_config.json").write_text(json.dumps(settings | off))
+        assert tokens() == greedy
+    for bad in (dict(temperature=-1), dict(top_p=2), dict(top_p="0.9"), dict(top_k=2.5), dict(top_k=-2)):
         (chat_folder / "generation_config.json").write_text(json.dumps(settings | bad))
-        flag = next(iter(bad)).replace("_", "-")
-        assert f"generation_config.json: {flag} must be" in refusal(capsys, *flags)
-        assert tokens(f"--{flag}", 1)  # given, the folder's is not taken
+        name = next(iter(bad))
+        assert f"generation_config.json: {name} must be" in refusal(capsys, *flags)
+        assert tokens(f"--{name.replace('_', '-')}", 1)  # given, the folder's is not taken
+    assert tokens("--top-p", 0) == tokens("--temperature", 1e-7, "--stop", "") == greedy
+
+
+def test_the_template_gets_its_variables(chat_folder, capsys):
+    """Bug: a --template-kwargs that does not reach the template, or is ignored without one."""
+    (chat_folder / "chat_template.jinja").write_text("{{ messages[0].content }}{{ 'no ' if think is false }}a:")
+    flags = ["--model", chat_folder, "--device", "cpu", "--max-new-tokens", 20, "--json", "--temperature", 0]
+    tokens = lambda *more: json.loads(run(capsys, *flags, *more))["tokens"]
+    want = tokens("--prompt", "abcno a:")
+    assert tokens("--prompt", "abc", "--chat", "--template-kwargs", '{"think": false}') == want
+    assert tokens("--prompt", "abc", "--chat") != want
+    for bad in ("[1]", "{", "9" * 5000, '{"think": false}'):  # the last lacks --chat
+        with pytest.raises(SystemExit, match="2"):
+            main("--prompt", "abc", "--template-kwargs", bad)
+        assert "--template-kwargs" in capsys.readouterr().err
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -283,8 +301,7 @@ def test_the_trees_shown_are_those_that_were_drafted(folder, capsys):
 
 
 BAD_FLAGS = {
-    "empty stop": (["--prompt", "a", "--stop", ""], "non-empty texts, not ''"),
-    "min-p above 1": (["--prompt", "a", "--min-p", "2"], "min-p must be a number from 0 to 1"),
+    "min-p above 1": (["--prompt", "a", "--min-p", "2"], "min_p must be a number from 0 to 1"),
     "compare without a prompt": (["--compare"], "--compare needs a --prompt"),
     "system without chat": (["--prompt", "a", "--system", "b"], "give --chat"),
     "chat without a template": (["--prompt", "a", "--chat"], "has no chat template"),

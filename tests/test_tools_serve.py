@@ -28,10 +28,12 @@ httpx = pytest.importorskip("httpx", reason="the tests of the server need pip in
 pytest.importorskip("starlette", reason="the server needs pip install starlette uvicorn")
 uvicorn = pytest.importorskip("uvicorn", reason="the server needs pip install starlette uvicorn")
 
-from tools import serve  # noqa: E402
+from tools import fields, serve  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
-TEMPLATE = '{% for m in messages %}{{ raise_exception("no dogs") if m.role == "dog" }}{{ m.content }}{% endfor %}a:'
+TEMPLATE = """{% for m in messages %}{{ raise_exception("no dogs") if m.role == "dog" }}{{ m.content }}
+{%- for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}{{ m.tool_call_id }}{% endfor %}
+{{- "think " if enable_thinking }}{{ "a:" if add_generation_prompt }}"""
 
 
 class Running:
@@ -42,7 +44,7 @@ class Running:
         self.loaded = load(self.args, Group())
         self.app = serve.App(self.args, self.loaded, context=128)
         self.engine, self.worker = self.app.engine, self.app.worker
-        self.server = uvicorn.Server(uvicorn.Config(self.app.starlette, lifespan="off", log_level="critical"))
+        self.server = uvicorn.Server(uvicorn.Config(self.app.asgi, lifespan="off", log_level="critical"))
         listener = socket.create_server(("127.0.0.1", 0))
         self.address = listener.getsockname()
         self.url = "http://{}:{}".format(*self.address)
@@ -64,7 +66,7 @@ class Running:
         texts = [body["messages"]] if chat else body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
         prompts = [encoding.chat(text) if chat else encode_prompt(encoding, text) for text in texts]
         sampling = {name: body[name] for name in (*SAMPLING, "seed") if name in body}
-        stop = [*self.loaded.stop, *body.get("stop", [])]
+        stop = [*self.loaded.stop, *filter(None, body.get("stop", []))]
         out = generate(self.loaded.model, [prompt for prompt in prompts for _ in range(body.get("n", 1))],
                        body["max_tokens"], stop=stop, encoding=encoding, **sampling)
         self.loaded.stop, stop = stop, self.loaded.stop
@@ -128,8 +130,9 @@ def served(server):
 
 SAID = dict(role="user", content="hi é")
 CHAT = [dict(role="system", content="be"), SAID | dict(content=[dict(type="text", text=t) for t in ("hi ", "é")])]
-BODIES = {"greedy": dict(), "sampled": dict(temperature=0.9, seed=7, n=3), "stop": dict(temperature=1, stop=["e"]),
-          "filtered": dict(temperature=1.2, top_p=0.8, top_k=50, min_p=0.01, seed=-5), "context": dict(max_tokens=500)}
+BODIES = {"greedy": dict(), "sampled": dict(temperature=0.9, seed=7, n=3), "context": dict(max_tokens=500),
+          "stop": dict(temperature=1, stop=["", "e"], seed=0),
+          "filtered": dict(temperature=1.2, top_p=0.8, top_k=50, min_p=0.01, seed=-5)}
 
 
 @pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
@@ -173,6 +176,19 @@ def test_the_openai_package_is_a_client(served):
         assert joined(parts, chat=True) == want
         with pytest.raises(openai.BadRequestError, match="temperature must be"):
             client.completions.create(model="toy", prompt="a", temperature=-1)
+        with pytest.raises(openai.BadRequestError) as long:
+            client.completions.create(model="toy", prompt="a " * 100)
+        assert long.value.code == "context_length_exceeded" and client.models.retrieve("toy").id == "toy"
+        ask = dict(model="toy", max_tokens=9, temperature=1.5, stop="")
+        said = client.chat.completions.create(messages=[SAID | dict(role="developer"), *CALLED], tools=[], **ask,
+                                              extra_body=dict(chat_template_kwargs=dict(enable_thinking=True)))
+        ids = served.loaded.encoding.encode("hi ésum5c1think a:")
+        whole = client.completions.create(prompt=ids, seed=said.seed, **ask)
+        assert whole.choices[0].text == said.choices[0].message.content
+        assert [part.seed for part in client.completions.create(prompt="a", stream=True, seed=3, **ask)][0] == 3
+        for changes in (dict(logprobs=0), dict(logit_bias={"1": 2}), dict(extra_body=dict(ignore_eos=True))):
+            with pytest.raises(openai.BadRequestError, match="not supported|is supported"):
+                client.completions.create(prompt="a", **ask, **changes)
 
 
 ask = lambda **fields: dict(prompt="a", max_tokens=4) | fields
@@ -184,17 +200,26 @@ BAD = {
     "a huge number": (ask(max_tokens=10**400), 400, "max_tokens must be"), "n": (ask(n=0), 400, "n must be"),
     "digits": ('{"n": %s}' % ("9" * 5000), 400, "not valid JSON"), "infinity": (ask(temperature=1e999), 400, "JSON"),
     "a negative number": (ask(temperature=-1), 400, "temperature must be a number from 0"),
-    "a word": (ask(top_p="half"), 400, "top-p must be"), "true": (ask(seed=True), 400, "seed must be"),
-    "choices": (ask(n=9), 400, "number of texts must be"), "logprobs": (ask(logprobs=2), 400, "not supported"),
-    "stream": (ask(stream="yes"), 400, "stream must be of type bool"), "stop": (ask(stop=[""]), 400, "of them empty"),
+    "a word": (ask(top_p="half"), 400, "top_p must be"), "true": (ask(seed=True), 400, "seed must be"),
+    "choices": (ask(n=9), 400, "9 texts, n for each prompt, are too many; this server has room for 8: --batch-size"),
+    "stream": (ask(stream="yes"), 400, "stream must be true or false"), "a limit": (ask(max_tokens=0), 400, "max_tok"),
+    "another limit": (ask(max_completion_tokens=0), 400, "max_completion_tokens must be a whole number from 1"),
     "stops": (ask(stop=["a"] * 99), 400, "stop may have 16"), "prompts": (ask(prompt=["a", 3]), 400, "prompt must be"),
-    "no prompt": ({}, 400, "number of texts must be"), "a number to stop at": (ask(stop=3), 400, "stop must be a text"),
-    "an empty prompt": (ask(prompt=""), 400, "the prompt has 0 tokens; this server takes 1 to 127"),
+    "no prompt": ({}, 400, "prompt is missing"), "a number to stop at": (ask(stop=3), 400, "stop must be a list of te"),
+    "an empty prompt": (ask(prompt=""), 400, "prompt 0 has 0 tokens; give 1 to 127"),
+    "an unknown id": (ask(prompt=[[1], [258]], stream=True), 400, "prompt 1 has token ids outside 0..257"),
+    "another model": (("/v1/models/x", None), 404, "'toy', not 'x'"),
     "a long prompt": (ask(prompt="a " * 100), 400, "has 200 tokens"), "a book": (ask(prompt="a" * 10**6), 400, "long"),
     "a large body": (b" " * (4 * 2**20 + 1), 413, "4194304 bytes"), "a path": (("/v2", {}), 404, "Not Found"),
-    "a model that is no text": (ask(model=["\ud800"]), 404, "'toy'"), "draft": (ask(draft="all"), 400, "draft must be"),
-    "no messages": (say(), 400, "messages must be"), "a role": (say(dict(content="a")), 400, "messages must be"),
-    "an image": (say(dict(role="user", content=[dict(type="image_url")])), 400, "messages must be"),
+    "a model that is no text": (ask(model=["\ud800"]), 404, "'toy'"), "draft": (ask(draft="all"), 400, "draft: only"),
+    "no messages": (say(), 400, "messages must be"), "a role": (say(dict(content="a")), 400, "messages[0] needs a"),
+    "an image": (say(SAID, dict(role="user", content=[dict(type="image_url")])), 400,
+                 "messages[1].content: a part of type 'image_url' is not supported"),
+    "a part": (say(dict(role="user", content=[dict(type="text")])), 400, "messages[0].content must be a text"),
+    "calls": (say(SAID | dict(tool_calls=["f"])), 400, "messages[0].tool_calls must be a list of objects"),
+    "no content": (say(dict(role="user", content=None)), 400, "messages[0] needs a role and a content"),
+    "a variable": (("/v1/chat/completions", dict(messages=[SAID], chat_template_kwargs=dict(messages=[]))), 400,
+                   "a variable is called messages"),
     "roles": (say(dict(role="dog", content="w")), 400, "toy/chat_template.jinja: cannot render messages: no dogs"),
     "10,000 messages": (say(*[SAID] * 10**4), 400, "too long"), "1,000": (say(*[SAID] * 300), 400, "tokens")}
 
@@ -204,10 +229,112 @@ def test_bad_requests_are_refused_in_a_sentence(served, case):
     """Bug: a traceback, a 500, a path of this machine, a server that stands still."""
     body, status, says = BAD[case]
     path, body = body if isinstance(body, tuple) else ("/v1/completions", body)
-    answer = served.post(body, path)
+    answer = served.post(body, path) if body is not None else served.client.get(path)
     error = answer.json()["error"]
     assert (answer.status_code, error["type"]) == (status, "invalid_request_error") and says in error["message"]
     assert str(served.args.model) not in error["message"] and len(error["message"]) <= 1000
+
+
+REFUSED = dict(
+    ignore_eos=True, min_tokens=3, repetition_penalty=1.1, guided_json={}, structured_outputs={}, bad_words=["a"],
+    response_format=dict(type="json_object"), prompt_logprobs=0, logprobs=0, tool_choice="required", best_of=2,
+    tools=[dict(type="function")], logit_bias={"1": 5}, presence_penalty=0.5, suffix="a", echo=True, x="é",
+    continue_final_message="yes", top_logprobs=False, stop_token_ids="a", stream_options=dict(include=True))
+NEUTRAL = dict(
+    ignore_eos=False, min_tokens=0, repetition_penalty=1.0, tools=[], response_format=dict(type="text"), best_of=1,
+    tool_choice="auto", echo=False, logit_bias={}, presence_penalty=0, frequency_penalty=0.0, suffix="", stop="",
+    user="u", metadata=dict(a="b"), store=True, service_tier="auto", logprobs=False, anything=None)
+
+
+@pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
+def test_a_field_has_its_effect_none_or_is_refused_by_name(served, path):
+    """Bug: a field that would change the answer and is ignored, a client that is refused for what changes nothing."""
+    body = dict(prompt="abc") if path == "/v1/completions" else dict(messages=[SAID])
+    text = lambda body: str(served.post(body | dict(max_tokens=9), path).json()["choices"])
+    assert text(body | NEUTRAL) == text(body)
+    for name, value in REFUSED.items():
+        answer = served.post(body | {name: value}, path)
+        assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(name), name
+
+
+def test_the_page_names_every_field():
+    """Bug: a field of the server that docs/serving.md does not tell of."""
+    told = (ROOT / "docs" / "serving.md").read_text()
+    known = fields.CHAT.keys() | fields.COMPLETION.keys() | fields.STREAM_OPTIONS.keys() | fields.MESSAGE.keys()
+    assert [name for name in known if f"`{name}`" not in told] == []
+
+
+CALL = dict(role="assistant", tool_calls=[dict(id="c1", type="function", function=dict(name="sum", arguments="{}"))])
+CALLED = [CALL | dict(content=None), dict(role="tool", tool_call_id="c1", content="5")]
+
+
+@pytest.mark.parametrize("body, prompt", [
+    (dict(messages=[SAID], chat_template_kwargs=dict(enable_thinking=True)), "hi éthink a:"),
+    (dict(messages=[SAID], add_generation_prompt=False), "hi é"),
+    (dict(messages=[SAID, dict(role="assistant", content="so")], continue_final_message=True), "hi éso"),
+    (dict(messages=[CALL, *CALLED]), "sumsum5c1a:")])
+def test_a_template_gets_what_was_sent(served, body, prompt):
+    """Bug: tool calls, variables or an unfinished message that get lost on the way."""
+    more = dict(max_tokens=20, temperature=1, seed=5)
+    said = served.post(body | more, "/v1/chat/completions").json()
+    want = served.post(dict(prompt=prompt) | more).json()
+    assert (said["choices"][0]["message"]["content"], said["usage"]) == (want["choices"][0]["text"], want["usage"])
+
+
+def test_prompts_and_stops_are_token_ids_too(served):
+    """Bug: a list of ids that is taken for a list of prompts; an id that ends nothing, or is shown."""
+    more = dict(max_tokens=20, temperature=1.5, seed=1)
+    said = lambda prompt, **stop: [x["text"] for x in served.post(dict(prompt=prompt) | more | stop).json()["choices"]]
+    ids, other = map(served.loaded.encoding.encode, ("abc", "é"))
+    texts, _, out = served.want(dict(prompt=["abc", "é"]) | more)
+    assert said([ids, other]) == texts and said(ids) == texts[:1]
+    tokens = out.tokens[0]
+    before = tokens[:tokens.index(tokens[9])]
+    assert said(ids, stop_token_ids=[tokens[9], 999]) == [served.loaded.decode(before)]
+
+
+def test_a_seed_is_drawn_unless_one_is_given(served, folder):
+    """Bug: "regenerate" that never changes anything, a text whose seed nobody knows, a --seed that is ignored."""
+    body = ask(max_tokens=20, temperature=1.5)
+    first, second = (served.post(body).json() for _ in range(2))
+    assert first["choices"] != second["choices"]
+    assert served.post(body | dict(seed=first["seed"])).json()["choices"] == first["choices"]
+    parts = events(served.post(body | dict(stream=True)).text.splitlines())
+    assert joined(parts)[0] == served.want(body | dict(seed=parts[0]["seed"]))[0]
+    running = Running(folder, "--seed", "4", "--batch-size", "1")
+    assert [running.post(body).json()["seed"] for _ in range(2)] == [4, 4]
+    running.stop()
+
+
+@pytest.mark.parametrize("greedy", [dict(top_p=0), dict(temperature=1e-7), dict(top_k=-1, temperature=0, stop="")])
+def test_what_asks_for_the_likeliest_token_is_greedy(served, greedy):
+    text = lambda **more: served.post(ask(max_tokens=20, **more)).json()["choices"]
+    assert text(**dict(temperature=1) | greedy) == text()
+
+
+@pytest.mark.parametrize("flags, origin, allowed", [([], "http://a", None), (["--allow-origin", "*"], "http://b", "*"),
+                                                    (["--allow-origin", "http://a"], "http://a", "http://a"),
+                                                    (["--allow-origin", "http://a"], "http://b", None)])
+def test_pages_of_allowed_origins_may_send_requests(folder, flags, origin, allowed):
+    """Bug: a page that a browser keeps from the server, or a page that anybody wrote and it does not."""
+    running = Running(folder, "--batch-size", "1", "--api-key", "k", *flags)
+    asks = dict(method="POST", headers="authorization")
+    asks = {"origin": origin} | {f"access-control-request-{name}": value for name, value in asks.items()}
+    preflight = running.client.options("/v1/completions", headers=asks)
+    assert (preflight.status_code == 200) == bool(allowed)
+    for answer in (preflight, running.client.get("/v1/models", headers={"origin": origin})):  # which lacks the key
+        assert answer.headers.get("access-control-allow-origin") == allowed
+    running.stop()
+
+
+@pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="there is no IPv6")
+def test_addresses_of_ipv6():
+    """Bug: a traceback for ::1, a :: that IPv4 does not reach."""
+    with serve.listen("::1", 0) as listener:
+        socket.create_connection(listener.getsockname()[:2]).close()
+    with serve.listen("::", 0) as listener:
+        for host in ("::1", "127.0.0.1"):
+            socket.create_connection((host, listener.getsockname()[1])).close()
 
 
 def test_requests_that_do_not_arrive_whole(served, monkeypatch):
@@ -229,7 +356,7 @@ def test_a_client_that_reads_nothing_is_left(served, monkeypatch):
     never = lambda *_: asyncio.Event().wait()
     receive = lambda: asyncio.sleep(0, message) if (message := next(messages, None)) else never()
     with pytest.raises(asyncio.TimeoutError):
-        asyncio.run(served.app.starlette(scope, receive, never))
+        asyncio.run(served.app.asgi(scope, receive, never))
 
 
 def test_the_key_is_asked_for(folder):

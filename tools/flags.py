@@ -3,6 +3,7 @@ are valid. Nothing large is imported, so a typo is reported at once."""
 
 import argparse
 import contextlib
+import json
 import os
 from importlib.util import find_spec
 from pathlib import Path
@@ -34,6 +35,15 @@ def at_least(low, auto=False):
         what = "auto or " * auto + f"a whole number from {low} on"
         raise argparse.ArgumentTypeError(f"expected {what}, not {text!r}")
     return whole
+
+
+def json_object(text):
+    """A type of flags: a JSON object."""
+    with contextlib.suppress(ValueError, RecursionError):
+        if isinstance(value := json.loads(text), dict):
+            return value
+    raise argparse.ArgumentTypeError(
+        f"expected a JSON object such as '{{\"enable_thinking\": false}}', not {text!r}")
 
 
 def model_path(name):
@@ -81,6 +91,7 @@ def parse_generate(argv=None):
     add("--chat", action="store_true", help="use the chat template; without a prompt: converse")
     add("--system", metavar="TEXT", help="the system message of a chat")
 
+    add_template_flag(add)
     add_sampling_flags(parser, new_tokens=128)
     add_drafting_flags(parser)
     add = parser.add_argument_group("output").add_argument
@@ -96,6 +107,8 @@ def parse_generate(argv=None):
     args = parser.parse_args(argv)
     if args.system is not None and not args.chat:
         parser.error("--system is for chat models; give --chat with it")
+    if args.template_kwargs and not args.chat:
+        parser.error("--template-kwargs is for chat models; give --chat with it")
     for name in ("compare", "json", "explain", "show_tree"):
         if getattr(args, name) and not (args.prompt or args.prompts):
             parser.error(f"--{name.replace('_', '-')} needs a --prompt")
@@ -108,7 +121,8 @@ def parse_serve(argv=None):
     parser = Parser("Serves a model to OpenAI clients, with a page to chat on.",
                     prog="python -m tools.serve")
     add = parser.add_argument_group("server").add_argument
-    add("--host", default="127.0.0.1", help="default: 127.0.0.1; 0.0.0.0 is all networks")
+    add("--host", default="127.0.0.1", help="default: 127.0.0.1; 0.0.0.0 is all networks, :: "
+        "those of IPv6 too")
     add("--port", type=at_least(0), default=8000, metavar="N", help="default: 8000; 0: any free")
     add("--api-key", metavar="KEY", help="that requests must bring")
     add("--name", help="of the model; default: its folder's or file's")
@@ -116,7 +130,10 @@ def parse_serve(argv=None):
         help="sequences that wait for a slot, default: 64; more are refused")
     add("--context", type=at_least(2), metavar="N",
         help="the longest sequence, prompt included; default: the model's, up to 4096")
-    add_sampling_flags(parser, new_tokens=1024)
+    add("--allow-origin", action="append", default=[], metavar="ORIGIN",
+        help="whose pages may send requests, such as http://localhost:3000, or *; repeatable")
+    add_template_flag(add)
+    add_sampling_flags(parser, new_tokens=1024, seed=None)
     add_drafting_flags(parser)
     add_machine_flags(parser, "sequences decoded together; default: 8", batch_size=8)
     parser.set_defaults(compare=False)
@@ -127,7 +144,12 @@ def parse_serve(argv=None):
     return args
 
 
-def add_sampling_flags(parser, new_tokens):
+def add_template_flag(add):
+    add("--template-kwargs", type=json_object, default={}, metavar="JSON", help="variables of the "
+        "chat template, such as '{\"enable_thinking\": false}' for Qwen 3")
+
+
+def add_sampling_flags(parser, new_tokens, seed=0):
     add = parser.add_argument_group("sampling").add_argument
     folder = "default: that of the model's generation_config.json, else"
     add("--max-new-tokens", type=at_least(1), default=new_tokens, metavar="N",
@@ -137,7 +159,8 @@ def add_sampling_flags(parser, new_tokens):
     add("--top-p", type=float, metavar="X", help=f"{folder} 1")
     add("--min-p", type=float, metavar="X",
         help=f"least probability, relative to the likeliest token's; {folder} 0")
-    add("--seed", type=int, default=0, metavar="N", help="of the noise; default: 0")
+    add("--seed", type=int, default=seed, metavar="N",
+        help=f"of the noise; default: {'drawn for each request' if seed is None else seed}")
     add("--stop", action="append", default=[], metavar="TEXT", help="ends the output; repeatable")
 
 

@@ -38,14 +38,15 @@ class Loaded:
     heads: CloverHeads | None
     sampling: dict  # of a `Sampling`
     stop: list      # token ids and texts that end a sequence
+    template_kwargs: dict  # variables of the chat template
     group: tensor_parallel.Group
 
     def encode(self, messages, chat):
         """Token ids of a conversation, or without --chat of its last message alone. On rank 0,
         since a template may look at the clock."""
         text = messages[-1]["content"]
-        return self.group.on_first(lambda: self.encoding.chat(messages) if chat
-                                   else encode_prompt(self.encoding, text))
+        return self.group.on_first(lambda: self.encoding.chat(messages, **self.template_kwargs)
+                                   if chat else encode_prompt(self.encoding, text))
 
     def decode(self, tokens):
         """Text of token ids without the stop token or text that ended it."""
@@ -76,8 +77,8 @@ def load_alone(args, group):
     elif args.draft in ("heads+lookup", "heads"):
         raise InputError(f"{args.model}: has no heads, which --draft {args.draft} needs; train "
                          "some with train_heads.py, give --heads, or take --draft lookup")
-    stop = [*stop_tokens(args.model, encoding), *args.stop]
-    return Loaded(model, encoding, heads, sampling, stop, group)
+    stop = [*stop_tokens(args.model, encoding), *filter(None, args.stop)]
+    return Loaded(model, encoding, heads, sampling, stop, args.template_kwargs, group)
 
 
 def make_engine(args, loaded, prompts, max_new_tokens, plainly=False):
@@ -107,11 +108,13 @@ def plain_seconds(decoder):
 def sampling_flags(args):
     """The fields of a `Sampling`: the flags, else what the model's generation_config.json says,
     which is printed."""
-    flags = {name: value for name in SAMPLING if (value := getattr(args, name)) is not None}
-    Sampling(**flags, seed=args.seed)  # refuses a bad flag before the model is loaded
+    flags = {name: value for name in (*SAMPLING, "seed")
+             if (value := getattr(args, name)) is not None}
+    # refuses a bad flag before the model is loaded
+    greedy = Sampling(**dict(temperature=1) | flags).temperature == 0
     defaults = {name: x for name, x in sampling_defaults(args.model).items() if name not in flags}
-    if flags.get("temperature", defaults.get("temperature")) == 0:
-        filters = ", ".join(f"--{name.replace('_', '-')}" for name in flags if flags[name])
+    if greedy or defaults.get("temperature") == 0:
+        filters = ", ".join(f"--{name.replace('_', '-')}" for name in SAMPLING if flags.get(name))
         if filters and "temperature" not in flags:
             print(f"{filters}: no effect at temperature 0; give --temperature", file=sys.stderr)
         defaults = dict(temperature=0.0)
@@ -125,7 +128,7 @@ def sampling_flags(args):
         where = args.model if is_repository(args.model) else file.parent.resolve().name
         print(f"sampling as {where}/{file.name} says: "
               f"{words.replace('_', '-')} (--temperature 0 is greedy)", file=sys.stderr)
-    return defaults | flags | dict(seed=args.seed)
+    return defaults | flags
 
 
 def warn_not_applied(model):

@@ -17,6 +17,7 @@ import hmac
 import json
 import os
 import queue
+import random
 import socket
 import threading
 import time
@@ -29,54 +30,51 @@ from pathlib import Path
 import uvicorn
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
+from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
 
 from backends import tensor_parallel
-from generate import Output, Sampling
+from generate import Output, Sampling, check_prompt
 from hf.chat import SAMPLING
 from hf.paths import SMOLLM2, find_model
 from hf.tokenizer import encode_prompt
-from model import InputError, check, expect
+from model import InputError, expect
+from tools import fields
 from tools.errors import error_line
 from tools.load import load, make_engine
 from tools.printer import describe
 
 PATIENCE = 30         # seconds: for a body to arrive, a client to read, texts to end on SIGTERM
 MAX_BODY = 4 * 2**20  # bytes of a request
-FIELDS = dict(stream=False, stream_options={}, show_steps=False, n=1)  # and their defaults
-REFUSED = ("logprobs", "top_logprobs", "tools", "functions", "logit_bias", "presence_penalty",
-           "frequency_penalty", "audio", "best_of", "suffix", "echo")
+
+
+class TooLong(InputError):
+    code = "context_length_exceeded"  # OpenAI's
 
 
 class Job:
     """A request: what it asks for, checked, and what came of it. Raises InputError."""
 
     def __init__(self, body, chat, app):
-        for name in REFUSED:
-            expect(not body.get(name), f"{name} is not supported; leave it out")
-        body = FIELDS | {name: value for name, value in body.items() if value is not None}
-        for name, default in FIELDS.items():
-            expect(type(body[name]) is type(default),
-                   f"{name} must be of type {type(default).__name__}")
-        expect(body.get("draft") in (None, "none"), 'draft must be "none", or left out')
-        check("n", body["n"], 1, 128, whole=True)
+        expect(app.loaded.encoding.template or not chat,
+               f"{app.name} has no chat template; use /v1/completions")
+        self.body = body = fields.read(body, chat)
         limit = body.get("max_tokens", app.args.max_new_tokens)
         self.limit = body.get("max_completion_tokens", limit)
-        check("max_tokens", self.limit, 1, 2**31, whole=True)
-        asked = {name: body[name] for name in (*SAMPLING, "seed") if name in body}
-        self.sampling = Sampling(**app.loaded.sampling | asked)
-        stop = read_texts(body, "stop")
-        self.stop = [*app.loaded.stop, *stop]  # --stop is among them
-        expect(len(stop) <= 16 and "" not in self.stop,
-               "stop may have 16 texts, none of them empty")
+        asked = lambda *names: {name: body[name] for name in names if name in body}
+        drawn = dict(seed=random.getrandbits(31))  # without --seed
+        self.sampling = Sampling(**drawn | app.loaded.sampling | asked(*SAMPLING, "seed"))
+        self.stop = [*app.loaded.stop, *body["stop"], *body["stop_token_ids"]]
         self.encoding = app.loaded.encoding
-        self.body = body
         self.chat = chat
-        self.texts = [read_messages(body)] if chat else read_texts(body, "prompt")
+        self.variables = (app.loaded.template_kwargs | body["chat_template_kwargs"]
+                          | asked("add_generation_prompt", "continue_final_message"))
+        self.texts = [body["messages"]] if chat else body["prompt"]
         self.count = body["n"] * len(self.texts)  # choices
-        check("the number of texts", self.count, 1, app.room, whole=True)
+        expect(self.count <= app.room, f"{self.count} texts, n for each prompt, are too many; this "
+               f"server has room for {app.room}: --batch-size and --queue together")
         self.prompts = []  # token ids, of each choice
         self.output = Output()
         self.events = asyncio.Queue()  # what steps bring, or an exception
@@ -84,7 +82,8 @@ class Job:
         self.began = time.perf_counter()
         kind = "chat.completion" if chat else "text_completion"
         kind += ".chunk" if chat and body["stream"] else ""
-        self.head = dict(id=uuid.uuid4().hex, object=kind, created=int(time.time()), model=app.name)
+        self.head = dict(id=uuid.uuid4().hex, object=kind, created=int(time.time()), model=app.name,
+                         seed=self.sampling.seed)
 
     async def parts(self):
         """Yields what steps bring: (which text, its tokens as texts, why it ended, more)."""
@@ -116,29 +115,6 @@ class Job:
         return dict(usage=usage, speculation=dict(
             steps=output.steps, guessed=output.accepted,
             tokens_per_step=round(output.tokens_per_step, 3)))
-
-
-def read_texts(body, name):
-    """A field that is a text, or a list of them."""
-    texts = body.get(name, [])
-    texts = [texts] if isinstance(texts, str) else texts
-    expect(isinstance(texts, list) and all(isinstance(text, str) for text in texts),
-           f"{name} must be a text or a list of texts")
-    return texts
-
-
-def read_messages(body):
-    """A conversation; a content of several parts of text is joined."""
-    text = lambda content: (content if isinstance(content, str)
-                            else "".join(part["text"] for part in content))
-    try:
-        messages = [dict(role=message["role"], content=text(message["content"]))
-                    for message in body["messages"]]
-    except (KeyError, TypeError):
-        messages = []
-    expect(messages and all(isinstance(message["role"], str) for message in messages),
-           "messages must be a list of objects with a role and a content, both of them texts")
-    return messages
 
 
 async def read_object(request):
@@ -233,7 +209,7 @@ class Worker(threading.Thread):
 
 
 class App:
-    """The handlers of requests. `starlette` is the ASGI application."""
+    """The handlers of requests. `asgi` is the ASGI application."""
 
     def __init__(self, args, loaded, context):
         """context: most tokens of a sequence."""
@@ -250,12 +226,14 @@ class App:
         self.counts = self.worker.counts
         handlers = {("GET", "/"): self.page, ("GET", "/health"): self.health,
                     ("GET", "/metrics"): self.metrics, ("GET", "/v1/models"): self.models,
+                    ("GET", "/v1/models/{name:path}"): self.models,
                     ("POST", "/v1/chat/completions"): partial(self.complete, True),
                     ("POST", "/v1/completions"): partial(self.complete, False)}
-        self.starlette = Starlette(
+        starlette = Starlette(
             routes=[Route(path, partial(self.guard, handler), methods=[method])
                     for (method, path), handler in handlers.items()],
             exception_handlers=dict.fromkeys((InputError, HTTPException, Exception), self.refuse))
+        self.asgi = CORSMiddleware(starlette, args.allow_origin, ("GET", "POST"), ("*",))
 
     async def guard(self, handler, request):
         """Calls a handler, if the request brings the key."""
@@ -278,15 +256,19 @@ class App:
         text = text.replace(f"{find_model(self.args.model)}/", f"{self.name}/")
         text = text.encode(errors="replace").decode()  # it may quote a lone surrogate
         kind = "invalid_request_error" if status < 500 else "server_error"
-        return dict(error=dict(message=text[:1000], type=kind, param=None, code=None))
+        return dict(error=dict(message=text[:1000], type=kind, param=None,
+                               code=getattr(error, "code", None)))
+
+    def check_name(self, name):
+        if name not in (None, self.name):
+            raise HTTPException(404, f"this server has {self.name!r}, not {name!r}")
 
     async def complete(self, chat, request):
         try:
             body = await asyncio.wait_for(read_object(request), PATIENCE)
         except (asyncio.TimeoutError, ClientDisconnect):
             raise HTTPException(408, "the request did not arrive whole") from None
-        if body.get("model") not in (None, self.name):
-            raise HTTPException(404, f"this server has {self.name!r}, not {body['model']!r}")
+        self.check_name(body.get("model"))
         job = Job(body, chat, self)
         if not self.worker.is_alive():
             raise HTTPException(503, "the engine has ended; start the server anew")
@@ -330,12 +312,17 @@ class App:
         """Makes token ids of the texts. Those that cannot fit are refused before they cost much."""
         encoding = self.loaded.encoding
         capacity = self.engine.decoder.capacity
-        for text in job.texts:
-            size = sum(len(message["content"]) for message in text) if job.chat else len(text)
-            expect(size < self.longest * capacity, f"a prompt of {size} characters is too long")
-            ids = encoding.chat(text) if job.chat else encode_prompt(encoding, text)
-            expect(0 < len(ids) < capacity, f"the prompt has {len(ids)} tokens; this server takes "
-                   f"1 to {capacity - 1}")
+        for index, ids in enumerate(job.texts):  # or messages, or token ids
+            text = encoding.template.render(ids, **job.variables) if job.chat else ids
+            if isinstance(text, str):
+                if len(text) >= self.longest * capacity:
+                    raise TooLong(f"a prompt of {len(text)} characters is too long")
+                ids = (encoding.encode(text, allowed_special="all") if job.chat
+                       else encode_prompt(encoding, text))
+            if len(ids) >= capacity:
+                raise TooLong(f"the prompt has {len(ids)} tokens; this server takes up to "
+                              f"{capacity - 1}")
+            check_prompt(self.loaded.model, ids, index)
             job.prompts += [ids] * job.body["n"]
 
     async def events(self, job):
@@ -364,9 +351,11 @@ class App:
         return JSONResponse(dict(status="ok" if alive else "failed"), 200 if alive else 503)
 
     async def models(self, request):
+        name = request.path_params.get("name")
+        self.check_name(name)
         chat = self.loaded.encoding.template is not None
         model = dict(id=self.name, object="model", created=0, owned_by="clover", chat=chat)
-        return JSONResponse(dict(object="list", data=[model]))
+        return JSONResponse(dict(object="list", data=[model]) if name is None else model)
 
     async def metrics(self, request):
         """In the text format of Prometheus."""
@@ -376,9 +365,16 @@ class App:
         return PlainTextResponse("".join(lines))
 
 
+def listen(host, port):
+    """The socket; that of :: takes IPv4, too."""
+    family = socket.AF_INET6 if ":" in host else socket.AF_INET
+    both = host == "::" and socket.has_dualstack_ipv6()
+    return socket.create_server((host, port), family=family, dualstack_ipv6=both)
+
+
 def run(args):
     try:
-        listener = socket.create_server((args.host, args.port))
+        listener = listen(args.host, args.port)
     except (OSError, OverflowError) as error:
         raise InputError(f"cannot listen on {args.host}, port {args.port}: {error}") from None
     group = tensor_parallel.start(args.device)
@@ -386,9 +382,11 @@ def run(args):
     loaded = load(args, group)
     context = min(args.context or 4096, loaded.model.config.block_size)
     app = App(args, loaded, context)
-    server = Server(uvicorn.Config(app.starlette, lifespan="off", log_level="warning",
+    server = Server(uvicorn.Config(app.asgi, lifespan="off", log_level="warning",
                                    timeout_graceful_shutdown=PATIENCE))
-    print("{}: http://{}:{}".format(app.name, *listener.getsockname()), file=sys.stderr, flush=True)
+    host, port, *_ = listener.getsockname()
+    host = f"[{host}]" if ":" in host else host
+    print(f"{app.name}: http://{host}:{port}", file=sys.stderr, flush=True)
     server.run(sockets=[listener])
     app.worker.calls.put(sys.exit)  # ends the thread, after its step
     app.worker.join(PATIENCE)
