@@ -12,7 +12,7 @@ import torch
 import generate as module
 import model as models
 from backends import cpu
-from clover import PRESETS, CloverHeads
+from clover import PRESETS
 from conftest import SHAPES, needs_compiler, needs_cuda, random_prompts, refusal, toy_model
 from generate import Engine, Interrupted, Policy, Sampling, generate
 from hf.tokenizer import load_encoding
@@ -27,10 +27,10 @@ def new_engine(model, heads=None, *, tree_size=1, lookup=False, policy=None, **o
 
 
 @cache
-def load(name, compiled):
+def load(name, compiled, device="cpu", **flags):
     """A toy model and heads or None, whose Decoder is the one in C or the one for all devices."""
-    model = toy_model()
-    heads = random_heads(model, name) if name else None
+    model = toy_model(**flags).to(device)
+    heads = random_heads(model, name).to(device) if name else None
     if compiled:
         cpu.apply(model, heads)
     return model, heads
@@ -218,10 +218,7 @@ def test_stops_in_decoding(checkpoint):
 @pytest.mark.parametrize("shape", ["llama", "gpt2"])
 def test_decoding_to_the_end_of_the_context(shape, compiled):
     """Catches a tree that runs past the cache or the learned positions at the context's end."""
-    model, prompts = toy_model(block_size=40, **SHAPES[shape]), random_prompts([39, 30, 5])
-    heads = CloverHeads(PRESETS["clover"], model).requires_grad_(False).eval()
-    if compiled:
-        cpu.apply(model, heads)
+    (model, heads), prompts = load("clover", compiled, block_size=40, **SHAPES[shape]), random_prompts([39, 30, 5])
     want = generate(model, prompts, 1000)
     got = generate(model, prompts, 1000, heads, lookup=True, tree_size=33)
     assert [len(t) for t in want.tokens] == [1, 10, 35] and got.tokens == want.tokens
@@ -285,8 +282,7 @@ def checked_graphs(monkeypatch):
 def test_a_captured_step_gives_the_eager_text_without_synchronising(name, options, checked_graphs):
     """Catches a step that a graph does not hold: a value baked in, a buffer that moved, memory that is freed when the
     engine is cleared, and by then is another tensor's; a wait for the device."""
-    model = toy_model().to("cuda")
-    heads = random_heads(model, name).to("cuda") if name else None
+    model, heads = load(name, False, "cuda")
     want = generate(model, PROMPTS, 24, graph=False, **options).tokens
     for batch, tree_size, lookup in [(1, 1, False), (3, 9, False), (1, 9, True), (8, 64, True), (3, None, True)]:
         policy = Policy(model, heads, lookup, tree_size) if tree_size else InTurns(model, heads)
@@ -309,8 +305,7 @@ def test_a_captured_step_gives_the_eager_text_without_synchronising(name, option
     (None, "in turns"), ("medusa", "heads"), ("clover", "in turns"), ("clover2", "heads")])
 def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, drafts, prefilled, monkeypatch):
     """Catches rows that are left of another text, of a draft, or of a token that was followed by another."""
-    model = toy_model()
-    heads = random_heads(model, name) if name else None
+    model, heads = load(name, False)
     new = lambda: new_engine(model, heads, capacity=250, tree_size=9 if name else 1)
     kept = new_engine(model, capacity=250, policy=InTurns(model, heads)) if drafts == "in turns" else new()
     monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
