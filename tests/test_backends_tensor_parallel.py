@@ -17,7 +17,7 @@ import torch
 
 from backends.tensor_parallel import Group, SharedError, start
 from clover import PRESETS, CloverHeads
-from conftest import SHAPES, edit_weights, random_prompts, toy_model
+from conftest import SHAPES, edit_weights, random_prompts, refusal, toy_model
 from generate import generate
 from hf import checkpoint
 from model import InputError
@@ -106,8 +106,8 @@ def test_ranks_say_what_one_process_says(families, size, missing, tmp_path, monk
 
 @pytest.mark.parametrize("flags", [dict(n_head=3, n_kv_head=1), dict(n_inner=97), dict(n_head=6, n_kv_head=3)], ids=str)
 def test_sizes_that_ranks_do_not_divide_are_refused(flags):
-    with pytest.raises(InputError, match="do not divide .* take another --nproc-per-node"):
-        Group(0, 4 if "n_kv_head" not in flags else 2).shard_config(toy_model(**flags).config)
+    group = Group(0, 4 if "n_kv_head" not in flags else 2)
+    refusal(lambda: group.shard_config(toy_model(**flags).config), "do not divide", "take another --nproc-per-node")
 
 
 def test_what_one_rank_finds_all_ranks_know(tmp_path):
@@ -199,11 +199,9 @@ def test_a_rank_takes_the_gpu_of_its_number(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
-    with pytest.raises(InputError, match="expected --device cuda, not cuda:0"):
-        start("cuda:0")
+    refusal(lambda: start("cuda:0"), "expected --device cuda, not cuda:0")
     if not torch.cuda.is_available():
-        with pytest.raises(InputError, match="device 'cuda:1' is not available here"):
-            start("cuda")
+        refusal(lambda: start("cuda"), "device 'cuda:1' is not available here")
 
 
 @pytest.mark.parametrize("name", FAMILIES)
