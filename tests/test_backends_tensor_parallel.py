@@ -40,27 +40,28 @@ WAYS = [dict(heads=True, tree_size=9, lookup=True, temperature=0.8, batch_size=2
 PROMPTS = random_prompts([5, 14, 1])
 
 
-def run_ranks(folder, action, size=2, given=""):
+def run_rank(rank, folder, action, size, port):
+    os.environ.update(TORCHELASTIC_RUN_ID="x", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE=str(size),
+                      LOCAL_WORLD_SIZE=str(size), RANK=str(rank), LOCAL_RANK=str(rank))
+    for stream, file in enumerate(("in", f"out{rank}", f"err{rank}")):
+        os.dup2(os.open(folder / file, os.O_RDWR | os.O_CREAT | os.O_TRUNC * (stream > 0)), stream)
+    sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")
+    action(rank)
+    sys.stdout.flush()
+
+
+def run_ranks(folder, action, size=2, given="", context=multiprocessing.get_context("fork")):
     """Runs action(rank) in `size` processes, each with a standard input -> [(exit code, output, errors)]."""
     folder.mkdir(exist_ok=True)
     (folder / "in").write_text(given)
     with socket.socket() as found:
         found.bind(("127.0.0.1", 0))
         port = str(found.getsockname()[1])
-
-    def run(rank):
-        os.environ.update(TORCHELASTIC_RUN_ID="x", MASTER_ADDR="127.0.0.1", MASTER_PORT=port, WORLD_SIZE=str(size),
-                          LOCAL_WORLD_SIZE=str(size), RANK=str(rank), LOCAL_RANK=str(rank))
-        for stream, file in enumerate(("in", f"out{rank}", f"err{rank}")):
-            os.dup2(os.open(folder / file, os.O_RDWR | os.O_CREAT | os.O_TRUNC * (stream > 0)), stream)
-        sys.stdin, sys.stdout, sys.stderr = open(0), open(1, "w"), open(2, "w")
-        action(rank)
-        sys.stdout.flush()
-    ranks = [multiprocessing.get_context("fork").Process(target=run, args=[rank]) for rank in range(size)]
+    ranks = [context.Process(target=run_rank, args=(rank, folder, action, size, port)) for rank in range(size)]
     for rank in ranks:
         rank.start()
     for rank in ranks:
-        rank.join(60)
+        rank.join(200)
         rank.kill()
         rank.join()
     read = lambda name, i: (folder / f"{name}{i}").read_text()
