@@ -209,7 +209,7 @@ def read_packed(packed):
 
 
 @pytest.fixture
-def world():
+def world(monkeypatch):
     from triton.runtime.jit import JITFunction
     world = World()
     graph = lambda graph, pool=None: graph.capture()
@@ -231,18 +231,14 @@ def world():
         made(decoder, *args, **named)
         world.decoders.append(decoder)
 
-    with contextlib.ExitStack() as stack:
-        for name, value in cuda.items():
-            stack.enter_context(patch.object(torch.cuda, name, value))
-        for where, name, value in (
-                (torch._C, "_cuda_clearCublasWorkspaces", world.clear_workspaces), (JITFunction, "run", launch),
-                (kernels, "_gpu", lambda _: H200),
-                (torch.Tensor, "pin_memory", lambda x: x), (F, "scaled_dot_product_attention", fused_attention),
-                (bias, "causal_lower_right", lambda *shape: shape),
-                (FakeTensor, "tolist", read_packed), (Decoder, "__init__", make)):
-            stack.enter_context(patch.object(where, name, value, create=True))
-        stack.enter_context(FakeTensorMode())
-        stack.enter_context(Indexing(world))
+    for where, name, value in (
+            *((torch.cuda, name, value) for name, value in cuda.items()), (kernels, "_gpu", lambda _: H200),
+            (torch._C, "_cuda_clearCublasWorkspaces", world.clear_workspaces), (JITFunction, "run", launch),
+            (torch.Tensor, "pin_memory", lambda x: x), (F, "scaled_dot_product_attention", fused_attention),
+            (bias, "causal_lower_right", lambda *shape: shape), (FakeTensor, "tolist", read_packed),
+            (Decoder, "__init__", make)):
+        monkeypatch.setattr(where, name, value, raising=False)
+    with FakeTensorMode(), Indexing(world):
         yield world
 
 

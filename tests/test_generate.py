@@ -73,7 +73,6 @@ class InTurns(Policy):
 # ---------------------------------------------------------------------------------------------------------------------
 # One step
 
-
 def test_a_steps_seconds_are_its_own(toy, monkeypatch):
     """Bug: a duration with a prompt's in it, or with what the host does beside; of the first step of its kind."""
     clock = [0.0]

@@ -21,7 +21,6 @@ ROOT = Path(__file__).resolve().parent.parent
 INTERPRETED = kernels.INTERPRETED.value
 plain = pytest.mark.skipif(INTERPRETED, reason="tests no kernel")
 slow_to_interpret = [pytest.mark.slow] if INTERPRETED else []
-needs_triton = pytest.mark.skipif(not kernels.HAS_TRITON, reason="triton is not installed")
 records = pytest.mark.skipif(INTERPRETED or not kernels.HAS_TRITON, reason="needs triton, and not its interpreter")
 
 if INTERPRETED:  # patch Triton's language once: the interpreter does so at every call of a nested function
@@ -48,7 +47,6 @@ def set_gpu(monkeypatch, **properties):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # tree_attention
-
 
 def random_forest(T, unused, generator):
     """Ancestor bitmasks of T nodes with random parents or none; `unused` nodes have none and are nobody's parent."""
@@ -278,7 +276,6 @@ def test_grids_are_no_larger_than_the_work_and_than_a_gpu_takes():
 # ---------------------------------------------------------------------------------------------------------------------
 # project_topk
 
-
 PROJECTIONS = {
     "k-is-V": (1, 16, 7, 7, FP32), "V-no-tile-divides": (5, 70, 997, 4, FP32), "70-rows": (70, 32, 130, 5, FP32),
     "several-tiles-a-program": (3, 17, 1303, 2, FP32), "k-is-V-is-32": (2, 16, 32, 32, BF16),
@@ -367,7 +364,6 @@ def test_projections_survive_infinity_and_nan(device):
 # ---------------------------------------------------------------------------------------------------------------------
 # project_sample and its noise
 
-
 def noise_by_hand(seed, sequence, position, token):
     """The noise in Python integers, written from its description."""
     def mix64(x):
@@ -418,7 +414,6 @@ def test_project_sample_picks_the_best(V, dtype, temperature, seed, device):
 # ---------------------------------------------------------------------------------------------------------------------
 # commit_path
 
-
 @pytest.mark.parametrize("D, dtype, integers", [(20, FP32, torch.int64), (80, BF16, torch.int32)], ids=["fp32", "bf16"])
 def test_commit_path_moves_only_the_path(D, dtype, integers, device):
     """Bug: a row overwritten before it is read, garbage beyond count followed, or rows outside the path touched."""
@@ -439,7 +434,6 @@ def test_commit_path_moves_only_the_path(D, dtype, integers, device):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # under the interpreter
-
 
 @records
 @pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])

@@ -130,7 +130,6 @@ def test_offsets_have_64_bits(name, changed, given, dims):
 # ---------------------------------------------------------------------------------------------------------------------
 # which function runs, also under the interpreter
 
-
 @pytest.mark.parametrize("name, wanted", [
     ("tree_attention", "q"), ("rope_cache", "qkv"), ("rope_cache", "kv"), ("add_norm", "delta"), ("cosine_mix", "kv"),
     ("glu", "x")])
