@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import version
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -160,13 +160,41 @@ SLOW = {"many-row-tiles", "float16-128-rows", "bfloat16-narrow-head", "window-bf
         "window-as-long-as-the-cache", "many", "a-long-text-beside-short-ones"}
 
 
-@pytest.mark.parametrize("case, biased", [
-    pytest.param(case, biased, id=name + "-alibi" * biased,
+def inside(x):
+    """x as a slice in every dimension of a larger tensor, which holds NaN elsewhere; rows stay 16-byte aligned."""
+    outer = torch.full([n + 16 for n in x.shape], math.nan, device=x.device, dtype=x.dtype)
+    view = outer[tuple(slice(8, -8) for _ in x.shape)]
+    return view.copy_(x)
+
+
+def every_second(x):
+    """x in memory that is not contiguous, and has NaN, or ones, in between."""
+    outer = torch.full((*x.shape[:-1], 2 * x.shape[-1]), math.nan if x.is_floating_point() else 1, dtype=x.dtype)
+    return outer.to(x.device)[..., ::2].copy_(x)
+
+
+def turned(x):
+    return torch.empty(*x.shape[::-1], device=x.device, dtype=x.dtype).permute(3, 2, 1, 0).copy_(x)
+
+
+STRIDES = {
+    "contiguous": lambda *tensors: tensors,
+    "inside-NaN": lambda q, k, v: (inside(q), inside(k), inside(v)),
+    "every-second-column": lambda q, k, v: (every_second(q), every_second(k), every_second(v)),
+    "turned-around": lambda q, k, v: (turned(q), turned(k), turned(v)),
+    "keys-and-values-differ": lambda q, k, v: (q.transpose(1, 2).contiguous().transpose(1, 2), turned(k), inside(v)),
+    "one-sequence-of-many": lambda q, k, v: (q, *(x.repeat_interleave(2, 0)[::2] for x in (k, v))),
+}
+
+
+@pytest.mark.parametrize("case, biased, strides", [
+    pytest.param(case, biased, strides, id=f"{name}{'-alibi' * biased}-{strides}",
                  marks=slow_to_interpret if biased != (name in BIASED) or name in SLOW else [])
-    for name, case in ATTENTION.items() for biased in (False, True)])
-def test_tree_attention_matches_float64(case, biased, device):
-    """Bug: a row sees too much, too little or NaN, a head has another's slope, a window ends by row, not by depth."""
-    check_attention(case, device, biased=biased)
+    for (name, case), strides in zip(ATTENTION.items(), cycle(STRIDES)) for biased in (False, True)])
+def test_tree_attention_matches_float64(case, biased, strides, device):
+    """Bug: a row sees too much, too little or NaN, a head has another's slope, a window ends by row, not by depth; a
+    stride taken for granted, the last one included, or a column outside a slice read."""
+    check_attention(case, device, STRIDES[strides], biased)
 
 
 # multiprocessors, splits, case, whether ALiBi
@@ -189,39 +217,6 @@ def test_splits_are_weighed_rightly(multiprocessors, splits, case, biased, devic
     monkeypatch.setattr(kernels, "_splits", lambda *args: chosen.append(choose(*args)) or chosen[-1])
     check_attention(case, device, biased=biased)
     assert not chosen or chosen == [splits]
-
-
-def inside(x):
-    """x as a slice in every dimension of a larger tensor, which holds NaN elsewhere; rows stay 16-byte aligned."""
-    outer = torch.full([n + 16 for n in x.shape], math.nan, device=x.device, dtype=x.dtype)
-    view = outer[tuple(slice(8, -8) for _ in x.shape)]
-    return view.copy_(x)
-
-
-def every_second(x):
-    """x in memory that is not contiguous, and has NaN, or ones, in between."""
-    outer = torch.full((*x.shape[:-1], 2 * x.shape[-1]), math.nan if x.is_floating_point() else 1, dtype=x.dtype)
-    return outer.to(x.device)[..., ::2].copy_(x)
-
-
-def turned(x):
-    return torch.empty(*x.shape[::-1], device=x.device, dtype=x.dtype).permute(3, 2, 1, 0).copy_(x)
-
-
-STRIDES = {
-    "inside-NaN": lambda q, k, v: (inside(q), inside(k), inside(v)),
-    "every-second-column": lambda q, k, v: (every_second(q), every_second(k), every_second(v)),
-    "turned-around": lambda q, k, v: (turned(q), turned(k), turned(v)),
-    "keys-and-values-differ": lambda q, k, v: (q.transpose(1, 2).contiguous().transpose(1, 2), turned(k), inside(v)),
-    "one-sequence-of-many": lambda q, k, v: (q, *(x.repeat_interleave(2, 0)[::2] for x in (k, v))),
-}
-
-
-@pytest.mark.parametrize("prepare", STRIDES.values(), ids=STRIDES.keys())
-@pytest.mark.parametrize("dtype, D", [(FP32, 48), (BF16, 64)], ids=["float32", "bfloat16"])
-def test_tree_attention_reads_any_strides(dtype, D, prepare, device):
-    """Bug: a stride taken for granted, the last one included, or a column outside a slice read."""
-    check_attention(([7, 40], 5, 4, 2, D, 60, dtype), device, prepare)
 
 
 @records
