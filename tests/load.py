@@ -1,6 +1,7 @@
 """python -m tests.load [MODEL]: 200 requests at a server, 16 at a time, a quarter of them cut off by the client, twice;
 then those that were not beside generate() on the same prompts; and a first token after a prompt of 200."""
 
+import atexit
 import json
 import random
 import resource
@@ -48,14 +49,8 @@ def at_once(url, bodies, is_cut=lambda i: False):
 
 def main(model="smollm2"):
     flags = ["--model", model, "--threads", "2", "--port", "0"]
-    with subprocess.Popen([sys.executable, "-m", "tools.serve", *flags], stderr=subprocess.PIPE, text=True) as server:
-        try:
-            measure(server, flags)
-        finally:
-            server.terminate()
-
-
-def measure(server, flags):
+    server = subprocess.Popen([sys.executable, "-m", "tools.serve", *flags], stderr=subprocess.PIPE, text=True)
+    atexit.register(server.terminate)
     url = next(line.split()[-1] for line in server.stderr if "http://" in line)
     for words in (1, 190):
         seconds, _ = send(url, ask(0, prompt=" ".join((WORDS * 20)[:words]), max_tokens=1))

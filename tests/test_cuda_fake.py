@@ -59,14 +59,19 @@ class Indexing(TorchFunctionMode):
         return torch.empty(data.shape, dtype=dtype or (FP32 if data.dtype.kind == "f" else torch.int64), **others)
 
     def get(self, x, index):
-        view, tensors = self.view(x, index)
-        return torch.ops.aten.index(view, tensors) if tensors else view
+        """The view that numbers, slices and None make, indexed by the tensors."""
+        index = index if isinstance(index, tuple) else (index,)
+        is_tensor = [isinstance(i, torch.Tensor) for i in index]
+        slices = tuple(slice(None) if is_one else i for i, is_one in zip(index, is_tensor))
+        at = torch.empty_strided(x.shape, x.stride(), device="meta")[slices]
+        view = x.as_strided(at.shape, at.stride(), x.storage_offset() + at.storage_offset())
+        dims = [i if is_one else None for i, is_one in zip(index, is_tensor) if not isinstance(i, int)]  # of the view
+        return torch.ops.aten.index(view, dims) if any(is_tensor) else view
 
     def set(self, x, index, value):
         is_number = not isinstance(value, torch.Tensor)
         assert not (is_number and x.is_cuda), "a number from the host, for which the GPU would wait"
-        view, tensors = self.view(x, index)
-        assert not tensors
+        view = self.get(x, index)
         view.fill_(value) if is_number else self.copy(view, value)
 
     def copy(self, x, value, non_blocking=False):
@@ -75,27 +80,6 @@ class Indexing(TorchFunctionMode):
         if self.world.capturing:
             self.world.capturing.use("copy_", x, value)
         return x
-
-    def view(self, x, index):
-        """(the view that numbers, slices and None make, the tensors that index its dimensions)"""
-        index = list(index) if isinstance(index, tuple) else [index]
-        if any(i is Ellipsis for i in index):
-            at = next(n for n, i in enumerate(index) if i is Ellipsis)
-            rest = x.dim() - sum(i is not None for i in index) + 1
-            index[at:at + 1] = [slice(None)] * rest
-        dim, tensors = 0, {}
-        for i in index:
-            if i is None:
-                x = x.unsqueeze(dim)
-            elif isinstance(i, int):
-                x = x.select(dim, i)
-                continue
-            elif isinstance(i, slice):
-                x = torch.ops.aten.slice(x, dim, i.start, i.stop, i.step or 1)
-            else:
-                tensors[dim] = torch.as_tensor(i)
-            dim += 1
-        return x, [tensors.get(d) for d in range(max(tensors) + 1)] if tensors else []
 
 
 class Capture(TorchDispatchMode):
@@ -204,21 +188,14 @@ class World:
         self.workspaces_cleared = True
 
 
-class CausalBias:
-    """Stands in for torch's, which cannot be made of fake tensors."""
-
-    def __init__(self, rows, columns):
-        self.shape = rows, columns
-
-
 def fused_attention(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False, scale=None):
     """Shapes of torch's attention: flash takes neither float32 nor a mask, the efficient one no grouped heads."""
     assert q.is_cuda and q.dtype == k.dtype == v.dtype and k.shape == v.shape
     assert k.shape[1] == q.shape[1] or enable_gqa
-    flash = q.dtype != torch.float32 and (attn_mask is None or isinstance(attn_mask, CausalBias))
+    flash = q.dtype != torch.float32 and not isinstance(attn_mask, torch.Tensor)
     assert flash or not enable_gqa, "falls to MATH, which holds all scores"
-    if isinstance(attn_mask, CausalBias):
-        assert attn_mask.shape == (q.shape[2], k.shape[2])
+    if isinstance(attn_mask, tuple):  # stands in for torch's bias, which cannot be made of fake tensors
+        assert attn_mask == (q.shape[2], k.shape[2])
     elif attn_mask is not None:
         assert attn_mask.is_cuda and attn_mask.dtype in (torch.bool, q.dtype)
         torch.broadcast_shapes(attn_mask.shape, (*q.shape[:3], k.shape[2]))
@@ -232,7 +209,7 @@ def read_packed(packed):
 
 
 @pytest.fixture
-def world():
+def world(monkeypatch):
     from triton.runtime.jit import JITFunction
     world = World()
     graph = lambda graph, pool=None: graph.capture()
@@ -254,18 +231,14 @@ def world():
         made(decoder, *args, **named)
         world.decoders.append(decoder)
 
-    with contextlib.ExitStack() as stack:
-        for name, value in cuda.items():
-            stack.enter_context(patch.object(torch.cuda, name, value))
-        for where, name, value in (
-                (torch._C, "_cuda_clearCublasWorkspaces", world.clear_workspaces), (JITFunction, "run", launch),
-                (kernels, "_gpu", lambda _: H200),
-                (torch.Tensor, "pin_memory", lambda x: x), (F, "scaled_dot_product_attention", fused_attention),
-                (bias, "causal_lower_right", CausalBias),
-                (FakeTensor, "tolist", read_packed), (Decoder, "__init__", make)):
-            stack.enter_context(patch.object(where, name, value, create=True))
-        stack.enter_context(FakeTensorMode())
-        stack.enter_context(Indexing(world))
+    for where, name, value in (
+            *((torch.cuda, name, value) for name, value in cuda.items()), (kernels, "_gpu", lambda _: H200),
+            (torch._C, "_cuda_clearCublasWorkspaces", world.clear_workspaces), (JITFunction, "run", launch),
+            (torch.Tensor, "pin_memory", lambda x: x), (F, "scaled_dot_product_attention", fused_attention),
+            (bias, "causal_lower_right", lambda *shape: shape), (FakeTensor, "tolist", read_packed),
+            (Decoder, "__init__", make)):
+        monkeypatch.setattr(where, name, value, raising=False)
+    with FakeTensorMode(), Indexing(world):
         yield world
 
 

@@ -12,7 +12,7 @@ import torch
 import generate as module
 import model as models
 from backends import cpu
-from clover import PRESETS, CloverHeads
+from clover import PRESETS
 from conftest import SHAPES, needs_compiler, needs_cuda, random_prompts, refusal, toy_model
 from generate import Engine, Interrupted, Policy, Sampling, generate
 from hf.tokenizer import load_encoding
@@ -27,10 +27,10 @@ def new_engine(model, heads=None, *, tree_size=1, lookup=False, policy=None, **o
 
 
 @cache
-def load(name, compiled):
+def load(name, compiled, device="cpu", **flags):
     """A toy model and heads or None, whose Decoder is the one in C or the one for all devices."""
-    model = toy_model()
-    heads = random_heads(model, name) if name else None
+    model = toy_model(**flags).to(device)
+    heads = random_heads(model, name).to(device) if name else None
     if compiled:
         cpu.apply(model, heads)
     return model, heads
@@ -46,32 +46,7 @@ WAYS = {"greedy": dict(), "sampled": SAMPLED, "filtered": FILTERED}
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Lookup, and steps of several sizes
-
-def repeating_model():
-    """Greedily it says the token after the last one, modulo 7, for ever."""
-    model = toy_model(positions="learned", n_layer=1, tied=False)
-    for name, p in model.named_parameters():
-        if name.startswith("blocks") or "position" in name:
-            p.data.zero_()
-    model.embed.weight.data[:7] = torch.eye(64)[:7]
-    model.head.weight.data.zero_()[:7, :7] = torch.eye(7).roll(-1, dims=1) * 9
-    return model
-
-
-@either_decoder
-def test_lookup_finds_what_repeats(compiled):
-    """Catches a history that lacks the prompt, the newest tokens or the root: a text of period 7 is found whole."""
-    model = repeating_model()
-    if compiled:
-        cpu.apply(model)
-    out = generate(model, [[3, 4, 5, 6, 0, 1, 2, 3], [5]], 65, lookup=True, tree_size=6, batch_size=2)
-    count = lambda start, n: [(start + i) % 7 for i in range(n)]
-    assert out.tokens == [count(4, 65), count(6, 65)]
-    assert out.sizes == {6: [out.steps, 130]} and set(out.accepted) == {"lookup"}
-    # text 0: 6 tokens in every step, the last of which is cut; text 1: one token a step until it comes round to 5
-    assert out.step_lengths == {6: 10 + 9, 5: 1, 1: 7, 4: 1}
-
+# Steps of several sizes
 
 ALL = (9, True), (0, True), (1, False), (64, True), (7, False), (10, True), (2, True), (21, False)
 
@@ -97,7 +72,6 @@ class InTurns(Policy):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # One step
-
 
 def test_a_steps_seconds_are_its_own(toy, monkeypatch):
     """Bug: a duration with a prompt's in it, or with what the host does beside; of the first step of its kind."""
@@ -125,19 +99,6 @@ def test_a_slot_whose_text_has_ended_stays_idle(toy):
     made.generate([PROMPTS[0], PROMPTS[4]], 30, on_step=watch)
     assert len(seen) > 4 and set(seen) == {(0, 0)}
     assert slots.active.tolist() == [0, 0, 0] and sorted(slots.cache.lengths.tolist()) == [0, 36, 119]
-
-
-def test_long_prompts_come_in_chunks_between_the_others_steps(toy, monkeypatch):
-    """Catches a half-filled cache that others' steps overwrite, others that wait, tokens that nobody hears."""
-    prompts = random_prompts([3, 200, 4, 150, 2, 97, 1, 33])
-    want = generate(toy, prompts, 20).tokens
-    monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
-    for heads, tree_size in ((None, 1), (random_heads(toy), 12)):
-        order, heard = [], [[] for _ in prompts]
-        hear = lambda i, tokens: order.append(i) or heard[i].extend(tokens)
-        out = generate(toy, prompts, 20, heads, tree_size=tree_size, batch_size=3, on_tokens=hear)
-        assert out.tokens == heard == want
-        assert order.index(1) > order.index(0) + 8  # prompt 0 went on while prompt 1, 13 chunks, came in
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -199,7 +160,8 @@ def test_seeds_differ_and_repeat(toy):
 # Where text ends
 
 def test_stops_in_decoding(checkpoint):
-    """Catches a stop that only plain decoding sees, a token past it in an accepted path, another reason for the end."""
+    """Catches a stop that only plain decoding sees, a token past it in an accepted path, another reason for the end;
+    tokens that on_tokens is not called with."""
     model, encoding = GPT.from_pretrained(checkpoint, device="cpu", packed=False), load_encoding(checkpoint)
     prompts = [encoding.encode(text) for text in ("abc", "x", "import")]
     whole = generate(model, prompts, 40)
@@ -207,8 +169,11 @@ def test_stops_in_decoding(checkpoint):
     character = next(c for c in encoding.decode(whole.tokens[1])[2:] if c != "\ufffd")
     for heads, tree_size in ((None, 1), (random_heads(model), 9)):
         for stop in (whole.tokens[1][12], character):
-            out = generate(model, prompts, 40, heads, tree_size=tree_size, stop=stop, encoding=encoding)
+            heard = [[], [], []]
+            out = generate(model, prompts, 40, heads, tree_size=tree_size, stop=stop, encoding=encoding,
+                           on_tokens=lambda i, tokens: heard[i].extend(tokens))
             tokens = out.tokens[1]
+            assert heard == out.tokens
             assert out.ended[1] == "stop" and tokens == whole.tokens[1][:len(tokens)] and len(tokens) < 40
             text = encoding.decode if stop == character else list
             assert stop in text(tokens) and stop not in text(tokens[:-1])
@@ -218,10 +183,7 @@ def test_stops_in_decoding(checkpoint):
 @pytest.mark.parametrize("shape", ["llama", "gpt2"])
 def test_decoding_to_the_end_of_the_context(shape, compiled):
     """Catches a tree that runs past the cache or the learned positions at the context's end."""
-    model, prompts = toy_model(block_size=40, **SHAPES[shape]), random_prompts([39, 30, 5])
-    heads = CloverHeads(PRESETS["clover"], model).requires_grad_(False).eval()
-    if compiled:
-        cpu.apply(model, heads)
+    (model, heads), prompts = load("clover", compiled, block_size=40, **SHAPES[shape]), random_prompts([39, 30, 5])
     want = generate(model, prompts, 1000)
     got = generate(model, prompts, 1000, heads, lookup=True, tree_size=33)
     assert [len(t) for t in want.tokens] == [1, 10, 35] and got.tokens == want.tokens
@@ -294,8 +256,7 @@ def checked_graphs(monkeypatch):
 def test_a_captured_step_gives_the_eager_text_without_synchronising(name, options, checked_graphs):
     """Catches a step that a graph does not hold: a value baked in, a buffer that moved, memory that is freed when the
     engine is cleared, and by then is another tensor's; a wait for the device."""
-    model = toy_model().to("cuda")
-    heads = random_heads(model, name).to("cuda") if name else None
+    model, heads = load(name, False, "cuda")
     want = generate(model, PROMPTS, 24, graph=False, **options).tokens
     for batch, tree_size, lookup in [(1, 1, False), (3, 9, False), (1, 9, True), (8, 64, True), (3, None, True)]:
         policy = Policy(model, heads, lookup, tree_size) if tree_size else InTurns(model, heads)
@@ -318,8 +279,7 @@ def test_a_captured_step_gives_the_eager_text_without_synchronising(name, option
     (None, "in turns"), ("medusa", "heads"), ("clover", "in turns"), ("clover2", "heads")])
 def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, drafts, prefilled, monkeypatch):
     """Catches rows that are left of another text, of a draft, or of a token that was followed by another."""
-    model = toy_model()
-    heads = random_heads(model, name) if name else None
+    model, heads = load(name, False)
     new = lambda: new_engine(model, heads, capacity=250, tree_size=9 if name else 1)
     kept = new_engine(model, capacity=250, policy=InTurns(model, heads)) if drafts == "in turns" else new()
     monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
@@ -424,9 +384,11 @@ def test_an_interrupted_text_can_go_on(monkeypatch):
 @either_decoder
 @pytest.mark.parametrize("number", range(5))
 def test_a_cancelled_text_leaves_no_trace(compiled, monkeypatch, number):
-    """Bug: a slot that is lost, or used twice; another text that changes. Running, being read, or waiting."""
-    monkeypatch.setattr(module, "PREFILL_CHUNK", 32)
+    """Bug: a slot that is lost, or used twice; another text that changes; a chunk of a prompt at another place, or all
+    of its chunks before the others' next step. Running, being read, or waiting."""
     prompts, (model, heads) = random_prompts([7, 200, 5, 9, 4]), load("clover", compiled)
+    want = [generate(model, [prompt], 12).tokens[0] for prompt in prompts]
+    monkeypatch.setattr(module, "PREFILL_CHUNK", 32)  # a long prompt comes in between the others' steps
     engine = new_engine(model, heads, tree_size=5, batch_size=2, capacity=250)
     sequences = [engine.add(prompt, 12) for prompt in prompts]
     engine.step()
@@ -436,5 +398,4 @@ def test_a_cancelled_text_leaves_no_trace(compiled, monkeypatch, number):
     while engine.busy:
         engine.step()
     texts = [sequence.tokens if sequence.ended == "length" else sequence.ended for sequence in sequences]
-    assert texts == [generate(model, [prompt], 12).tokens[0] if i != number else "cancelled"
-                     for i, prompt in enumerate(prompts)]
+    assert texts == [*want[:number], "cancelled", *want[number + 1:]]

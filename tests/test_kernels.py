@@ -7,7 +7,7 @@ import re
 import subprocess
 import sys
 from importlib.metadata import version
-from itertools import product
+from itertools import cycle, product
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -21,7 +21,6 @@ ROOT = Path(__file__).resolve().parent.parent
 INTERPRETED = kernels.INTERPRETED.value
 plain = pytest.mark.skipif(INTERPRETED, reason="tests no kernel")
 slow_to_interpret = [pytest.mark.slow] if INTERPRETED else []
-needs_triton = pytest.mark.skipif(not kernels.HAS_TRITON, reason="triton is not installed")
 records = pytest.mark.skipif(INTERPRETED or not kernels.HAS_TRITON, reason="needs triton, and not its interpreter")
 
 if INTERPRETED:  # patch Triton's language once: the interpreter does so at every call of a nested function
@@ -48,7 +47,6 @@ def set_gpu(monkeypatch, **properties):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # tree_attention
-
 
 def random_forest(T, unused, generator):
     """Ancestor bitmasks of T nodes with random parents or none; `unused` nodes have none and are nobody's parent."""
@@ -162,13 +160,41 @@ SLOW = {"many-row-tiles", "float16-128-rows", "bfloat16-narrow-head", "window-bf
         "window-as-long-as-the-cache", "many", "a-long-text-beside-short-ones"}
 
 
-@pytest.mark.parametrize("case, biased", [
-    pytest.param(case, biased, id=name + "-alibi" * biased,
+def inside(x):
+    """x as a slice in every dimension of a larger tensor, which holds NaN elsewhere; rows stay 16-byte aligned."""
+    outer = torch.full([n + 16 for n in x.shape], math.nan, device=x.device, dtype=x.dtype)
+    view = outer[tuple(slice(8, -8) for _ in x.shape)]
+    return view.copy_(x)
+
+
+def every_second(x):
+    """x in memory that is not contiguous, and has NaN, or ones, in between."""
+    outer = torch.full((*x.shape[:-1], 2 * x.shape[-1]), math.nan if x.is_floating_point() else 1, dtype=x.dtype)
+    return outer.to(x.device)[..., ::2].copy_(x)
+
+
+def turned(x):
+    return torch.empty(*x.shape[::-1], device=x.device, dtype=x.dtype).permute(3, 2, 1, 0).copy_(x)
+
+
+STRIDES = {
+    "contiguous": lambda *tensors: tensors,
+    "inside-NaN": lambda q, k, v: (inside(q), inside(k), inside(v)),
+    "every-second-column": lambda q, k, v: (every_second(q), every_second(k), every_second(v)),
+    "turned-around": lambda q, k, v: (turned(q), turned(k), turned(v)),
+    "keys-and-values-differ": lambda q, k, v: (q.transpose(1, 2).contiguous().transpose(1, 2), turned(k), inside(v)),
+    "one-sequence-of-many": lambda q, k, v: (q, *(x.repeat_interleave(2, 0)[::2] for x in (k, v))),
+}
+
+
+@pytest.mark.parametrize("case, biased, strides", [
+    pytest.param(case, biased, strides, id=f"{name}{'-alibi' * biased}-{strides}",
                  marks=slow_to_interpret if biased != (name in BIASED) or name in SLOW else [])
-    for name, case in ATTENTION.items() for biased in (False, True)])
-def test_tree_attention_matches_float64(case, biased, device):
-    """Bug: a row sees too much, too little or NaN, a head has another's slope, a window ends by row, not by depth."""
-    check_attention(case, device, biased=biased)
+    for (name, case), strides in zip(ATTENTION.items(), cycle(STRIDES)) for biased in (False, True)])
+def test_tree_attention_matches_float64(case, biased, strides, device):
+    """Bug: a row sees too much, too little or NaN, a head has another's slope, a window ends by row, not by depth; a
+    stride taken for granted, the last one included, or a column outside a slice read."""
+    check_attention(case, device, STRIDES[strides], biased)
 
 
 # multiprocessors, splits, case, whether ALiBi
@@ -191,39 +217,6 @@ def test_splits_are_weighed_rightly(multiprocessors, splits, case, biased, devic
     monkeypatch.setattr(kernels, "_splits", lambda *args: chosen.append(choose(*args)) or chosen[-1])
     check_attention(case, device, biased=biased)
     assert not chosen or chosen == [splits]
-
-
-def inside(x):
-    """x as a slice in every dimension of a larger tensor, which holds NaN elsewhere; rows stay 16-byte aligned."""
-    outer = torch.full([n + 16 for n in x.shape], math.nan, device=x.device, dtype=x.dtype)
-    view = outer[tuple(slice(8, -8) for _ in x.shape)]
-    return view.copy_(x)
-
-
-def every_second(x):
-    """x in memory that is not contiguous, and has NaN, or ones, in between."""
-    outer = torch.full((*x.shape[:-1], 2 * x.shape[-1]), math.nan if x.is_floating_point() else 1, dtype=x.dtype)
-    return outer.to(x.device)[..., ::2].copy_(x)
-
-
-def turned(x):
-    return torch.empty(*x.shape[::-1], device=x.device, dtype=x.dtype).permute(3, 2, 1, 0).copy_(x)
-
-
-STRIDES = {
-    "inside-NaN": lambda q, k, v: (inside(q), inside(k), inside(v)),
-    "every-second-column": lambda q, k, v: (every_second(q), every_second(k), every_second(v)),
-    "turned-around": lambda q, k, v: (turned(q), turned(k), turned(v)),
-    "keys-and-values-differ": lambda q, k, v: (q.transpose(1, 2).contiguous().transpose(1, 2), turned(k), inside(v)),
-    "one-sequence-of-many": lambda q, k, v: (q, *(x.repeat_interleave(2, 0)[::2] for x in (k, v))),
-}
-
-
-@pytest.mark.parametrize("prepare", STRIDES.values(), ids=STRIDES.keys())
-@pytest.mark.parametrize("dtype, D", [(FP32, 48), (BF16, 64)], ids=["float32", "bfloat16"])
-def test_tree_attention_reads_any_strides(dtype, D, prepare, device):
-    """Bug: a stride taken for granted, the last one included, or a column outside a slice read."""
-    check_attention(([7, 40], 5, 4, 2, D, 60, dtype), device, prepare)
 
 
 @records
@@ -278,7 +271,6 @@ def test_grids_are_no_larger_than_the_work_and_than_a_gpu_takes():
 # ---------------------------------------------------------------------------------------------------------------------
 # project_topk
 
-
 PROJECTIONS = {
     "k-is-V": (1, 16, 7, 7, FP32), "V-no-tile-divides": (5, 70, 997, 4, FP32), "70-rows": (70, 32, 130, 5, FP32),
     "several-tiles-a-program": (3, 17, 1303, 2, FP32), "k-is-V-is-32": (2, 16, 32, 32, BF16),
@@ -328,9 +320,11 @@ def test_project_topk_adds_the_samplers_noise(gathered, device):
 
 
 @pytest.mark.parametrize("order", ["ascending", "shuffled"])
-@pytest.mark.parametrize("V, k", [(200, 32), (1500, 3)])
-def test_projections_give_equals_to_the_first(V, k, order, device):
-    """Bug: among equal logits another token wins, within a tile, between tiles, or between programs."""
+@pytest.mark.parametrize("V, k, multiprocessors", [(200, 32, 4), (1500, 3, 4), (1500, 5, 1)])
+def test_projections_give_equals_to_the_first(V, k, multiprocessors, order, device, monkeypatch):
+    """Bug: among equal logits another token wins, within a tile, between tiles, or between programs; or makes room in
+    a list for a better logit of a later tile."""
+    set_gpu(monkeypatch, multi_processor_count=multiprocessors)
     generator = torch.Generator().manual_seed(4)
     hidden, weight = (torch.randint(-1, 2, (n, 24), generator=generator) for n in (4, V))
     token = torch.arange(V)
@@ -346,17 +340,6 @@ def test_projections_give_equals_to_the_first(V, k, order, device):
     if rows is None:
         place = torch.zeros(4, dtype=torch.int64, device=device)
         assert kernels.project_sample(hidden, weight, 0.0, 0, place, place).tolist() == [row[0] for row in want]
-
-
-def test_the_last_of_equal_worst_entries_leaves_a_list(device, monkeypatch):
-    """Bug: the first of the equals at the end of a program's list makes room for a better logit of a later tile."""
-    set_gpu(monkeypatch, multi_processor_count=1)  # a program walks several tiles
-    logits = torch.zeros(6, 300)
-    logits[:, 3:60:9] = 1  # seven in the first tile, of which the list has room for five
-    for row in range(6):
-        logits[row, 130:130 + row] = 2  # so many of them leave
-    want = logits.sort(descending=True, stable=True).indices[:, :5]
-    assert torch.equal(kernels.project_topk(torch.eye(6, device=device), logits.T.to(device), 5)[1].cpu(), want)
 
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN
@@ -375,7 +358,6 @@ def test_projections_survive_infinity_and_nan(device):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # project_sample and its noise
-
 
 def noise_by_hand(seed, sequence, position, token):
     """The noise in Python integers, written from its description."""
@@ -427,7 +409,6 @@ def test_project_sample_picks_the_best(V, dtype, temperature, seed, device):
 # ---------------------------------------------------------------------------------------------------------------------
 # commit_path
 
-
 @pytest.mark.parametrize("D, dtype, integers", [(20, FP32, torch.int64), (80, BF16, torch.int32)], ids=["fp32", "bf16"])
 def test_commit_path_moves_only_the_path(D, dtype, integers, device):
     """Bug: a row overwritten before it is read, garbage beyond count followed, or rows outside the path touched."""
@@ -448,7 +429,6 @@ def test_commit_path_moves_only_the_path(D, dtype, integers, device):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # under the interpreter
-
 
 @records
 @pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])

@@ -26,7 +26,6 @@ def normal(*shape, dtype=FP32):
 # ---------------------------------------------------------------------------------------------------------------------
 # add_norm, glu, cosine_mix, sum_parts
 
-
 @DTYPES
 @pytest.mark.parametrize("kind", ["rms", "layer", "no-weight", "no-delta"])
 @pytest.mark.parametrize("shape, inference", [((1, 16), True), ((2, 63), False), ((5, 1111), True)], ids=str)
@@ -220,7 +219,6 @@ def test_candidates_are_those_of_a_plain_search(B, K, W, T, shared, device):
 # ---------------------------------------------------------------------------------------------------------------------
 # ngram_lookup
 
-
 def lookup(texts, n, device, rng=None):
     """The chains of texts of any lengths, in a history whose other columns hold tokens of all texts."""
     S = max(map(len, texts)) + 9
@@ -346,7 +344,6 @@ def test_chances_are_the_formula(device):
 # ---------------------------------------------------------------------------------------------------------------------
 # accept_path
 
-
 def random_tree(rng, T, max_depth=6):
     """[tokens, parents, depths, bitmasks] of T nodes, some of them spare; a node's i-th child has the token i."""
     used = rng.choice([T, T, 1, rng.randint(1, T)])
@@ -358,32 +355,10 @@ def random_tree(rng, T, max_depth=6):
     return [x + [0] * (T - used) for x in (tokens, parents, depths, masks)]
 
 
-def test_accept_equals_a_plain_walk(device):
-    """Bug: a node accepted under a rejected parent, a spare node accepted, an idle sequence that goes on."""
-    rng = random.Random(0)
-    for _ in range(20 if INTERPRETED else 200):
-        tokens, parents, depths, masks = random_tree(rng, rng.randint(1, 64), 4)
-        target, path = [rng.randint(0, 3) for _ in tokens], [0]
-        while True:
-            following = [i for i in range(1, len(tokens))
-                         if masks[i] and parents[i] == path[-1] and tokens[i] == target[path[-1]]]
-            if not following:
-                break
-            path.append(following[0])
-        masks = as_int64([masks])[0].tolist()
-        rows = [torch.tensor([x, x], device=device) for x in (tokens, parents, depths, masks, target)]
-        active = torch.tensor([1, 0], dtype=torch.int32, device=device)
-        got, idle = kernels.accept_path(*rows, active, 5).tolist()
-        short = kernels.accept_path(*rows, active, 3)[0].tolist()  # deeper nodes are left out
-        count, rest = min(len(path), 3), 5 - len(path)
-        assert short[3:6] == [*path[:3], *[0] * (3 - count)] and short[-2:] == [count, count - 1]
-        assert got[:10] == [*(target[i] for i in path), *[target[0]] * rest, *path, *[0] * rest]
-        assert got[-2:] == [len(path), len(path) - 1] and idle == [*got[:-2], 0, 0]
-
-
 @pytest.mark.parametrize("n_chain", [0, 1, 3, 20])
-def test_proposals_that_were_right_are_counted(n_chain, device):
-    """Bug: a count of the other mode or of an idle sequence, a chain's end taken for a mistake, a spare node."""
+def test_paths_are_those_of_a_plain_walk_and_proposals_that_were_right_are_counted(n_chain, device):
+    """Bug: a node accepted under a rejected parent, a spare node, an idle sequence that goes on; a count of the other
+    mode or of an idle sequence, a chain's end taken for a mistake."""
     rng = random.Random(n_chain)
     counts, want = (torch.full((2, kernels.SOURCES, 2), 7.0, device=x) for x in (device, "cpu"))
     active, temperature = torch.tensor([1, 1, 0, 1], dtype=torch.int32), torch.tensor([0.0, 1.0, 0.5, 0.0])
@@ -394,6 +369,15 @@ def test_proposals_that_were_right_are_counted(n_chain, device):
         sources[:, 0] = -1  # a root's
         tree = [every_second(x.to(device)) for x in (*trees, torch.randint(0, 3, (4, T)), active)]
         out = kernels.accept_path(*tree, P)
+        for row, running, tokens, parents, _, masks, target in zip(*(x.tolist() for x in (out, active, *tree[:5]))):
+            path = [0]
+            while following := [i for i in range(1, T) if masks[i] and parents[i] == path[-1]
+                                and tokens[i] == target[path[-1]]]:
+                path += following
+            path = path[:P]  # deeper nodes are left out
+            rest, count = P - len(path), running * len(path)
+            assert row[P:2 * P] == [*path, *[0] * rest] and row[-2:] == [count, max(count - 1, 0)]
+            assert row[:P] == [*(target[i] for i in path), *[target[0]] * rest]
         lookup = torch.cat((torch.randint(0, 5, (4, 1)), torch.randint(0, 3, (4, n_chain))), 1)
         equal = rng.randint(0, min(n_chain, P))
         lookup[:, 1:1 + equal] = out[:, :equal]
@@ -408,7 +392,6 @@ def test_proposals_that_were_right_are_counted(n_chain, device):
 
 # ---------------------------------------------------------------------------------------------------------------------
 # filtered_sample
-
 
 FILTERS = [(0, 1e-6, 0), (0, 0.9, 0), (0, 0.9999, 0), (5, 1, 0), (50, 0.9, 0.01), (1, 1, 0), (999, 0.5, 0), (0, 1, 0.3)]
 FLAT = [(6000, 0.1, 0, 0.9, 0), (6000, 0.1, 0, 0.3, 0), (6000, 0.1, 700, 0.9, 0)]  # more groups than a tile has

@@ -4,9 +4,9 @@ import pytest
 import torch
 
 from backends import cpu
-from conftest import needs_compiler, needs_cuda, toy_model
+from conftest import needs_compiler, needs_cuda
 from generate import Sampling
-from test_clover import random_heads
+from test_generate import load
 from tools import timing
 from tools.timing import stage_times, step_time, timing_decoder
 
@@ -22,18 +22,14 @@ def test_more_threads_are_used_where_they_are_quicker_by_15_percent(monkeypatch,
 
 
 @pytest.mark.filterwarnings("error:.*CUDA Graph is empty")
-@pytest.mark.parametrize("kind", ["plain torch", pytest.param("compiled", marks=needs_compiler),
-                                  pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])])
+@pytest.mark.parametrize("compiled, device", [
+    (False, "cpu"), pytest.param(True, "cpu", marks=needs_compiler),
+    pytest.param(False, "cuda", marks=[pytest.mark.gpu, needs_cuda])])
 @pytest.mark.parametrize("tree_size", [1, 9])
 @pytest.mark.parametrize("drafters", ["heads", "lookup", "heads+lookup"])
-def test_stages_and_steps_are_timed(kind, tree_size, drafters):
+def test_stages_and_steps_are_timed(compiled, device, tree_size, drafters):
     """Catches a stage that cannot be captured alone, a graph of nothing, steps that run out of the cache."""
-    model = toy_model()
-    heads = random_heads(model)
-    if kind == "cuda":
-        model, heads = model.cuda(), heads.cuda()
-    elif kind == "compiled":
-        cpu.apply(model, heads)
+    model, heads = load("clover", compiled, device)
     decoder = timing_decoder(model, heads if "heads" in drafters else None, tree_size, lookup="lookup" in drafters,
                              batch_size=2, sampling=Sampling(0.5, top_k=3))
     times = stage_times(decoder)
@@ -51,9 +47,6 @@ def test_heads_read_a_token_in_each_timed_draft(monkeypatch):
         decoder.slots.state.zero_()
         body()
         return decoder.slots.state.any()
-    model = toy_model()
-    heads = random_heads(model)
-    cpu.apply(model, heads)
-    decoder = timing_decoder(model, heads, 5)
+    decoder = timing_decoder(*load("clover", True), 5)
     monkeypatch.setattr(timing, "seconds", reads)
     assert step_time(decoder) and stage_times(decoder)["draft"]

@@ -1,14 +1,13 @@
 """train_heads.py: heads learn what the model would say, runs resume, the folder works in generate.py."""
 
-import contextlib
 import json
 import multiprocessing.forkserver
 import os
 import random
 import shutil
 import signal
-import socket
 import sys
+from functools import partial
 
 import pytest
 import torch
@@ -16,12 +15,14 @@ import torch
 import train_heads
 from backends.tensor_parallel import Group
 from clover import PRESETS, CloverHeads
-from conftest import needs_cuda, random_prompts, toy_model
+from conftest import needs_cuda, random_prompts, refusal, toy_model
 from generate import generate
 from hf.tokenizer import load_encoding
 from kernels import BINS
-from model import GPT, InputError
+from model import GPT
+from test_backends_tensor_parallel import run_ranks
 from test_clover import random_heads
+from tools.errors import command
 from training import common, data, evaluate, writing
 from training.data import load_tokens
 from training.flags import RunConfig, parse_heads
@@ -173,16 +174,7 @@ def test_a_stopped_run_goes_on(number, finished, checkpoint, texts, tmp_path, mo
     assert set(lines[0]) == {"step", "tokens", "loss", "accuracy", "lr"}
 
 
-def refusal(capsys, *flags):
-    """The one line in which the flags are refused, by the parser or by an InputError."""
-    with pytest.raises((InputError, SystemExit)) as caught:
-        train(*flags)
-    line = str(caught.value) if isinstance(caught.value, InputError) else capsys.readouterr().err.strip()
-    assert "\n" not in line
-    return line
-
-
-def test_a_run_refuses_other_flags_data_and_models(finished, checkpoint, texts, tmp_path, capsys):
+def test_a_run_refuses_other_flags_data_and_models(finished, checkpoint, tmp_path):
     """Catches a run that goes on as another one, and a refusal that has written something already."""
     before = {file: file.read_bytes() for file in finished.rglob("*") if file.is_file()}
     (tmp_path / "more.txt").write_text("more " * 2000)
@@ -193,18 +185,19 @@ def test_a_run_refuses_other_flags_data_and_models(finished, checkpoint, texts, 
             (["--seed", "2", "--draft-heads", "3", "--lr", "0.1"], "lr 0.005, not 0.1; seed 1, not 2; draft-heads 4, "),
             (["--data", tmp_path / "more.txt"], "another model or other data"),
             (["--model", other], "another model or other data")):
-        assert says in refusal(capsys, "--resume", "--out", finished, *flags)
-    assert "holds a run already" in refusal(capsys, "--out", finished)
+        refusal(lambda: train("--resume", "--out", finished, *flags), says)
+    refusal(lambda: train("--out", finished), "holds a run already")
+    pytest.raises(SystemExit, train, "--resume", "--out", finished, "--steps", "0")
     assert before == {file: file.read_bytes() for file in finished.rglob("*") if file.is_file()}
 
 
 @pytest.mark.parametrize("file, contents", [("train_state.pt", (b"", b"half")),
                                             ("run.json", (b"{", b"[]", b"7", b'{"steps": 3}'))])
-def test_states_of_another_format_are_refused_in_one_line(file, contents, finished, tmp_path, capsys):
+def test_states_of_another_format_are_refused_in_one_line(file, contents, finished, tmp_path):
     out = shutil.copytree(finished, tmp_path / "out")
     for content in contents:
         (out / file).write_bytes(content)
-        assert "this version" in refusal(capsys, "--resume", "--out", out)
+        refusal(lambda: train("--resume", "--out", out), "this version")
 
 
 def run_killed(left, flags):
@@ -255,8 +248,8 @@ def test_a_loss_that_is_no_number_ends_the_run(checkpoint, texts, tmp_path, monk
     for save_every, step in ((0.0, 5), (1e9, 20)):  # seen by the weights, by the loss
         monkeypatch.setattr(train_heads, "SAVE_EVERY", save_every)
         calls.clear()
-        with pytest.raises(InputError, match=f"diverged at step {step}: .* lower --lr"):
-            run(checkpoint, texts, tmp_path / str(step), "--steps", "60")
+        diverged = partial(run, checkpoint, texts, tmp_path / str(step), "--steps", "60")
+        refusal(diverged, f"diverged at step {step}: ", " lower --lr")
         assert all(x.isfinite().all() for x in trained(tmp_path / str(step)).values())
 
 
@@ -278,39 +271,18 @@ def test_a_full_disk_ends_the_run(file, saved, advice, checkpoint, texts, tmp_pa
     with monkeypatch.context() as patch:
         patch.setattr(os, "chmod", full_chmod)
         patch.setattr(common, "open", lambda name, mode: open("/dev/full" if full(name) else name, mode), raising=False)
-        with pytest.raises(InputError, match=rf" \(No space left on device\); make room and {advice}$"):
-            run(checkpoint, texts, tmp_path, "--steps", "4")
+        said = refusal(lambda: run(checkpoint, texts, tmp_path, "--steps", "4"))
+        assert said.endswith(f" (No space left on device); make room and {advice}")
     assert not list(tmp_path.glob("*.tmp*")) and path.exists() == (saved >= 0)
     resume = ["--resume"] if path.exists() else []
     assert run(checkpoint, texts, tmp_path, "--steps", "4", *resume)["training"]["steps"] == 4
 
 
-def run_rank(rank, port, folder, flags):
-    """Runs train_heads.py as one of two processes; what it prints goes to a file."""
-    for name, value in dict(RANK=rank, WORLD_SIZE=2, LOCAL_RANK=rank, LOCAL_WORLD_SIZE=2, MASTER_PORT=port,
-                            MASTER_ADDR="localhost", TORCHELASTIC_RUN_ID="test").items():
-        os.environ[name] = str(value)
+def train_rank(flags, rank):
+    """Runs train_heads.py in a process of `run_ranks`."""
     train_heads.SHOW_EVERY, evaluate.PROMPTS, evaluate.DECODED = 1, 2, 16
-    with open(folder / f"{rank}.txt", "w") as file, contextlib.redirect_stdout(file):
-        try:
-            train(*flags)
-        except InputError as error:
-            print(f"process {rank} ends: {error}")
-    os._exit(0)  # gloo's threads abort a process that ends with an open group
-
-
-def run_two(folder, *flags):
-    """Runs train_heads.py in two new processes -> what they print."""
-    with socket.socket() as free:
-        free.bind(("localhost", 0))
-        port = free.getsockname()[1]
-    two = [FORKS.Process(target=run_rank, args=(rank, port, folder, flags)) for rank in range(2)]
-    for process in two:
-        process.start()
-    for process in two:
-        process.join(200)
-    assert [process.exitcode for process in two] == [0, 0]
-    return [(folder / f"{rank}.txt").read_text() for rank in range(2)]
+    with command():
+        train(*flags)
 
 
 def losses_of(out):
@@ -322,8 +294,10 @@ def test_two_processes_train_as_one_does(forks, checkpoint, texts, tmp_path, mon
     pair = lambda i: dict(prompt=f"{i} is", completion=f" a number, {i * i} its square" * (i % 5))
     chats = write_lines(tmp_path / "pairs.jsonl", map(pair, range(600)))  # few tokens in the loss, unevenly spread
     flags = ["--model", checkpoint, "--data", texts, chats, "--steps", "12", "--dtype", "float32"]
-    said, nothing = run_two(tmp_path, *flags, "--out", tmp_path / "two")
-    assert said.count("held-out accuracy") == 1 and not nothing and record(tmp_path / "two")["acceptance"]["greedy"]
+    two = partial(train_rank, [*flags, "--out", tmp_path / "two"])
+    (code, said, errors), second = run_ranks(tmp_path, two, context=FORKS)
+    assert (code, said.count("held-out accuracy"), second) == (0, 1, (0, "", "")), errors
+    assert record(tmp_path / "two")["acceptance"]["greedy"]
     monkeypatch.setattr(train_heads, "SHOW_EVERY", 1)
     train(*flags, "--out", tmp_path / "one")
     one, two = losses_of(tmp_path / "one"), losses_of(tmp_path / "two")
@@ -333,9 +307,9 @@ def test_two_processes_train_as_one_does(forks, checkpoint, texts, tmp_path, mon
 
 
 def test_where_the_first_process_cannot_go_on_all_end_in_one_line(forks, checkpoint, texts, tmp_path):
-    said = run_two(tmp_path, "--model", checkpoint, "--data", texts, "--batch-size", "7", "--out", tmp_path / "out")
-    for rank, text in enumerate(said):
-        assert text.startswith(f"process {rank} ends: a batch size of 7 ") and text.count("\n") == 1
+    flags = ["--model", checkpoint, "--data", texts, "--batch-size", "7", "--out", tmp_path / "out"]
+    (code, said, error), second = run_ranks(tmp_path, partial(train_rank, flags), context=FORKS)
+    assert (code, said, second) == (2, "", (2, "", "")) and ": a batch size of 7 " in error and error.count("\n") == 1
 
 
 def test_the_model_writes_its_own_data_and_another_preset_reads_them_and_their_states(
@@ -359,15 +333,6 @@ def test_the_model_writes_its_own_data_and_another_preset_reads_them_and_their_s
     CloverHeads.from_pretrained(tmp_path / "rounded", GPT.from_pretrained(checkpoint, device="cpu"))
 
 
-def test_switches_make_an_ablation_and_are_part_of_the_run(checkpoint, texts, tmp_path, unmeasured):
-    flags = "--draft-heads 3 --mix concat --augment-layers 2 --no-shared --mix-before --projector res --preset clover2"
-    run(checkpoint, texts, tmp_path, "--steps", "2", *flags.split())
-    again = run(checkpoint, texts, tmp_path, "--steps", "4", "--resume")
-    assert len(again["accuracy"]) == 3 and again["training"]["steps"] == 4 and again["config"] == dict(
-        preset="clover2", n_draft=3, augment_layers=2, mix="concat", mix_before=True, projector="res", shared=False,
-        vocabulary=0)
-
-
 def test_heads_are_measured_on_the_data_of_their_training(checkpoint, texts, tmp_path, unmeasured):
     """Catches figures of other data in a record that names these."""
     trained_on = run(checkpoint, texts, tmp_path, "--steps", "1")["training"]
@@ -383,20 +348,25 @@ def test_heads_are_measured_on_the_data_of_their_training(checkpoint, texts, tmp
     assert measured_on["data"] == ["more.txt"] and measured_on["key"] != want["key"]
     assert record(tmp_path)["training"] == trained_on
     (tmp_path / "tokens.pt").unlink()
-    with pytest.raises(InputError, match="texts.jsonl.* are gone; give --data"):
-        evaluated()
+    refusal(evaluated, "texts.jsonl", " are gone; give --data")
     assert evaluated("--data", texts) == want
 
 
-def test_a_draft_vocabulary_is_learned_and_kept(checkpoint, texts, tmp_path, monkeypatch, capsys, unmeasured):
+def test_an_ablation_and_its_draft_vocabulary_are_kept(checkpoint, texts, tmp_path, monkeypatch, capsys, unmeasured):
     """Catches a default that a resumed or evaluated run applies anew, and a record or weights that do not follow."""
     monkeypatch.setattr(data, "VOCABULARY_STEP", 16)  # of 258 ids, of which the text needs fewer than 32
-    for flags in (["--steps", "1"], ["--steps", "2", "--resume"], ["--evaluate"]):
-        assert run(checkpoint, texts, tmp_path, *flags)["config"]["vocabulary"] == 32
+    switches = "--draft-heads 3 --mix concat --augment-layers 2 --no-shared --mix-before --projector res"
+    want = dict(preset="clover2", n_draft=3, augment_layers=2, mix="concat", mix_before=True, projector="res",
+                shared=False, vocabulary=32)
+    first = ["--steps", "1", "--preset", "clover2", *switches.split()]
+    for flags in (first, ["--steps", "2", "--resume"], ["--evaluate"]):
+        found = run(checkpoint, texts, tmp_path, *flags)
+        assert found["config"] == want and len(found["accuracy"]) == 3
         heads = CloverHeads.from_pretrained(tmp_path, GPT.from_pretrained(checkpoint, device="cpu"))
         assert heads.config.vocabulary == len(heads.vocabulary) == 32
     assert capsys.readouterr().out.count("draft vocabulary: 32 of 258 token ids") == 1
-    assert "draft-vocabulary None, not 12" in refusal(capsys, "--resume", "--out", tmp_path, "--draft-vocabulary", "12")
+    other = ["--resume", "--out", tmp_path, "--draft-vocabulary", "12"]
+    refusal(lambda: train(*other), "draft-vocabulary None, not 12")
 
 
 def test_losses_equal_cross_entropy_against_the_shifted_teacher(tmp_path):
@@ -433,7 +403,6 @@ def test_steps_draw_their_own_windows_and_leave_the_model(checkpoint, texts, tmp
     ("--mix in", "mix 'in' is not supported"),
     ("--draft-heads 33", "draft heads must be a whole number from 1 to 32"),
     ("--lr 0", "lr must be a number above 0"),
-    ("--steps 0", "--steps: expected"),
     ("--block-size 4000", "block size must be"),
     ("--data nowhere.txt", "nowhere.txt"),
     ("--data {}/empty.txt", "empty"),
@@ -444,9 +413,9 @@ def test_steps_draw_their_own_windows_and_leave_the_model(checkpoint, texts, tmp
     ("--out {}/short.txt", "tokens.pt: cannot be written"),
     ("--resume", "--resume needs a run"),
 ])
-def test_bad_input_is_refused_in_one_line_and_leaves_nothing(checkpoint, texts, tmp_path, capsys, flags, says):
+def test_bad_input_is_refused_in_one_line_and_leaves_nothing(checkpoint, texts, tmp_path, flags, says):
     for name, content in (("empty", b""), ("binary", b"\xff\xfe\x80"), ("short", b"short")):
         (tmp_path / f"{name}.txt").write_bytes(content)
-    flags = flags.format(tmp_path).split()
-    given = ["--model", checkpoint, "--data", texts, "--out", tmp_path / "out", *flags]
-    assert says in refusal(capsys, *given) and not (tmp_path / "out").exists()
+    flags = ["--model", checkpoint, "--data", texts, "--out", tmp_path / "out", *flags.format(tmp_path).split()]
+    refusal(lambda: train(*flags), says)
+    assert not (tmp_path / "out").exists()

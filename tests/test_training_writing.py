@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from backends.tensor_parallel import Group
-from conftest import toy_model
+from conftest import refusal, toy_model
 from model import InputError
 from test_training_data import CHATML, EOT, save
 from training import data, writing
@@ -95,11 +95,9 @@ def test_a_round_is_written_once_and_each_process_has_its_own(encoding, tmp_path
     again.write(300, rank=1, size=2)
     assert not script.calls and again.seen == made.seen
     silent, _ = writer(tmp_path / "none", encoding, monkeypatch, lambda *_: "")
-    with pytest.raises(InputError, match="give --data"):
-        silent.write(1)
+    refusal(lambda: silent.write(1), "give --data")
     (tmp_path / "self" / writing.ABOUT).write_text('{"model": "0123"}')
-    with pytest.raises(InputError, match="another model"):
-        again.claim()
+    refusal(again.claim, "another model")
 
 
 def test_half_of_the_messages_begin_with_an_opening_that_may_quote_an_answer(encoding, tmp_path, monkeypatch):
@@ -150,8 +148,7 @@ def test_stored_states_are_those_of_each_document_alone(tmp_path, monkeypatch):
     assert torch.equal(teacher.hidden[0], whole.hidden[0]) and torch.equal(teacher.logsumexp[0], whole.logsumexp[0])
     monkeypatch.setattr(data, "write_states", None)  # they are there
     data.store_states(file, model, tokens, Group(), torch.float32)
-    usage = SimpleNamespace(free=1000)
-    monkeypatch.setattr(data.shutil, "disk_usage", lambda folder: usage)
-    with pytest.raises(InputError, match="no room"):
-        data.store_states(tmp_path / "states-1.npy", model, tokens, Group(), torch.float32)
+    monkeypatch.setattr(data.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
+    more = tmp_path / "states-1.npy"
+    refusal(lambda: data.store_states(more, model, tokens, Group(), torch.float32), "no room")
     assert [path.name for path in tmp_path.iterdir()] == ["states-0.npy"]
