@@ -532,7 +532,7 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path, dtype=None, device=None, packed=None):
-        """Reads a Hugging Face checkpoint folder or a GGUF file; see `hf.checkpoint.load`. On a CPU
+        """Reads a Hugging Face folder, by path or name, or a GGUF file: `hf.checkpoint.load`. On a CPU
         with a C compiler its layers only decode, several times as fast; packed=False gives plain
         ones, to train, read or change."""
         with needs_folders():

@@ -185,14 +185,12 @@ def prepare(config, out, group, resume):
         key = data.tokens_key(config.data, encoding)
         expect(not state or state["identity"] == [base, key], f"{out} holds a run with another "
                "model or other data; --resume needs the same")
-        stored = data.store_tokens(home / data.FILE, key, config.data, encoding)
+        stored = data.store_tokens(home / data.FILE, key, config.data, encoding,
+                                   model.config.vocab_size)
         for leftover in {*out.glob("*.tmp*"), *home.glob("*.tmp*")}:  # of a run that was killed
             leftover.unlink()
         for split in SPLITS:  # raises where there is too little text
             data.window_batch(stored[split], 1, config.window, 0, "cpu")
-            V = model.config.vocab_size
-            expect(stored[split].ids.max() < V, f"--data has tokens with ids of {V} and up, which "
-                   "the model has no embeddings for; leave them out")
         return key
     run = Run(config, out, heads, encoding.hash, group.on_first(prepare_text), group, state)
     corpus = data.open_tokens(home / data.FILE)["train"]

@@ -17,8 +17,8 @@ from safetensors.torch import save_file
 from backends import cpu, quantized, tensor_parallel
 from hf import chat, families
 from hf.families import FAMILIES
-from hf.files import read_config, read_part, weight_files
-from hf.paths import find_heads, find_model, is_gguf
+from hf.files import read_config, read_part
+from hf.paths import find_heads, find_model, gguf_parts, is_gguf
 from hf.quantization import FP8, StoredTensor, combine, read_scheme
 from hf.tokenizer import load_encoding
 from model import (
@@ -29,6 +29,7 @@ from model import (
     expect,
     free_memory,
     human,
+    read_json,
     warn,
 )
 
@@ -38,6 +39,21 @@ SAMPLES = 64   # parts of a file by which it is known
 SAMPLE = 4096  # bytes of one
 PATIENCE = 2   # seconds of reading after which its progress is shown
 IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # they follow from the config
+
+
+def weight_files(path):
+    """The files of a folder's weights, safetensors or else .bin; a GGUF file and its parts."""
+    if is_gguf(path):
+        return gguf_parts(path)
+    for single in (path / "model.safetensors", path / "pytorch_model.bin"):
+        if single.is_file():
+            return [single]
+        index = single.with_name(f"{single.name}.index.json")
+        if index.is_file():
+            shards = read_json(index).get("weight_map")
+            expect(isinstance(shards, dict), f"{index}: expected a weight_map")
+            return sorted({index.parent / Path(str(shard)).name for shard in shards.values()})
+    raise InputError(f"{path}: no such file as model.safetensors or pytorch_model.bin; fetch it")
 
 
 def stored_size(path):

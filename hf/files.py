@@ -1,9 +1,7 @@
-"""A model's files: the json parts, from its folder or its GGUF file, and those of its weights."""
-
-from pathlib import Path
+"""Reads the json parts of a model from its folder, or from its GGUF file."""
 
 from hf.families import parse_config, text_config
-from hf.paths import find_model, gguf_parts, is_gguf
+from hf.paths import find_model, is_gguf
 from model import InputError, expect, read_json
 
 
@@ -42,18 +40,3 @@ def read_config(path):
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         what = "" if isinstance(error, InputError) else "a value has the wrong type: "
         raise InputError(f"{file}: {what}{error}") from None
-
-
-def weight_files(path):
-    """The files of a folder's weights, safetensors or else .bin; a GGUF file and its parts."""
-    if is_gguf(path):
-        return gguf_parts(path)
-    for single in (path / "model.safetensors", path / "pytorch_model.bin"):
-        if single.is_file():
-            return [single]
-        index = single.with_name(f"{single.name}.index.json")
-        if index.is_file():
-            shards = read_json(index).get("weight_map")
-            expect(isinstance(shards, dict), f"{index}: expected a weight_map")
-            return sorted({index.parent / Path(str(shard)).name for shard in shards.values()})
-    raise InputError(f"{path}: no such file as model.safetensors or pytorch_model.bin; fetch it")

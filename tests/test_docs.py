@@ -28,7 +28,7 @@ ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "demo" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BENCH = ("decode", "gpu", "draw")
 FLAG = r"(?<![\w-])--[a-z][\w-]*"
-OTHERS = {"--nproc-per-node", "--no-deps", "--target"}  # torchrun's, pip's
+OTHERS = {"--nproc-per-node", "--no-binary", "--no-deps", "--target"}  # torchrun's, pip's
 name = lambda path: str(path.relative_to(ROOT))
 
 

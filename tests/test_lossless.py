@@ -26,8 +26,8 @@ from tools.flags import DEMO
 from training.data import load_tokens, prompts
 
 N = 24  # new tokens of each prompt
-# C kernels compute float32, bfloat16, int8 and int4, the same bits for any tree and batch; torch computes these two
-BY_TORCH = "float32-torch", "float16"
+# C kernels compute float32, bfloat16, int8 and int4, the same bits for any tree and batch; torch computes these
+BY_TORCH = "float32-torch", "bfloat16-torch", "float16"
 DTYPES = "float32", "bfloat16", *BY_TORCH
 LOOKUP = "lookup", "clover+lookup", "clover2+lookup"
 DRAFTS = [("plain", 1), *product((*PRESETS, *LOOKUP), (2, 5, 17, None)), ("broken+lookup", 9), ("vocabulary", 9),

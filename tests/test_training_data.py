@@ -247,7 +247,7 @@ def same(tokens, other):
 
 
 def store(file, paths, encoding):
-    return data.store_tokens(file, data.tokens_key(paths, encoding), paths, encoding)
+    return data.store_tokens(file, data.tokens_key(paths, encoding), paths, encoding, 2**20)
 
 
 def test_stored_tokens_are_those_of_the_documents(paths, chatty, tmp_path):

@@ -75,13 +75,16 @@ def tokens_key(paths, encoding):
     return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
-def store_tokens(file, key, paths, encoding):
-    """`open_tokens` of a file, which is written unless it has this `tokens_key`."""
+def store_tokens(file, key, paths, encoding, vocab_size):
+    """`open_tokens` of a file, which is written unless it has this `tokens_key`. Raises InputError
+    for tokens that the model has no embeddings for."""
     with contextlib.suppress(InputError):
         stored = open_tokens(file)
         if stored["key"] == key:
             return stored
     tokens = encode_splits(paths, SPLITS, encoding)
+    expect(all((tokens[split].ids < vocab_size).all() for split in SPLITS), "--data has tokens "
+           f"with ids of {vocab_size} and up, which the model has no embeddings for; leave them out")
     for states in file.parent.glob("states-*.npy"):  # of other tokens
         states.unlink()
     arrays = {split: list(map(torch.from_numpy, tokens[split][:3])) for split in SPLITS}
