@@ -4,7 +4,6 @@
     project_topk        LM head + log-softmax + top-k, for drafting
     project_sample      LM head + argmax or Gumbel-argmax, for verifying
     commit_path         moves the accepted nodes' cache rows to the front
-    sum_parts           the sum of the ranks' parts of a product
     add_norm            residual add + RMSNorm or LayerNorm
     rope_cache          norm and rotation of queries and keys, write of keys and values
     glu, cosine_mix     SiLU(gate) * up; the Attention Decoder's cosine and sum
@@ -26,7 +25,7 @@ path, K depths and W beams of a draft."""
 
 import math
 import os
-from functools import lru_cache, reduce
+from functools import lru_cache
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -445,10 +444,10 @@ def _take_best(entries, best):
     return best
 
 
-@triton.jit(do_not_specialize=["first_token", "M", "T", "V", "programs", "k"])
+@triton.jit(do_not_specialize=["M", "T", "V", "programs", "k"])
 def _project_kernel(
     hidden_ptr, weight_ptr, vocab_ids_ptr, temperature_ptr, seed_ptr, sequence_ptr, position_ptr,
-    entries_ptr, lse_ptr, stride_hm, stride_hc, stride_wv, stride_wc, first_token,
+    entries_ptr, lse_ptr, stride_hm, stride_hc, stride_wv, stride_wc,
     M, T, V, programs, k, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
@@ -497,13 +496,13 @@ def _project_kernel(
             scores = tl.where((column < V)[None, :] & (scores == scores), scores, float("-inf"))
             acc = tl.zeros(acc.shape, tl.float32)
             if sequence_ptr is not None:
-                ids = (first_token + token).to(tl.uint32)
+                ids = token.to(tl.uint32)[None, :]
                 temperature = tl.load(temperature_ptr + row // T)  # here: registers are few
                 if lse_ptr is not None:
-                    scores += temperature * _gumbel(low, high, ids[None, :])
+                    scores += temperature * _gumbel(low, high, ids)
                 else:
                     scores /= tl.where(temperature > 0, temperature, 1.0)
-                    scores = _add_noise(scores, temperature, low, high, ids[None, :])
+                    scores = _add_noise(scores, temperature, low, high, ids)
             if lse_ptr is not None:
                 new_max = tl.maximum(row_max, tl.max(scores, 1))
                 row_sum *= tl.exp(row_max - new_max)
@@ -545,8 +544,7 @@ def _merge_lists_kernel(
             tl.store(logprobs_ptr + row * k + slot, logprob)
 
 
-def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, first_token=0,
-                    noise=(None,) * 4):
+def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(None,) * 4):
     """Launches both kernels -> tokens [M, k]; fills logprobs [M, k], if given."""
     M, C = hidden.shape
     vocab_ids = _contiguous(vocab_ids)
@@ -567,14 +565,14 @@ def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, first_toke
     BLOCK_ENTRIES = triton.next_power_of_2(programs * k)
     _launch(_project_kernel, (m_tiles, programs),
             hidden, weight, vocab_ids, *noise, entries, lse, *_strides(hidden),
-            *_strides(weight), first_token, M, T, V, programs, k, C=C, BLOCK_K=BLOCK_K, **blocks)
+            *_strides(weight), M, T, V, programs, k, C=C, BLOCK_K=BLOCK_K, **blocks)
     _launch(_merge_lists_kernel, (M,),
             entries, lse, vocab_ids, logprobs, tokens, programs, k,
             BLOCK_ENTRIES=BLOCK_ENTRIES, num_warps=_num_warps(BLOCK_ENTRIES, 512))
     return tokens
 
 
-def project_topk(hidden, weight, k, vocab_ids=None, noise=None, first_token=0):
+def project_topk(hidden, weight, k, vocab_ids=None, noise=None):
     """The k most likely tokens of each row and their log-probabilities, best first, of equals the
     lowest id first -> (logprobs float32 [M, k], tokens int64 [M, k]). vocab_ids: only these rows of
     the weight count, in the normalisation too; of equals the one listed first wins (FR-Spec, arXiv
@@ -587,40 +585,43 @@ def project_topk(hidden, weight, k, vocab_ids=None, noise=None, first_token=0):
     _check_tensors("vocab_ids", (V,), hidden, INT32, vocab_ids)
     _check(1 <= k <= min(V, 32), "1 <= k <= 32, and k <= V", k, V)
     if not runs_triton(hidden):
-        return project_topk_reference(hidden, weight, k, vocab_ids, noise, first_token)
+        return project_topk_reference(hidden, weight, k, vocab_ids, noise)
     logprobs = hidden.new_empty((len(hidden), k), dtype=torch.float32)
     noise = [None] * 4 if noise is None else [filled(x, hidden, len(noise[2])) for x in noise]
-    return logprobs, _project_triton(hidden, weight, k, vocab_ids, logprobs, first_token, noise)
+    return logprobs, _project_triton(hidden, weight, k, vocab_ids, logprobs, noise)
 
 
-def project_topk_reference(hidden, weight, k, vocab_ids=None, noise=None, first_token=0):
-    logits = float_logits(hidden, weight, vocab_ids)
-    tokens = torch.arange(len(weight), device=hidden.device) if vocab_ids is None else vocab_ids
-    logits = with_noise(logits, noise, first_token + tokens)
-    tokens = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    logprobs = logits.log_softmax(-1).gather(1, tokens)
-    return logprobs, tokens if vocab_ids is None else vocab_ids[tokens].long()
+def project_topk_reference(hidden, weight, k, vocab_ids=None, noise=None):
+    return best_tokens(float_logits(hidden, weight, vocab_ids), k, vocab_ids, noise)
 
 
-def project_sample(hidden, weight, temperature, seed, sequence, position, first_token=0):
+def best_tokens(logits, k, vocab_ids=None, noise=None):
+    """What `project_topk` gives, of the logits of all tokens, or of vocab_ids alone."""
+    tokens = vocab_ids
+    if vocab_ids is None:
+        tokens = torch.arange(logits.shape[1], device=logits.device)
+    logits = with_noise(logits, noise, tokens)
+    columns = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    return logits.log_softmax(-1).gather(1, columns), tokens[columns].long()
+
+
+def project_sample(hidden, weight, temperature, seed, sequence, position):
     """The model's own next token of each row of hidden -> int64 [M], as rows of the weight: argmax
     at temperature 0, else a sample. Of equals the lowest wins. temperature: a number, or float32
-    [B]; the others as in `gumbel`. first_token: the token id of the weight's first row, if it is a
-    part of a larger one; noise depends on token ids."""
+    [B]; the others as in `gumbel`."""
     _check_head(hidden, weight)
     _check_rows(hidden, sequence, position, temperature, seed)
     if not runs_triton(hidden):
-        return project_sample_reference(
-            hidden, weight, temperature, seed, sequence, position, first_token)
+        return project_sample_reference(hidden, weight, temperature, seed, sequence, position)
     if not isinstance(temperature, torch.Tensor) and temperature == 0:
         return _project_triton(hidden, weight, 1)[:, 0]
     noise = [filled(x, hidden, len(sequence)) for x in (temperature, seed, sequence, position)]
-    return _project_triton(hidden, weight, 1, None, None, first_token, noise)[:, 0]
+    return _project_triton(hidden, weight, 1, None, None, noise)[:, 0]
 
 
-def project_sample_reference(hidden, weight, temperature, seed, sequence, position, first_token=0):
+def project_sample_reference(hidden, weight, temperature, seed, sequence, position):
     logits = float_logits(hidden, weight)
-    return gumbel_argmax(logits, temperature, seed, sequence, position, first_token)
+    return gumbel_argmax(logits, temperature, seed, sequence, position)
 
 
 def float_logits(hidden, weight, vocab_ids=None):
@@ -812,49 +813,6 @@ def _pair_blocks(n, tokens):
     return dict(entries_ptr=tokens.new_empty(len(tokens), 2, BLOCK_N), BLOCK_N=BLOCK_N,
                 BLOCK_J=min(16, 8192 // BLOCK_N),
                 num_warps=min(max(BLOCK_N // 32, 4), 16))  # 8 to 16 pairs per thread
-
-
-# --------------------------------------------------------------------------------------------------
-# sum_parts
-#
-#   out[i] = parts[0, i] + parts[1, i] + ... + bias[i % C], in float32 or more, then rounded
-#
-# Bytes: (N + 1) * n elements. As torch's operations it would be N + 1 launches, twice in a layer.
-
-@triton.jit
-def _sum_parts_kernel(parts_ptr, bias_ptr, out_ptr, n, C, N: tl.constexpr, BLOCK_I: tl.constexpr):
-    """Program i: BLOCK_I sums."""
-    offsets = tl.program_id(0).to(tl.int64) * BLOCK_I + tl.arange(0, BLOCK_I)
-    mask = offsets < n
-    total = tl.load(parts_ptr + offsets, mask=mask).to(tl.float32)  # [BLOCK_I]
-    for part in tl.static_range(1, N):
-        total += tl.load(parts_ptr + part * n + offsets, mask=mask).to(tl.float32)
-    if bias_ptr is not None:
-        total += tl.load(bias_ptr + offsets % C, mask=mask).to(tl.float32)
-    tl.store(out_ptr + offsets, total.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-def sum_parts(parts, bias=None):
-    """The sums of N parts, such as the ranks', plus a bias for each run of C numbers -> [n] in the
-    parts' dtype. The order is fixed."""
-    N, n = _sizes("parts", parts, 2, REALS)
-    C = 1 if bias is None else len(bias)
-    _check(n % C == 0, "parts [N, n] and bias [C], n a multiple of C", parts, bias)
-    _check_tensors("bias", (C,), parts, (parts.dtype, *FLOATS), bias)
-    if not runs_triton(parts, bias):
-        return sum_parts_reference(parts, bias)
-    parts, bias = map(_contiguous, (parts, bias))
-    out = parts.new_empty(n)
-    _launch(_sum_parts_kernel, (triton.cdiv(n, 1024),),
-            parts, bias, out, n, C, N=N, BLOCK_I=1024, num_warps=4)
-    return out
-
-
-def sum_parts_reference(parts, bias=None):
-    total = reduce(torch.add, parts.to(torch.promote_types(parts.dtype, torch.float32)))
-    if bias is not None:
-        total = (total.view(-1, len(bias)) + bias).flatten()
-    return total.to(parts.dtype)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1698,12 +1656,12 @@ def with_noise(logits, noise, tokens):
     return logits + per_row(temperature, logits) * gumbel(*key, tokens)
 
 
-def gumbel_argmax(logits, temperature, seed, sequence, position, first_token=0):
+def gumbel_argmax(logits, temperature, seed, sequence, position):
     """A sample of softmax(logits / temperature), or the first argmax at temperature 0, of logits
-    [M, V] -> columns, int64 [M]. first_token: the token id of column 0, on which noise depends."""
+    [M, V] -> int64 [M]."""
     if not isinstance(temperature, torch.Tensor) and temperature == 0:
         return logits.argmax(-1)
-    tokens = torch.arange(first_token, first_token + logits.shape[1], device=logits.device)
+    tokens = torch.arange(logits.shape[1], device=logits.device)
     noise = gumbel(seed, sequence, position, tokens).mul_(per_row(temperature, logits) > 0)
     return noise.add_(filter_logits(logits.float(), temperature=temperature)).argmax(-1)
 

@@ -333,17 +333,17 @@ class LMHead(nn.Linear):
     """The projection onto the vocabulary. Its methods take hidden states after the final norm,
     [M, C] unless they say otherwise."""
 
-    def topk(self, hidden, k, vocab_ids=None, noise=None, first_token=0):
+    def topk(self, hidden, k, vocab_ids=None, noise=None):
         """As `kernels.project_topk` -> logprobs float32, tokens int64 [M, k]."""
-        return kernels.project_topk(hidden, self.weight, k, vocab_ids, noise, first_token)
+        return kernels.project_topk(hidden, self.weight, k, vocab_ids, noise)
 
-    def sample(self, hidden, temperature, seed, sequence, position, first_token=0):
+    def sample(self, hidden, temperature, seed, sequence, position):
         """What follows hidden [B, T, C] of tokens at position [B, T] -> tokens int64 [B, T]. The
         rest as in `kernels.project_sample`."""
         if isinstance(temperature, torch.Tensor) or temperature:  # else there is no noise
             position = position + 1
         return kernels.project_sample(hidden.flatten(0, 1), self.weight, temperature, seed,
-                                      sequence, position.view(-1), first_token).view_as(position)
+                                      sequence, position.view(-1)).view_as(position)
 
     def logits(self, hidden):
         """float32 [M, V]: half precision would make ties."""

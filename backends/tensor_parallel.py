@@ -5,18 +5,18 @@ a part of the MLP and of the vocabulary. Rank 0 alone reads prompts, prints, and
     torchrun --nproc-per-node 4 generate.py --model path/to/large --prompt "..."
 """
 
-import math
 import os
 import sys
 from dataclasses import dataclass, replace
 from datetime import timedelta
+from functools import reduce
 
 import torch
 import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
-from kernels import filter_logits, filtered_sample, gumbel, per_row, sum_parts, with_noise
+from kernels import best_tokens, filtered_sample
 from model import Block, Blocks, InputError, LMHead, expect, pick_device
 
 TIMEOUT = timedelta(hours=24)  # of waiting for a rank; torchrun ends all when one has ended
@@ -54,7 +54,9 @@ class Group:
     def sum(self, x, bias=None):
         """The sum over the ranks, plus a bias, in float32 or more and in the order of the ranks: a
         row's bits do not depend on the other rows, as those of an all-reduce may."""
-        return sum_parts(self.all_gather(x).view(self.size, -1), bias).view(x.shape)
+        exact = torch.promote_types(x.dtype, torch.float32)
+        total = reduce(torch.add, self.all_gather(x).to(exact))
+        return (total if bias is None else total + bias).to(x.dtype)
 
     def min(self, number):
         """The smallest of the ranks' numbers, as a float."""
@@ -219,51 +221,26 @@ class ParallelNorm(nn.Module):
 
 
 class VocabParallelHead(nn.Module):
-    """`LMHead`, of which each rank holds rows first, first + 1, ... Methods as there."""
-    filtered_sample = staticmethod(filtered_sample)  # of all ranks' logits
+    """`LMHead`, of which each rank holds some rows. All ranks choose among the logits of all."""
+    filtered_sample = staticmethod(filtered_sample)
 
     def __init__(self, local, group, vocab_size):
         super().__init__()
         self.local = local
         self.group = group
         self.vocab_size = vocab_size
-        self.first = group.rows(vocab_size).start
-        self.local_ids = {None: None}  # {vocab_ids: those among this rank's rows, from 0}
-
-    def row_logits(self, hidden, tokens):
-        """The logits of one of this rank's rows for each hidden state, float64 [M]."""
-        return (hidden.double() * self.local.embedding(tokens).double()).sum(dim=-1)
 
     def topk(self, hidden, k, vocab_ids=None, noise=None):
-        """Of equal logits on two ranks, either may come first."""
-        if vocab_ids not in self.local_ids:
-            own = vocab_ids - self.first
-            self.local_ids[vocab_ids] = own[(own >= 0) & (own < self.local.out_features)]
-        rows = self.local_ids[vocab_ids]
-        n = min(k, self.local.out_features if rows is None else len(rows))
-        # [M, 2, k + 1]: k logits and the log-sum-exp, over k token ids
-        lists = hidden.new_full((len(hidden), 2, k + 1), -math.inf, dtype=torch.float64)
-        if n:
-            logprobs, tokens = self.local.topk(hidden, n, rows, noise, self.first)
-            best = with_noise(self.row_logits(hidden, tokens[:, 0])[:, None], noise,
-                              tokens[:, :1] + self.first)
-            lse = best[:, 0] - logprobs[:, 0]
-            lists[:, 0, :n] = logprobs + lse[:, None]
-            lists[:, 0, k] = lse
-            lists[:, 1, :n] = tokens + self.first
-        lists = self.group.all_gather(lists)  # (N, M, 2, k + 1)
-        logits, tokens = best_of_ranks(*lists[..., :k].unbind(2), k)
-        return (logits - lists[:, :, 0, k:].logsumexp(dim=0)).float(), tokens
+        logits = self.logits(hidden)
+        if vocab_ids is not None:
+            logits = logits[:, vocab_ids]
+        return best_tokens(logits, k, vocab_ids, noise)
 
     def sample(self, hidden, temperature, seed, sequence, position):
-        own = self.local.sample(hidden, temperature, seed, sequence, position, self.first)
-        hidden, own, position = hidden.flatten(0, 1), own.view(-1), (position + 1).view(-1)
-        tokens = own + self.first
-        score = filter_logits(self.row_logits(hidden, own)[:, None], temperature=temperature)
-        noise = gumbel(seed, sequence, position, tokens[:, None])
-        score += noise * (per_row(temperature, hidden) > 0)
-        both = self.group.all_gather(torch.stack((score, tokens[:, None].double())))  # (N, 2, M, 1)
-        return best_of_ranks(*both.unbind(1), 1)[1].view(len(sequence), -1)
+        return filtered_sample(
+            self.logits(hidden.flatten(0, 1)), temperature=temperature, top_k=0, top_p=1.0,
+            min_p=0.0, seed=seed, sequence=sequence,
+            position=(position + 1).view(-1)).view_as(position)
 
     def logits(self, hidden):
         return self.all_columns(self.local.logits(hidden))
@@ -279,18 +256,9 @@ class VocabParallelHead(nn.Module):
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes)], dim=-1)
 
     def embedding(self, tokens):
-        own = tokens - self.first
+        own = tokens - self.group.rows(self.vocab_size).start
         here = (own >= 0) & (own < self.local.out_features)
         return self.group.sum(self.local.embedding(own.where(here, 0)) * here[..., None])
-
-
-def best_of_ranks(scores, tokens, k):
-    """The k best of all ranks' lists, each [N, M, n], best first, of equals the first rank's ->
-    scores, tokens int64 [M, k]."""
-    scores = scores.transpose(0, 1).flatten(1)  # (M, N n)
-    tokens = tokens.transpose(0, 1).flatten(1)
-    scores, columns = scores.sort(dim=-1, descending=True, stable=True)
-    return scores[:, :k], tokens.gather(1, columns[:, :k]).long()
 
 
 # --------------------------------------------------------------------------------------------------

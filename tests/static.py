@@ -128,7 +128,6 @@ TENSORS = dict(
                         ancestors="B T int64", slopes="Hq float32 ?"),
     project_topk=HEAD | dict(vocab_ids="n int32 ?"), project_sample=HEAD | PLACE,
     commit_path=dict(kv="L 2 B Hkv S D real", lengths="B int32", path="B P int64", count="B int32"),
-    sum_parts=dict(parts="N n real", bias="C real ?"),
     add_norm=dict(x="3 C real", delta="3 C real ?", weight="C real ?", bias="C real ?"),
     rope_cache=dict(qkv="B T H D real", rope="B T 2 D real ?", kv="2 B Hkv S D real", lengths="B int32",
                     q_weight="D real ?", k_weight="D real ?"),
@@ -147,7 +146,7 @@ EXAMPLES = dict(  # a launch or two of every kernel
     add_norm=dict(present="delta weight"), rope_cache=dict(D=80, present="rope q_weight k_weight"),
     cosine_mix=dict(C=1024), ngram_lookup=dict(n=10), select_candidates=dict(w=4, W=4, n=15, K=4, depth=3),
     best_tree=dict(n=15, K=4, tree_size=16, present="lookup"), accept_path=dict(T=16, max_path=16, present=COUNTED),
-    sum_parts=dict(N=8, n=65536, present="bias"), filtered_sample=dict())
+    filtered_sample=dict())
 
 
 def arguments(name, dtype=BF16, present="", aligned=True, device="meta", **given):

@@ -311,9 +311,9 @@ def test_project_topk_adds_the_samplers_noise(gathered, device):
     rows = torch.randperm(700)[:300].int() if gathered else torch.arange(700).int()
     noise = [*map(torch.tensor, ([0.0, 0.7, 3.0], [1, 2, 3], [7, 2**40, 0], [4, 5, 4, 9, 0, 1]))]
     scores = (hidden.double() @ weight.double().T)[:, rows.long()]
-    scores += noise[0].repeat_interleave(2)[:, None] * kernels.gumbel(*noise[1:], 1000 + rows)
+    scores += noise[0].repeat_interleave(2)[:, None] * kernels.gumbel(*noise[1:], rows)
     args = hidden.to(device), weight.to(device), 5, rows.to(device) if gathered else None
-    logprobs, tokens = kernels.project_topk(*args, [x.to(device) for x in noise], first_token=1000)
+    logprobs, tokens = kernels.project_topk(*args, [x.to(device) for x in noise])
     want = scores.log_softmax(-1).topk(5)
     assert torch.equal(tokens.cpu(), rows.long()[want.indices])
     assert torch.allclose(logprobs.cpu().double(), want.values, atol=1e-4)
@@ -391,19 +391,17 @@ def test_gumbel_is_the_documented_function(seed):
                          ids=["500", "several-tiles-a-program", "bfloat16"])
 @pytest.mark.parametrize("temperature, seed", [(0.0, 9), (0.7, 0), (0.7, 2**64 - 1), (1.3, -12345678901234567)])
 def test_project_sample_picks_the_best(V, dtype, temperature, seed, device):
-    """Bug: temperature applied to the noise, a tile left out, other noise than torch's or for a part of the tokens."""
+    """Bug: temperature applied to the noise, a tile left out, other noise than torch's."""
     generator = torch.Generator().manual_seed(6)
     hidden, weight = (torch.randn(n, 40, generator=generator).to(dtype) for n in (5, V))
     sequence, position = torch.arange(5) * 3 % 5, torch.arange(5) * 2**33
     scores = hidden.double() @ weight.double().T
     if temperature:
         scores = scores / temperature + kernels.gumbel(seed, sequence, position, torch.arange(V)).double()
-    for first in (0, 200):
-        places = every_second(sequence.int().to(device)), every_second(position.to(device))
-        args = hidden.to(device), weight[first:].to(device), temperature, seed, *places
-        got = kernels.project_sample(*args, first_token=first).cpu() + first
-        best = scores[:, first:].max(1).values
-        assert got.dtype == torch.int64 and torch.allclose(scores.gather(1, got[:, None])[:, 0], best, atol=1e-4)
+    places = every_second(sequence.int().to(device)), every_second(position.to(device))
+    got = kernels.project_sample(hidden.to(device), weight.to(device), temperature, seed, *places).cpu()
+    best = scores.max(1).values
+    assert got.dtype == torch.int64 and torch.allclose(scores.gather(1, got[:, None])[:, 0], best, atol=1e-4)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

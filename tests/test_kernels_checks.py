@@ -15,7 +15,7 @@ GIVEN = dict(  # arguments of each function, with every tensor that it may have
     tree_attention=dict(B=2, T=3, Hq=4, Hkv=2, D=16, S=10, present="slopes"),
     project_topk=dict(M=2, C=8, V=9, n=5, k=2, present="vocab_ids"), project_sample=dict(M=2, C=8, V=9),
     commit_path=dict(L=1, B=2, Hkv=1, S=10, D=16, P=3), glu=dict(C=8), cosine_mix=dict(C=8, n_head=2),
-    sum_parts=dict(N=2, n=6, C=3, present="bias"), add_norm=dict(C=8, present="delta weight bias"),
+    add_norm=dict(C=8, present="delta weight bias"),
     rope_cache=dict(B=2, T=3, H=4, Hkv=1, D=16, S=10, present="rope q_weight k_weight"),
     select_candidates=dict(w=2, W=2, K=3, n=5, depth=1), ngram_lookup=dict(S=8, n=3),
     best_tree=dict(K=3, n=5, tree_size=6, present="lookup"), accept_path=dict(T=3, max_path=3, present=COUNTED),
@@ -45,7 +45,7 @@ def faults(name):
         wrong += [x[:0]] if first else []
         wrong += [x[None]] if not first or words[0] != "3" else []
         wrong += [x.to("meta")] if len(tensors) > 1 else []
-        wrong += [x.half()] if "real" in tensors[argument] and not first and name != "sum_parts" else []
+        wrong += [x.half()] if "real" in tensors[argument] and not first else []
         wrong += [torch.cat((x, x.narrow(dim, 0, 1)), dim) for dim, size in enumerate(words)
                   if count[size] > 1 and (size != "3" or not first)]
         found += [{argument: y} for y in wrong]
@@ -64,7 +64,7 @@ FURTHER = dict(  # what else is wrong: sizes and arguments, or a function of the
     project_sample=[dict(temperature=-0.1), dict(temperature=math.nan), dict(temperature=math.inf), dict(seed=2**64),
                     lambda _: dict(temperature=torch.ones(3)), lambda _: dict(seed=torch.ones(2).int())],
     commit_path=[dict(P=65), lambda made: dict(kv=made["kv"][:, :1])],
-    sum_parts=[dict(C=4)], add_norm=[dict(C=16385)], glu=[dict(C=7), dict(activation="relu")],
+    add_norm=[dict(C=16385)], glu=[dict(C=7), dict(activation="relu")],
     cosine_mix=[dict(n_head=3), dict(n_head=0), dict(C=16386, n_head=1)],
     rope_cache=[dict(Hkv=2), dict(S=2), dict(D=15), dict(present="rope q_weight")],
     select_candidates=[dict(w=3), dict(depth=0), dict(depth=3), dict(w=6, W=6),

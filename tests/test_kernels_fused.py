@@ -24,7 +24,7 @@ def normal(*shape, dtype=FP32):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# add_norm, glu, cosine_mix, sum_parts
+# add_norm, glu, cosine_mix
 
 @DTYPES
 @pytest.mark.parametrize("kind", ["rms", "layer", "no-weight", "no-delta"])
@@ -86,21 +86,6 @@ def test_operations_of_training_have_the_gradients_of_their_formulas():
     assert check(kernels.add_norm, (x, delta, weight)) and check(kernels.add_norm, (x, delta, weight, bias))
     assert check(kernels.glu, (x,)) and check(lambda x: kernels.glu(x, "gelu"), (x,))
     assert check(lambda *a: kernels.cosine_mix(*a, 2), (x, delta, kv))
-
-
-@DTYPES
-@pytest.mark.parametrize("N, M, C, biased", [(2, 1, 64, True), (3, 5, 111, False), (8, 33, 80, True)])
-def test_parts_are_added_in_order_in_float32(N, M, C, biased, dtype, device):
-    """Bug: a sum that is rounded at each rank, a bias of another column, numbers past the end."""
-    parts = normal(N, M * C, dtype=dtype)
-    bias = normal(C, dtype=dtype) if biased else None
-    want = parts[0].float()
-    for part in parts[1:]:
-        want = want + part.float()
-    want = (want.view(M, C) + (bias if biased else 0)).to(dtype).flatten()
-    got = kernels.sum_parts(parts.to(device), bias if bias is None else every_second(bias.to(device)))
-    truncates = INTERPRETED and dtype == BF16  # the interpreter does not round
-    torch.testing.assert_close(got.cpu(), want, atol=0, rtol=2**-7 if truncates else 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
