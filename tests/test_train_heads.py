@@ -15,22 +15,15 @@ import torch
 import train_heads
 from backends.tensor_parallel import Group
 from clover import PRESETS, CloverHeads
-<<<<<<< HEAD
-from conftest import needs_cuda, random_prompts, refusal, toy_model
-=======
-from conftest import edit_json, needs_cuda, random_prompts, toy_model
->>>>>>> names
+from conftest import edit_json, needs_cuda, random_prompts, refusal, toy_model
 from generate import generate
 from hf.tokenizer import load_encoding
 from kernels import BINS
 from model import GPT
 from test_backends_tensor_parallel import run_ranks
 from test_clover import random_heads
-<<<<<<< HEAD
-from tools.errors import command
-=======
 from test_hf_tokenizer import added
->>>>>>> names
+from tools.errors import command
 from training import common, data, evaluate, writing
 from training.data import load_tokens
 from training.flags import RunConfig, parse_heads
@@ -425,15 +418,9 @@ def test_steps_draw_their_own_windows_and_leave_the_model(checkpoint, texts, tmp
 def test_bad_input_is_refused_in_one_line_and_leaves_nothing(checkpoint, texts, tmp_path, flags, says):
     for name, content in (("empty", b""), ("binary", b"\xff\xfe\x80"), ("short", b"short")):
         (tmp_path / f"{name}.txt").write_bytes(content)
-<<<<<<< HEAD
-    flags = ["--model", checkpoint, "--data", texts, "--out", tmp_path / "out", *flags.format(tmp_path).split()]
-    refusal(lambda: train(*flags), says)
-    assert not (tmp_path / "out").exists()
-=======
     shutil.copytree(checkpoint, tmp_path / "wide")
     edit_json(tmp_path / "wide" / "tokenizer.json", added_tokens=[
         added(257, "<|endoftext|>"), added(258, "line", special=False)])
     flags = flags.format(tmp_path).split()
-    given = ["--model", checkpoint, "--data", texts, "--out", tmp_path / "out", *flags]
-    assert says in refusal(capsys, *given) and not (tmp_path / "out").exists()
->>>>>>> names
+    refusal(lambda: train("--model", checkpoint, "--data", texts, "--out", tmp_path / "out", *flags), says)
+    assert not (tmp_path / "out").exists()
