@@ -532,9 +532,9 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path, dtype=None, device=None, packed=None):
-        """Reads a Hugging Face folder, by path or name, or a GGUF file: `hf.checkpoint.load`. On a CPU
-        with a C compiler its layers only decode, several times as fast; packed=False gives plain
-        ones, to train, read or change."""
+        """Reads a Hugging Face folder, by path or name, or a GGUF file: `hf.checkpoint.load`. On a
+        CPU with a C compiler its layers only decode, several times as fast; packed=False gives
+        plain ones, to train, read or change."""
         with needs_folders():
             from hf.checkpoint import load
         return load(path, dtype, device, packed=packed)

@@ -409,7 +409,7 @@ def test_steps_draw_their_own_windows_and_leave_the_model(checkpoint, texts, tmp
     ("--data {}/empty.txt", "empty"),
     ("--data {}/binary.txt", "UTF-8"),
     ("--data {}/short.txt", "give more"),
-    ("--model {}/wide", "tokens with ids of 258 and up"),
+    ("--model {}/wide", "token ids of 258 and up"),
     ("--draft-vocabulary 7", "draft vocabulary must be auto, 0 for all, or at least 8"),
     ("--evaluate", "no such folder"),
     ("--out {}/short.txt", "tokens.pt: cannot be written"),

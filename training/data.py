@@ -83,8 +83,8 @@ def store_tokens(file, key, paths, encoding, vocab_size):
         if stored["key"] == key:
             return stored
     tokens = encode_splits(paths, SPLITS, encoding)
-    expect(all((tokens[split].ids < vocab_size).all() for split in SPLITS), "--data has tokens "
-           f"with ids of {vocab_size} and up, which the model has no embeddings for; leave them out")
+    expect(all((tokens[split].ids < vocab_size).all() for split in SPLITS), "--data has token "
+           f"ids of {vocab_size} and up, which the model has no embeddings for; leave them out")
     for states in file.parent.glob("states-*.npy"):  # of other tokens
         states.unlink()
     arrays = {split: list(map(torch.from_numpy, tokens[split][:3])) for split in SPLITS}
