@@ -29,9 +29,9 @@ from model import InputError, check, expect, human
 from tools.load import load_model
 from training import common, data, writing
 from training.corpus import SPLITS
-from training.evaluate import SECONDS, measure, record
+from training.evaluate import measure, record
 from training.flags import SELF, STORED, SWITCHES, TRAINING, RunConfig
-from training.loss import guess_masks, head_losses, run_heads, run_model
+from training.loss import window_losses
 
 HEAD_WEIGHT = 0.7   # head i counts 0.7^i in the loss, since decoding reaches later heads less often
 SHOW_EVERY = 20     # steps
@@ -53,7 +53,7 @@ class Run:
         self.group = group
         self.step = state["step"] if state else 0
         self.log = state["log"] if state else []  # of log.jsonl
-        self.began = self.saved = time.monotonic()
+        self.saved = time.monotonic()
         self.optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0,
                                            fused=True)
         self.dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16  # of products
@@ -109,14 +109,10 @@ class Run:
     def losses(self, ids, loss_mask, documents, teacher):
         """A batch of windows -> (losses in nats, head accuracies), each [K], over all processes.
         Only this process's part of a loss has a gradient."""
-        group, heads = self.group, self.heads
-        if teacher is None:  # no states are stored
-            teacher = run_model(heads.model, ids, documents, self.dtype)
-        outputs = run_heads(heads, teacher, ids, documents, self.dtype)
-        guess_mask = guess_masks(ids, len(outputs), loss_mask, documents)
-        sums, hits = head_losses(heads, outputs, teacher, ids, guess_mask, self.config.objective,
-                                 self.dtype)
-        count = group.all_reduce(guess_mask.sum(dim=(1, 2)).float()).clamp(min=1)
+        group = self.group
+        sums, hits, guesses = window_losses(self.heads, ids, loss_mask, documents, teacher,
+                                            self.dtype)
+        count = group.all_reduce(guesses).clamp(min=1)
         losses = sums / count
         total = group.all_reduce(losses.detach().clone())
         accuracies = group.all_reduce(hits) / count
@@ -226,29 +222,16 @@ def pick_block_size(config, heads):
     return size
 
 
-def finish(run):
-    """Measures the trained heads, and prints how to use them; process 0 does so alone."""
-    config, group = run.config, run.group
-    seconds = max(SECONDS, (time.monotonic() - run.began) / 10)
-    run.heads = run.optimizer = None  # frees the model
-    group.close()
-    if group.rank:
-        return
-    evaluate(config, run.out, tensor_parallel.Group(device=config.device), seconds)
-    chat = " --chat" if load_chat_template(config.model) else ""
-    print(f"\nuse them:  python generate.py --model {config.model} --heads {run.out}{chat}")
-
-
-def evaluate(config, out, group, seconds=SECONDS):
-    """Measures the heads in `out`, and adds that to their record. All processes hold the model
-    together."""
-    model, encoding = load_model(config, group, packed=False)
+def evaluate(config, out):
+    """Measures the heads in `out`, adds that to their record, and prints how to use them."""
+    model, encoding = load_model(config, packed=False)
     heads = CloverHeads.from_pretrained(out, model, encoding.hash)
     size = pick_block_size(config, heads)
     heldout, measured_on = heldout_tokens(config, out, heads, encoding)
-    results = measure(heads, heldout, config.batch_size, size, seconds, group.print)
-    if group.rank == 0:
-        record(heads, out, encoding.hash, results | dict(measured_on=measured_on))
+    results = measure(heads, heldout, config.batch_size, size)
+    record(heads, out, encoding.hash, results | dict(measured_on=measured_on))
+    chat = " --chat" if encoding.template else ""
+    print(f"\nuse them:  python generate.py --model {config.model} --heads {out}{chat}")
 
 
 def heldout_tokens(config, out, heads, encoding):
@@ -272,9 +255,19 @@ def main(args):
     group = tensor_parallel.start(args.device)
     out = Path(args.out or f"out/{getattr(args, 'preset', RunConfig.preset)}")
     config = group.raise_together(lambda: read_config(args, out, group))
-    if args.evaluate:
-        return evaluate(config, out, group)
-    run, corpus = prepare(config, out, group, args.resume)
+    if not args.evaluate:
+        config, interrupted = train(config, out, group, args.resume)
+        if interrupted:
+            return interrupted
+    group.close()
+    if group.rank == 0:
+        evaluate(config, out)
+    return 0
+
+
+def train(config, out, group, resume):
+    """Trains heads -> (the `RunConfig` with what was chosen for it, the exit code)."""
+    run, corpus = prepare(config, out, group, resume)
     parameters = sum(p.numel() for p in run.heads.parameters())
     group.print(f"{config.preset} heads: {human(parameters)} parameters; "
                 f"{human(len(corpus.ids))} training tokens")
@@ -284,6 +277,4 @@ def main(args):
     run.save()  # before the evaluation, so that Ctrl-C there loses nothing
     if interrupted:
         group.print(f"\ninterrupted at step {run.step}; --resume continues from here")
-    else:
-        finish(run)
-    return interrupted
+    return run.config, interrupted

@@ -60,7 +60,7 @@ def write_lines(file, values):
 
 def measured(heads, *_):
     K = heads.config.n_draft
-    return dict(accuracy=[0.5] * K, top_accuracy={n: [0.5] * K for n in (1, 2, 4, 8)}, prompts=1, tokens_per_step=1.0,
+    return dict(accuracy=[0.5] * K, prompts=1, tokens_per_step=1.0,
                 acceptance=dict.fromkeys(("greedy", "sampled"), [[1, 2]] * BINS))
 
 
@@ -94,7 +94,7 @@ def same_heads(one, other):
 def start_accuracy(checkpoint, texts, name):
     model = GPT.from_pretrained(checkpoint, device="cpu", packed=False)
     heldout = load_tokens([texts], load_encoding(checkpoint), "heldout")
-    return evaluate.head_accuracy(CloverHeads(PRESETS[name], model), heldout, 8, 40)[1]
+    return evaluate.head_accuracy(CloverHeads(PRESETS[name], model), heldout, 8, 40)
 
 
 @pytest.mark.parametrize("name", [
@@ -104,8 +104,6 @@ def test_every_preset_learns(checkpoint, texts, tmp_path, capsys, name):
     start = start_accuracy(checkpoint, texts, name)
     found = run(checkpoint, texts, tmp_path, "--preset", name, "--steps", "60")
     assert all(b > a + 0.1 for a, b in zip(start, found["accuracy"])), (start, found["accuracy"])
-    top = found["top_accuracy"]
-    assert top["1"] == found["accuracy"] and all(a <= b for n, m in ("12", "24", "48") for a, b in zip(top[n], top[m]))
     assert found["config"]["preset"] == name and found["training"]["steps"] == 60 and 1 <= found["tokens_per_step"] <= 5
     for table in found["acceptance"].values():  # of trees of 17 nodes
         (accepted, proposed), steps = map(sum, zip(*table)), sum(n for _, n in table) / 16
@@ -211,7 +209,7 @@ def run_killed(left, flags):
                 os.kill(os.getpid(), signal.SIGKILL)
             return call(*args, **kwargs)
         return wrapped
-    for where, name in ((os, "replace"), (os, "chmod"), (torch, "save"), (train_heads, "run_heads"),
+    for where, name in ((os, "replace"), (os, "chmod"), (torch, "save"), (train_heads, "window_losses"),
                         (torch.optim.AdamW, "step")):
         setattr(where, name, mortal(getattr(where, name)))
     train_heads.SAVE_EVERY = 0.0  # after each step

@@ -5,13 +5,12 @@ from weakref import WeakValueDictionary
 
 import pytest
 import torch
-import torch.nn.functional as F
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from clover import CloverHeads, preset
 from conftest import SHAPES, random_prompts, toy_model
 from training import loss
-from training.loss import Teacher, guess_masks, head_losses, run_heads, run_model, teach, top_hits
+from training.loss import Teacher, guess_masks, head_losses, run_heads, run_model
 
 K, B, T = 3, 3, 11
 
@@ -21,41 +20,39 @@ def inputs(model):
     tokens = torch.tensor(random_prompts([T + K + 1] * B))
     outputs = [torch.randn(B, T, 64, generator=generator, requires_grad=True) for _ in range(K)]
     guess_mask = torch.rand(K, B, T, generator=generator) < 0.7
-    return outputs, run_model(model, tokens), tokens, guess_mask
+    return outputs, run_model(model, tokens), guess_mask
 
 
-def plain(model, outputs, hidden, tokens, guess_mask, objective, ids):
+def plain(model, outputs, hidden, guess_mask, ids):
     """Written out: all logits at once, of which those of tokens that are not drafted are -inf for the heads."""
     teacher, sums, hits = model.lm_head(hidden), [], []
     drafted = torch.isin(torch.arange(97), torch.tensor(ids))
     for i, out in enumerate(outputs):
         logits = model.lm_head(out).masked_fill(~drafted, -torch.inf)
-        ahead, said = teacher[:, i + 1:i + 1 + T], tokens[:, i + 2:i + 2 + T]
-        target = ahead.softmax(-1) if objective == "distill" else F.one_hot(said, 97)
-        losses = -(target * logits.log_softmax(-1))[..., drafted].sum(-1)
+        ahead = teacher[:, i + 1:i + 1 + T]
+        losses = -(ahead.softmax(-1) * logits.log_softmax(-1))[..., drafted].sum(-1)
         sums.append(losses[guess_mask[i]].sum())
         hits.append((logits.argmax(-1) == ahead.argmax(-1))[guess_mask[i]].sum().float())
     return torch.stack(sums), torch.stack(hits)
 
 
 @pytest.mark.parametrize("ids", [range(97), [40, 3, 96, *range(50, 80)]], ids=["all", "some"])
-@pytest.mark.parametrize("objective", ["distill", "data"])
 @pytest.mark.parametrize("chunk", [1, 97 * 4, 97 * 7, 10**9])
-def test_loss_gradient_and_accuracy_equal_the_plain_computation(chunk, objective, ids, monkeypatch):
+def test_loss_gradient_and_accuracy_equal_the_plain_computation(chunk, ids, monkeypatch):
     """Catches a chunk's border off by one, a guess that should not count, a gradient's scale, a teacher cut short."""
     monkeypatch.setattr(loss, "CHUNK", chunk)
     model = toy_model()
     heads = CloverHeads(preset("clover"), model)
     heads.set_vocabulary([] if len(ids) == 97 else ids)
-    outputs, teacher, tokens, guess_mask = inputs(model)
+    outputs, teacher, guess_mask = inputs(model)
     kept = guess_mask.clone()
     weights = torch.tensor([1.0, 0.7, 0.49])
-    want, hits = plain(model, outputs, teacher.hidden, tokens, guess_mask, objective, list(ids))
+    want, hits = plain(model, outputs, teacher.hidden, guess_mask, list(ids))
     (weights * want).sum().backward()
     wanted = [out.grad.clone() for out in outputs]
     for out in outputs:
         out.grad = None
-    got, counted = head_losses(heads, outputs, teacher, tokens, guess_mask, objective)
+    got, counted = head_losses(heads, outputs, teacher, guess_mask)
     (weights * got).sum().backward()
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)
     assert torch.equal(counted, hits) and torch.equal(guess_mask, kept)
@@ -88,25 +85,6 @@ def test_guesses_across_a_border_and_of_tokens_that_do_not_count_are_left_out():
             assert guess_mask[i, b].tolist() == want
 
 
-@pytest.mark.parametrize("chunk", [1, 97 * 4, 10**9])
-@pytest.mark.parametrize("ids", [[40, 3, 96, 55, 58, 7, 20, 21, 22, 0], range(97), [5]], ids=["ten", "all", "one"])
-def test_top_hits_count_ranks_in_the_draft_vocabulary(ids, chunk, monkeypatch):
-    """Catches a rank that is off by one, ties that count twice, and guesses which drafting cannot make."""
-    monkeypatch.setattr(loss, "CHUNK", chunk)
-    model = toy_model()
-    outputs, (hidden, *_), _, guess_mask = inputs(model)
-    with torch.no_grad():
-        model.head.weight[50:60] = model.head.weight[50]
-    heads = CloverHeads(preset("clover"), model)
-    heads.set_vocabulary([] if len(ids) == 97 else ids)
-    greedy, vocabulary = model.lm_head(hidden).argmax(-1), torch.tensor(sorted(ids))
-    got = top_hits(heads, outputs, teach(model, hidden), guess_mask, (1, 2, 40, 97))
-    for i, out in enumerate(outputs):
-        order = vocabulary[model.lm_head(out)[..., vocabulary].sort(dim=-1, descending=True, stable=True).indices]
-        for n, hits in zip((1, 2, 40, 97), got[:, i].tolist()):
-            assert hits == (order[..., :n] == greedy[:, i + 1:i + 1 + T, None]).any(-1)[guess_mask[i]].sum()
-
-
 class Peak(TorchDispatchMode):
     """The most bytes that operations' results took at one time; views and results written in place take none."""
 
@@ -131,7 +109,6 @@ def test_memory_does_not_grow_with_heads_tokens_and_vocabulary(monkeypatch):
     with torch.device("meta"):
         weight, hidden = torch.empty(V, C), torch.empty(1, N + heads, C)
         outputs = [torch.empty(1, N, C, requires_grad=True) for _ in range(heads)]
-        tokens = torch.empty(1, N + heads + 1, dtype=torch.int64)
         guess_mask = torch.empty(heads, 1, N, dtype=torch.bool)
         teacher = Teacher(hidden, torch.empty(1, N + heads), torch.empty(1, N + heads, dtype=torch.int64))
 
@@ -139,7 +116,7 @@ def test_memory_does_not_grow_with_heads_tokens_and_vocabulary(monkeypatch):
         norm = staticmethod(lambda x: x * 1.0)
         head = type("Head", (), dict(weight=weight))
     with Peak() as peak:
-        losses, _ = head_losses(SimpleNamespace(model=Model, vocabulary=None), outputs, teacher, tokens, guess_mask)
+        losses, _ = head_losses(SimpleNamespace(model=Model, vocabulary=None), outputs, teacher, guess_mask)
         losses.sum().backward()
     kept = 4 * C * (3 * heads + 1) * (N + heads)  # what the norm gives, its gradient, and that of the outputs, per head
     assert peak.peak < kept + 6 * 4 * chunk < 4 * V * N

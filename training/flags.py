@@ -21,7 +21,6 @@ class RunConfig:
     block_size: int | None = None
     lr: float = 6e-3
     seed: int = 1
-    objective: str = "distill"
     self_tokens: int | None = None
     dtype: str | None = None
     quantize: str | None = None
@@ -73,8 +72,6 @@ def parse_heads(argv=None):
     add("--block-size", **count, help="tokens per sequence; default: 256, or what the context fits")
     add("--lr", type=float, metavar="X", help=f"peak learning rate; default: {RunConfig.lr}")
     add("--seed", type=int, metavar="N", help=f"default: {RunConfig.seed}")
-    add("--objective", choices=("distill", "data"), help="learn the model's next-token "
-        "distribution, the default, or the text")
     add("--preset", metavar="NAME", help=f"default: {RunConfig.preset}; docs/training.md lists "
         "presets and their switches, the next six flags")
     add("--draft-heads", dest="n_draft", type=int, metavar="K")

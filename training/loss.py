@@ -82,11 +82,21 @@ def guess_masks(tokens, K, loss_mask, documents=None):
     return torch.stack([loss_mask[:, at] & (documents[:, at] == documents[:, :T]) for at in ahead])
 
 
-def head_losses(heads, outputs, teacher, tokens, guess_mask, objective="distill", dtype=None):
-    """Per head: (sum of cross-entropies in nats, hits: top-1 is the model's greedy token), float32
-    [K] each, over guess_mask [K, B, T]. outputs: K tensors [B, T, C], inputs to the LM head.
-    teacher: a `Teacher` of [B, T + K]. tokens: int64 [B, T + K + 1]. objective: "distill", against
-    the model's next-token distribution, or "data", against the tokens."""
+def window_losses(heads, ids, loss_mask, documents=None, teacher=None, dtype=None):
+    """Of windows as `data.window_batch` gives them, for each head, float32 [K]: the two of
+    `head_losses`, and the number of guesses."""
+    if teacher is None:  # no states are stored
+        teacher = run_model(heads.model, ids, documents, dtype)
+    outputs = run_heads(heads, teacher, ids, documents, dtype)
+    guess_mask = guess_masks(ids, len(outputs), loss_mask, documents)
+    sums, hits = head_losses(heads, outputs, teacher, guess_mask, dtype)
+    return sums, hits, guess_mask.sum(dim=(1, 2)).float()
+
+
+def head_losses(heads, outputs, teacher, guess_mask, dtype=None):
+    """Per head: (sum of cross-entropies against the model's next-token distribution in nats, hits:
+    top-1 is the model's greedy token), float32 [K] each, over guess_mask [K, B, T]. outputs: K
+    tensors [B, T, C], inputs to the LM head. teacher: a `Teacher` of [B, T + K]."""
     norm = heads.model.norm
     weight = heads.model.head.weight
     greedy = teacher.greedy
@@ -94,34 +104,30 @@ def head_losses(heads, outputs, teacher, tokens, guess_mask, objective="distill"
         rows = heads.vocabulary.long()
         index = rows.new_full((len(weight),), -1)
         index[rows] = torch.arange(len(rows), device=rows.device)
-        weight, greedy, tokens = weight[rows], index[greedy], index[tokens]
+        weight = weight[rows]
+        greedy = index[greedy]
     dtype = dtype or weight.dtype
     hidden = norm(teacher.hidden).detach().to(dtype)
     states = [norm(out.to(teacher.hidden.dtype)).to(dtype) for out in outputs]
-    text = tokens[:, 1:] if objective == "data" else None
-    return HeadLosses.apply(weight.to(dtype), hidden, teacher.logsumexp, greedy, text, guess_mask,
+    return HeadLosses.apply(weight.to(dtype), hidden, teacher.logsumexp, greedy, guess_mask,
                             *states)
 
 
 class HeadLosses(torch.autograd.Function):
-    """`head_losses` after the final norm. text: what follows each position, or None to distill."""
+    """`head_losses` after the final norm."""
 
     @staticmethod
-    def forward(ctx, weight, hidden, logsumexp, greedy, text, guess_mask, *outputs):
+    def forward(ctx, weight, hidden, logsumexp, greedy, guess_mask, *outputs):
         K, B, T = guess_mask.shape
         exact = torch.promote_types(weight.dtype, torch.float32)
         sums, hits = torch.zeros(2, K, dtype=exact, device=weight.device).unbind()
-        columns = torch.arange(len(weight), device=weight.device)
         ctx.grads = [torch.zeros_like(x) for x in outputs]
         counts = guess_mask.new_zeros(K, B, T + K)  # by the position that predicts what is guessed
         for i in range(K):
             counts[i, :, i + 1:i + 1 + T] = guess_mask[i]
         for rows, positions in chunks(counts.any(dim=0), chunk_rows(len(weight), weight.is_cuda)):
-            if text is None:
-                target = (hidden[rows, positions] @ weight.T).to(exact)
-                target.sub_(logsumexp[rows, positions, None]).exp_()  # (rows, V)
-            else:  # all 0 for a token outside the draft vocabulary, which does not count
-                target = (text[rows, positions, None] == columns).to(exact)
+            target = (hidden[rows, positions] @ weight.T).to(exact)
+            target.sub_(logsumexp[rows, positions, None]).exp_()  # (rows, V)
             total = target.sum(dim=-1)  # 1, or the draft vocabulary's share
             best = greedy[rows, positions]
             for i, output in enumerate(outputs):
@@ -142,7 +148,7 @@ class HeadLosses(torch.autograd.Function):
     @staticmethod
     def backward(ctx, d_sums, _):
         grads = (grad * d.to(grad.dtype) for grad, d in zip(ctx.grads, d_sums.unbind()))
-        return (None,) * 6 + tuple(grads)
+        return (None,) * 5 + tuple(grads)
 
 
 def chunks(mask, n):
@@ -153,22 +159,3 @@ def chunks(mask, n):
         grid = grid[mask.flatten()]
     for first in range(0, len(grid), n):
         yield grid[first:first + n].unbind(1)
-
-
-def top_hits(heads, outputs, teacher, guess_mask, tops):
-    """float32 [len(tops), K]: for each n of tops and each head, how many guesses of guess_mask have
-    the model's greedy token among the head's n likeliest; ties go to the lower id."""
-    model, T = heads.model, outputs[0].shape[1]
-    ids = torch.arange(model.config.vocab_size, device=teacher.greedy.device)
-    drafted = ids >= 0 if heads.vocabulary is None else torch.isin(ids, heads.vocabulary)
-    hits = torch.zeros(len(tops), len(outputs), device=ids.device)
-    for i, out in enumerate(outputs):
-        target = teacher.greedy[:, i + 1:i + 1 + T]
-        counted = guess_mask[i] & drafted[target]
-        for at in chunks(counted, chunk_rows(len(ids), out.is_cuda)):
-            logits = model.head.logits(model.norm(out[at])).masked_fill_(~drafted, -torch.inf)
-            best = target[at][:, None]
-            score = logits.gather(1, best)
-            ranks = ((logits > score) | (logits == score) & (ids < best)).sum(dim=-1)
-            hits[:, i] += torch.stack([((ranks < n) & counted[at]).sum() for n in tops])
-    return hits
