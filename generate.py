@@ -395,7 +395,7 @@ class Decoder:
     """Decodes B sequences, one in each slot, step by step. policy: says which drafters there are,
     default none; heads read every accepted token, also in steps that do not use them. capacity:
     most tokens of a sequence, prompt included; default: the model's context. beams, graph: as in
-    `generate`. sampling: of sequences without their own. Raises InputError for sizes out of range
+    `prepare`. sampling: of sequences without their own. Raises InputError for sizes out of range
     and caches without room in memory."""
     chooses_size = False  # whether `draft` chooses the tree size by the policy's prices
 
@@ -496,11 +496,9 @@ class Decoder:
         slots = self.slots
         T = tree.tokens.shape[1]
         P = self.path_limit(T)
-        counting = {}
-        if T > 1:  # what is counted says how likely a node is
-            counting = dict(sources=tree.sources, lookup=chain, counts=self.policy.counts,
-                            temperature=slots.sampling["temperature"])
-        return Accepted(accept_path(*tree[:4], target, slots.active, P, **counting), P)
+        packed = accept_path(*tree[:5], target, slots.active, P, slots.sampling["temperature"],
+                             self.policy.counts, chain)
+        return Accepted(packed, P)
 
     def commit(self, tree, hidden, accepted):
         """Keeps the path's cache rows, lets heads and lookup read its tokens, and makes the bonus
@@ -957,7 +955,7 @@ def check_prompt(model, prompt, index=0):
 
 def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temperature=0.0, top_k=0,
              top_p=1.0, min_p=0.0, seed=0, tree_size=None, beams=None, stop=(), batch_size=None,
-             on_tokens=None, encoding=None, graph=True, sampling=None):
+             on_tokens=None, encoding=None, sampling=None):
     """Continues prompts (lists of token ids) with the model's own tokens -> `Output`: the same with
     any heads, lookup, tree or batch size, up to ties, which half precision on a GPU makes.
 
@@ -968,12 +966,11 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
     stop        token ids and, with an `encoding` to read them by, texts that end a sequence
     batch_size  sequences decoded together, default up to 8; the next prompt follows a finished one
     on_tokens   called as on_tokens(index, tokens) with the tokens of each step
-    graph       on CUDA, capture the step of each size in a graph once and replay it
     sampling    a `Sampling` for each prompt, in place of temperature, ..., seed
     Raises InputError for bad input, Interrupted on Ctrl-C."""
     engine = prepare(model, prompts, max_new_tokens, heads, lookup=lookup, tree_size=tree_size,
-                     beams=beams, batch_size=batch_size, graph=graph, temperature=temperature,
-                     top_k=top_k, top_p=top_p, min_p=min_p, seed=seed)
+                     beams=beams, batch_size=batch_size, temperature=temperature, top_k=top_k,
+                     top_p=top_p, min_p=min_p, seed=seed)
     own = not sampling or len(sampling) == len(prompts) and engine.decoder.sampling == Sampling()
     expect(own, "sampling takes one for each prompt, in place of temperature, ..., seed")
     on_step = on_tokens and (lambda step: on_tokens(step.sequence.index, step.tokens))
@@ -982,7 +979,8 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
 
 def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_size=None, beams=None,
             batch_size=None, graph=True, **sampling):
-    """The Engine that `generate` runs, of the same arguments."""
+    """The Engine that `generate` runs, of the same arguments. graph: on CUDA, capture the step of
+    each size in a graph once and replay it."""
     sampling = Sampling(**sampling)
     expect(prompts, "there is no prompt; give at least one")
     for index, prompt in enumerate(prompts):

@@ -1404,9 +1404,9 @@ def best_tree_reference(root, candidates, lookup, chances, temperature, tree_siz
 
 @triton.jit(do_not_specialize=["T", "P", "n"])
 def _accept_path_kernel(
-    tokens_ptr, parents_ptr, depths_ptr, ancestors_ptr, target_ptr, active_ptr, out_ptr,
-    sources_ptr, lookup_ptr, temperature_ptr, counts_ptr,
-    T, P, n, BINS: tl.constexpr, SOURCES: tl.constexpr, BLOCK_T: tl.constexpr,
+    tokens_ptr, parents_ptr, depths_ptr, ancestors_ptr, sources_ptr, target_ptr, active_ptr,
+    temperature_ptr, lookup_ptr, counts_ptr, out_ptr, T, P, n,
+    BINS: tl.constexpr, SOURCES: tl.constexpr, BLOCK_T: tl.constexpr,
 ):
     """Program b: the path of one sequence."""
     b = tl.program_id(0).to(tl.int64)
@@ -1432,20 +1432,17 @@ def _accept_path_kernel(
     tl.store(out_ptr + P + depth, node.to(tl.int64), mask=on_path)
     tl.store(out_ptr + node, zero + tl.load(target_ptr + b * T), mask=rest)
     tl.store(out_ptr + P + node, zero, mask=rest)
-    source = zero - 1
-    if sources_ptr is not None:
-        source = tl.load(sources_ptr + offsets, mask=mask, other=-1)
+    source = tl.load(sources_ptr + offsets, mask=mask, other=-1)
     tl.store(out_ptr + 2 * P + depth, source, mask=on_path)
     tl.store(out_ptr + 2 * P + node, zero - 1, mask=rest)
     tl.store(out_ptr + 3 * P, (last + 1) * active)
     tl.store(out_ptr + 3 * P + 1, last * active)
 
-    if counts_ptr is not None:
-        counts_ptr += tl.where(tl.load(temperature_ptr + b) > 0, 2 * SOURCES, 0)
-        counted = (active > 0) & (node > 0) & (ancestors != 0) & (source >= 0) & (source < BINS)
-        tl.atomic_add(counts_ptr + 2 * source, 1.0, mask=counted & on_path)
-        tl.atomic_add(counts_ptr + 2 * source + 1, 1.0, mask=counted)
-    if counts_ptr is not None and lookup_ptr is not None:
+    counts_ptr += tl.where(tl.load(temperature_ptr + b) > 0, 2 * SOURCES, 0)
+    counted = (active > 0) & (node > 0) & (ancestors != 0) & (source >= 0) & (source < BINS)
+    tl.atomic_add(counts_ptr + 2 * source, 1.0, mask=counted & on_path)
+    tl.atomic_add(counts_ptr + 2 * source + 1, 1.0, mask=counted)
+    if lookup_ptr is not None:
         lookup_ptr += b * (n + 1)
         match = tl.load(lookup_ptr)
         compared = on_path & (depth < n)
@@ -1458,54 +1455,50 @@ def _accept_path_kernel(
         tl.atomic_add(counts_ptr + 1, tl.minimum(right + 1, end).to(tl.float32), mask=counted)
 
 
-def accept_path(tokens, parents, depths, ancestors, target, active, max_path, sources=None,
-                lookup=None, temperature=None, counts=None):
+def accept_path(tokens, parents, depths, ancestors, sources, target, active, max_path, temperature,
+                counts, lookup=None):
     """The accepted nodes of `best_tree`s -> int64 [B, 3 P + 2], P = max_path: their targets, which
     are emitted (P), these nodes, root first (P), their sources (P), their number, and the index of
     the last. target: the model's own next token at each node. active: 1, or 0 for an idle sequence,
     whose number and index are 0. A path ends after P nodes; a shorter one is filled with the root.
-    counts [2, SOURCES, 2], in place: see above; needs the trees' sources and temperature [B]."""
+    temperature: [B]. counts [2, SOURCES, 2], in place, and lookup: see above."""
     B, T = _sizes("tokens", tokens, 2, INT64)
     n = _sizes("lookup", lookup, 2, INT64)[1] - 1 if lookup is not None else 0
     _check(T <= 64 and 1 <= max_path <= 64, "T <= 64 and 1 <= max_path <= 64", tokens, max_path)
-    tree = tokens, parents, depths, ancestors
-    _check_tensors("the tree, target", (B, T), tokens, INT64, *tree[1:], target, sources)
+    tree = tokens, parents, depths, ancestors, sources
+    _check_tensors("the tree, target", (B, T), tokens, INT64, *tree[1:], target)
     _check_tensors("active", (B,), tokens, INT32, active)
     _check_tensors("lookup", (B, 1 + n), tokens, INT64, lookup)
     _check_tensors("temperature", (B,), tokens, FLOAT32, temperature)
     _check_tensors("counts", (2, SOURCES, 2), tokens, FLOAT32, counts)
-    _check(counts is None or counts.is_contiguous() and not any(
-        x is None for x in (sources, temperature)),
-           "contiguous counts, sources and temperature", counts, sources, temperature)
-    inputs = sources, lookup, temperature
+    _check(counts.is_contiguous(), "contiguous counts", counts)
     if not runs_triton(tokens):
-        return accept_path_reference(*tree, target, active, max_path, *inputs, counts)
+        return accept_path_reference(*tree, target, active, max_path, temperature, counts, lookup)
     out = tokens.new_empty(B, 3 * max_path + 2)
-    _launch(_accept_path_kernel, (B,), *map(_contiguous, (*tree, target, active)), out,
-            *map(_contiguous, inputs), counts, T, max_path, n, BINS=BINS, SOURCES=SOURCES,
-            BLOCK_T=triton.next_power_of_2(max(T, max_path)), num_warps=1)
+    inputs = map(_contiguous, (*tree, target, active, temperature, lookup))
+    _launch(_accept_path_kernel, (B,), *inputs, counts, out, T, max_path, n, BINS=BINS,
+            SOURCES=SOURCES, BLOCK_T=triton.next_power_of_2(max(T, max_path)), num_warps=1)
     return out
 
 
-def accept_path_reference(tokens, parents, depths, ancestors, target, active, max_path,
-                          sources=None, lookup=None, temperature=None, counts=None):
+def accept_path_reference(tokens, parents, depths, ancestors, sources, target, active, max_path,
+                          temperature, counts, lookup=None):
     rows = []
-    rows_of = zip(*(x.tolist() for x in (tokens, parents, ancestors, target, active)))
-    for b, (tokens, parents, ancestors, target, active) in enumerate(rows_of):
+    rows_of = zip(*(x.tolist() for x in (tokens, parents, ancestors, sources, target, active)))
+    for b, (tokens, parents, ancestors, sources, target, active) in enumerate(rows_of):
         path = [0]
         for i in range(1, len(tokens)):
             is_child = ancestors[i] and parents[i] == path[-1]
             if is_child and tokens[i] == target[path[-1]] and len(path) < max_path:
                 path.append(i)
         count = len(path)
-        source_of = [-1] * len(tokens) if sources is None else sources[b].tolist()
         path += [0] * (max_path - count)
         targets = [target[i] for i in path]
-        rows.append([*targets, *path, *[source_of[i] for i in path],
+        rows.append([*targets, *path, *[sources[i] for i in path],
                      count * active, (count - 1) * active])
-        if counts is not None and active:
+        if active:
             added = counts[int(temperature[b] > 0)]
-            for i, source in enumerate(source_of):
+            for i, source in enumerate(sources):
                 if i and ancestors[i] and 0 <= source < BINS:
                     added[source] += added.new_tensor([i in path, 1])
             match, *chain = [0] if lookup is None else lookup[b].tolist()

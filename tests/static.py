@@ -120,7 +120,7 @@ def print_launches(tree_sizes=(1, 5, 16, 64)):
 # Arguments of the functions
 
 # Sizes and dtype of each tensor, "real" for the call's own dtype; "?" marks those that may be None. And the others.
-TREE = dict.fromkeys(("tokens", "parents", "depths", "ancestors"), "B T int64")
+TREE = dict.fromkeys(("tokens", "parents", "depths", "ancestors", "sources"), "B T int64")
 HEAD = dict(hidden="M C real", weight="V C real")
 PLACE = dict(sequence="M int64", position="M int64")
 TENSORS = dict(
@@ -135,17 +135,16 @@ TENSORS = dict(
     select_candidates=dict(logprobs="B w W float32", tokens="B w W int64"),
     ngram_lookup=dict(history="B S int32", lengths="B int32"),
     best_tree=dict(root="B int64", temperature="B float32", lookup="B 1+m int64 ?", chances="modes SOURCES float32"),
-    accept_path=TREE | dict(target="B T int64", active="B int32", sources="B T int64 ?", lookup="B 1+m int64 ?",
-                            temperature="B float32 ?", counts="modes SOURCES modes float32 ?"),
+    accept_path=TREE | dict(target="B T int64", active="B int32", temperature="B float32",
+                            counts="modes SOURCES modes float32", lookup="B 1+m int64 ?"),
     filtered_sample=dict(logits="M V float32") | PLACE)
 SIZES = dict(B=2, L=2, M=3, T=3, H=12, Hq=8, Hkv=2, S=4096, C=4096, V=32000, n=32000, k=8, n_head=8, temperature=0.8,
              seed=0, top_k=0, top_p=0.9, min_p=0.0, m=15, modes=2, SOURCES=kernels.SOURCES)
-COUNTED = "sources lookup temperature counts"
 EXAMPLES = dict(  # a launch or two of every kernel
     tree_attention=dict(T=16, D=128), project_topk=dict(M=8), commit_path=dict(P=64, D=256), glu=dict(C=22016),
     add_norm=dict(present="delta weight"), rope_cache=dict(D=80, present="rope q_weight k_weight"),
     cosine_mix=dict(C=1024), ngram_lookup=dict(n=10), select_candidates=dict(w=4, W=4, n=15, K=4, depth=3),
-    best_tree=dict(n=15, K=4, tree_size=16, present="lookup"), accept_path=dict(T=16, max_path=16, present=COUNTED),
+    best_tree=dict(n=15, K=4, tree_size=16, present="lookup"), accept_path=dict(T=16, max_path=16, present="lookup"),
     filtered_sample=dict())
 
 
@@ -208,7 +207,7 @@ GATE = dict(  # every shape class that kernels.py chooses, a list for alternativ
     select_candidates=[dict(w=32, W=32, n=63, K=32, depth=31)], ngram_lookup=[dict(n=[1, 63])],
     best_tree=[dict(K=[1, 2, 4, 8, 16, 32], n=63, tree_size=64, present="lookup"),
                dict(candidates=None, m=63, tree_size=64, present="lookup")],
-    accept_path=[dict(T=[2, 64], max_path=5, present=["", "sources temperature counts", COUNTED])],
+    accept_path=[dict(T=[2, 64], max_path=5, present=["", "lookup"])],
     filtered_sample=[dict(V=[100, 8000, 50257, 128256, 262144])])  # tiles of 64 groups x 8 to 16 x 256
 
 

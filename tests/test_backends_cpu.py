@@ -249,7 +249,7 @@ def test_accept_in_c_is_its_reference(T, P):
     counts = decoder.policy.counts.clone()
     active = torch.randint(0, 2, (50,), dtype=torch.int32)
     temperature = decoder.slots.sampling["temperature"]
-    want = kernels.accept_path_reference(*trees, target, active, P, sources, chain[:, :T], temperature, counts)
+    want = kernels.accept_path_reference(*trees, sources, target, active, P, temperature, counts, chain[:, :T])
     with torch.inference_mode():
         for name, values in dict(tree=torch.cat((*trees, sources)), target=target, chain=chain).items():
             decoder.results[name].copy_(values.flatten())

@@ -134,7 +134,7 @@ def check_command(program, *argv):
 def sandbox(folder, tmp_path, monkeypatch):
     """A working directory with what the pages name: models, heads, texts. What is measured is small."""
     (tmp_path / "demo").symlink_to(ROOT / "demo")
-    for path in ("smollm2", "path/to/model", "path/to/large", "path/to/model.gguf", "out/base"):
+    for path in ("smollm2", "path/to/model", "path/to/large", "path/to/model.gguf", "out/base", "Qwen/Qwen3-0.6B"):
         shutil.copytree(folder, tmp_path / path)
         (tmp_path / path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     shutil.copytree(folder / "clover", tmp_path / "out" / "clover")

@@ -14,7 +14,7 @@ import model as models
 from backends import cpu
 from clover import PRESETS
 from conftest import SHAPES, needs_compiler, needs_cuda, random_prompts, refusal, toy_model
-from generate import Engine, Interrupted, Policy, Sampling, generate
+from generate import Engine, Interrupted, Policy, Sampling, generate, prepare
 from hf.tokenizer import load_encoding
 from kernels import filter_logits
 from model import GPT
@@ -257,7 +257,7 @@ def test_a_captured_step_gives_the_eager_text_without_synchronising(name, option
     """Catches a step that a graph does not hold: a value baked in, a buffer that moved, memory that is freed when the
     engine is cleared, and by then is another tensor's; a wait for the device."""
     model, heads = load(name, False, "cuda")
-    want = generate(model, PROMPTS, 24, graph=False, **options).tokens
+    want = prepare(model, PROMPTS, 24, tree_size=1, graph=False, **options).generate(PROMPTS, 24).tokens
     for batch, tree_size, lookup in [(1, 1, False), (3, 9, False), (1, 9, True), (8, 64, True), (3, None, True)]:
         policy = Policy(model, heads, lookup, tree_size) if tree_size else InTurns(model, heads)
         made = new_engine(model, batch_size=batch, capacity=150, sampling=Sampling(**options), policy=policy)

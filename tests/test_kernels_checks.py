@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kernels
-from static import COUNTED, FP32, TENSORS, arguments
+from static import FP32, TENSORS, arguments
 from test_kernels import INTERPRETED, as_int64, plain
 
 GIVEN = dict(  # arguments of each function, with every tensor that it may have
@@ -18,7 +18,7 @@ GIVEN = dict(  # arguments of each function, with every tensor that it may have
     add_norm=dict(C=8, present="delta weight bias"),
     rope_cache=dict(B=2, T=3, H=4, Hkv=1, D=16, S=10, present="rope q_weight k_weight"),
     select_candidates=dict(w=2, W=2, K=3, n=5, depth=1), ngram_lookup=dict(S=8, n=3),
-    best_tree=dict(K=3, n=5, tree_size=6, present="lookup"), accept_path=dict(T=3, max_path=3, present=COUNTED),
+    best_tree=dict(K=3, n=5, tree_size=6, present="lookup"), accept_path=dict(T=3, max_path=3, present="lookup"),
     filtered_sample=dict(M=2, V=8))
 NAMES = [name.removesuffix("_reference") for name in vars(kernels) if name.endswith("_reference")]
 
@@ -74,8 +74,8 @@ FURTHER = dict(  # what else is wrong: sizes and arguments, or a function of the
                lambda _: lists(joint=lambda x: x.transpose(0, 1).contiguous().transpose(0, 1)),
                dict(m=64), dict(K=32, n=63, m=32), dict(SOURCES=41), dict(modes=1), dict(candidates=None, present="")],
     ngram_lookup=[dict(n=0), dict(n=64), lambda made: dict(history=made["history"][:, :1].expand(2, 2**28))],
-    accept_path=[dict(T=65), dict(max_path=0), dict(max_path=65), dict(SOURCES=41), dict(present="counts sources"),
-                 dict(present="counts temperature"), lambda made: dict(counts=made["counts"].mT.contiguous().mT)],
+    accept_path=[dict(T=65), dict(max_path=0), dict(max_path=65), dict(SOURCES=41),
+                 lambda made: dict(counts=made["counts"].mT.contiguous().mT)],
     filtered_sample=[dict(top_p=0.0), dict(top_p=1.1), dict(min_p=-0.1), dict(top_k=-1),
                      lambda _: dict(top_k=torch.ones(2)), lambda _: dict(top_p=torch.ones(2).double()),
                      lambda made: dict(logits=made["logits"].half())])

@@ -352,9 +352,11 @@ def test_paths_are_those_of_a_plain_walk_and_proposals_that_were_right_are_count
         trees = [as_int64(x) for x in zip(*(random_tree(rng, T, 4) for _ in range(4)))]
         sources = torch.randint(-1, kernels.SOURCES, (4, T))
         sources[:, 0] = -1  # a root's
-        tree = [every_second(x.to(device)) for x in (*trees, torch.randint(0, 3, (4, T)), active)]
-        out = kernels.accept_path(*tree, P)
-        for row, running, tokens, parents, _, masks, target in zip(*(x.tolist() for x in (out, active, *tree[:5]))):
+        tree = [every_second(x.to(device)) for x in (*trees, sources, torch.randint(0, 3, (4, T)), active)]
+        modes = every_second(temperature.to(device))
+        out = kernels.accept_path(*tree, P, modes, torch.zeros_like(counts))
+        rows = zip(*(x.tolist() for x in (out, active, *tree[:4], tree[5])))
+        for row, running, tokens, parents, _, masks, target in rows:
             path = [0]
             while following := [i for i in range(1, T) if masks[i] and parents[i] == path[-1]
                                 and tokens[i] == target[path[-1]]]:
@@ -366,12 +368,11 @@ def test_paths_are_those_of_a_plain_walk_and_proposals_that_were_right_are_count
         lookup = torch.cat((torch.randint(0, 5, (4, 1)), torch.randint(0, 3, (4, n_chain))), 1)
         equal = rng.randint(0, min(n_chain, P))
         lookup[:, 1:1 + equal] = out[:, :equal]
-        counted = [every_second(x.to(device)) for x in (sources, lookup, temperature)]
-        counted[1] = counted[1] if n_chain else None
-        got = kernels.accept_path(*tree, P, *counted, counts)
-        assert torch.equal(got[:, :2 * P], out[:, :2 * P]) and torch.equal(got[:, -2:], out[:, -2:])
-        on_host = [x if x is None else x.cpu() for x in (*tree, *counted)]
-        assert torch.equal(got.cpu(), kernels.accept_path_reference(*on_host[:6], P, *on_host[6:], want))
+        lookup = every_second(lookup.to(device)) if n_chain else None
+        got = kernels.accept_path(*tree, P, modes, counts, lookup)
+        assert torch.equal(got, out)
+        *on_host, chain = [x if x is None else x.cpu() for x in (*tree, lookup)]
+        assert torch.equal(got.cpu(), kernels.accept_path_reference(*on_host, P, temperature, want, chain))
         assert torch.equal(counts.cpu(), want)
 
 
