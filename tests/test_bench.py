@@ -10,7 +10,7 @@ from functools import partial
 from importlib.util import find_spec
 from itertools import count, product
 from types import SimpleNamespace
-from unittest.mock import MagicMock
+from unittest.mock import MagicMock, call
 from xml.etree import ElementTree
 
 import pytest
@@ -162,18 +162,14 @@ def test_each_prompt_is_read_as_a_whole(toy, prefilled):
     assert {*prefilled} == {(1, 4)} and (out.decoded, out.batch_steps) == (6, 6)
 
 
-class FakeServer:
+def fake_server(params):
     """Makes 5 tokens at most, of which its lookup, if it has one, guessed 2."""
-
-    def __init__(self, params):
-        self.params, self.asked = params, []
-
-    def handle_completions(self, request):
-        self.asked.append(request)
+    def answer(request):
         if len(request["prompt"]) > 2:
             return dict(error=dict(message="too long"))
-        drafted = {} if self.params.speculative.types == [0] else dict(draft_n_accepted=2)
+        drafted = {} if params.speculative.types == [0] else dict(draft_n_accepted=2)
         return dict(timings=dict(predicted_n=min(5, request["n_predict"])) | drafted)
+    return SimpleNamespace(params=params, handle_completions=MagicMock(side_effect=answer))
 
 
 def test_llama_cpp_counts_what_was_made(monkeypatch):
@@ -181,7 +177,7 @@ def test_llama_cpp_counts_what_was_made(monkeypatch):
     where the package is missing."""
     names = "NONE", "NGRAM_SIMPLE", "NGRAM_CACHE", "NGRAM_MAP_K"
     types = {f"COMMON_SPECULATIVE_TYPE_{name}": number for number, name in enumerate(names)}
-    package = SimpleNamespace(CommonParams=MagicMock, common_speculative_type=types, Server=FakeServer)
+    package = SimpleNamespace(CommonParams=MagicMock, common_speculative_type=types, Server=fake_server)
     monkeypatch.setitem(sys.modules, "xllamacpp", package)
     ways = llama_cpp.llama_cpp_ways("a.gguf", torch.device("cpu"), 80, 0.5, ())
     assert [*ways] == [("llama.cpp", None), *((f"llama.cpp {name.lower()}", None) for name in names[1:])]
@@ -192,7 +188,8 @@ def test_llama_cpp_counts_what_was_made(monkeypatch):
     params, asked = server.params, dict(temperature=0.5, samplers=["temperature"], seed=0, ignore_eos=True)
     assert (params.model.path, params.n_ctx, params.cache_prompt, params.cache_ram_mib) == ("a.gguf", 80, False, 0)
     assert params.cpuparams.n_threads == params.cpuparams_batch.n_threads == torch.get_num_threads()
-    assert server.asked == [asked | dict(prompt=x, n_predict=n) for x, n in (([1, 2], 8), ([1, 2], 12), ([3], 12))]
+    assert server.handle_completions.call_args_list == [
+        call(asked | dict(prompt=x, n_predict=n)) for x, n in (([1, 2], 8), ([1, 2], 12), ([3], 12))]
     refusal(lambda: ways[llama_cpp.PLAIN]([[1], [1, 2, 3]], 4), "llama.cpp: too long")
     rows = decoding.compare({("plain", 1): spent(3), llama_cpp.PLAIN: [plain._replace(seconds=0.5)]})
     assert rows[llama_cpp.PLAIN]["speed_up"] == 5.0 and rows["plain", 1]["over_llama_cpp"] == 0.2
