@@ -140,12 +140,6 @@ TENSORS = dict(
     filtered_sample=dict(logits="M V float32") | PLACE)
 SIZES = dict(B=2, L=2, M=3, T=3, H=12, Hq=8, Hkv=2, S=4096, C=4096, V=32000, n=32000, k=8, n_head=8, temperature=0.8,
              seed=0, top_k=0, top_p=0.9, min_p=0.0, m=15, modes=2, SOURCES=kernels.SOURCES)
-EXAMPLES = dict(  # a launch or two of every kernel
-    tree_attention=dict(T=16, D=128), project_topk=dict(M=8), commit_path=dict(P=64, D=256), glu=dict(C=22016),
-    add_norm=dict(present="delta weight"), rope_cache=dict(D=80, present="rope q_weight k_weight"),
-    cosine_mix=dict(C=1024), ngram_lookup=dict(n=10), select_candidates=dict(w=4, W=4, n=15, K=4, depth=3),
-    best_tree=dict(n=15, K=4, tree_size=16, present="lookup"), accept_path=dict(T=16, max_path=16, present="lookup"),
-    filtered_sample=dict())
 
 
 def arguments(name, dtype=BF16, present="", aligned=True, device="meta", **given):
@@ -180,11 +174,11 @@ def launches_of(name, dtype=BF16, present="", aligned=True, multiprocessors=132,
 # ---------------------------------------------------------------------------------------------------------------------
 # What launches compile to
 
-HEAD_SIZES = [16, 32, 64, 128, 256]  # others have the tile of the next power of two, and masks
+HEAD_SIZES = [16, 32, 64, 256, 128]  # others have the tile of the next power of two, and masks
 ROWS = [8, 32, 64, 128, 512]
 GATE = dict(  # every shape class that kernels.py chooses, a list for alternatives; float16 needs what bfloat16 does
     tree_attention=[
-        dict(T=[2, 8, 16, 32], D=HEAD_SIZES, present=["", "slopes"]),  # tiles of 16 to 128 query rows
+        dict(T=[2, 8, 32, 16], D=HEAD_SIZES, present=["slopes", ""]),  # tiles of 16 to 128 query rows
         dict(T=[2, 8, 16, 32], D=HEAD_SIZES, present="slopes", window=1024),
         dict(T=[2, 16], D=[80, 192], window=[0, 1024]),
         dict(T=5, D=HEAD_SIZES, present="slopes", window=1024, dtype=[BF16, FP32], aligned=[True, False]),
@@ -203,7 +197,8 @@ GATE = dict(  # every shape class that kernels.py chooses, a list for alternativ
     add_norm=[dict(C=[16, 1000, 16384], present=["", "delta weight bias"], dtype=[BF16, FP32])],
     rope_cache=[dict(D=21, present="q_weight k_weight", dtype=[BF16, FP32]),
                 dict(D=[16, 256], present=["rope", "rope q_weight k_weight"])],
-    glu=[dict(C=2 * 11008, activation=["silu", "gelu"])], cosine_mix=[dict(C=16384, n_head=1)],
+    sum_parts=[dict(N=8, n=65536, present="bias")], glu=[dict(C=2 * 11008, activation=["silu", "gelu"])],
+    cosine_mix=[dict(C=16384, n_head=1)],
     select_candidates=[dict(w=32, W=32, n=63, K=32, depth=31)], ngram_lookup=[dict(n=[1, 63])],
     best_tree=[dict(K=[1, 2, 4, 8, 16, 32], n=63, tree_size=64, present="lookup"),
                dict(candidates=None, m=63, tree_size=64, present="lookup")],
@@ -211,15 +206,15 @@ GATE = dict(  # every shape class that kernels.py chooses, a list for alternativ
     filtered_sample=[dict(V=[100, 8000, 50257, 128256, 262144])])  # tiles of 64 groups x 8 to 16 x 256
 
 
-def all_launches():
-    """The launches of `GATE` and of `EXAMPLES`, by signature."""
-    launches = [launch for name, given in EXAMPLES.items() for launch in launches_of(name, **given)]
+def all_launches(sample=False):
+    """The launches of `GATE`, by signature. sample: only those of the last choices of each operation's first shapes."""
+    launches = []
     for name, group in GATE.items():
-        for choices in group:
+        for choices in group[:1] if sample else group:
             lists = [x if isinstance(x, list) else [x] for x in choices.values()]
-            for values in product(*lists):
+            for values in product(*(x[-1:] if sample else x for x in lists)):
                 launches += launches_of(name, **dict(zip(choices, values)))
-    return signatures(launches)
+    return list(dict.fromkeys(signature(name, args, named) for name, _, args, named in launches))
 
 
 def signature(name, args, named):
@@ -236,11 +231,6 @@ def signature(name, args, named):
     multiples = tuple(i for i, (_, key) in enumerate(found) if key == "D")
     options = ((key, named[key]) for key in ("maxnreg", "num_stages", "num_warps") if named.get(key))
     return name, kinds, constants, multiples, tuple(options)
-
-
-def signatures(launches):
-    """The signatures of recorded launches, each once."""
-    return list(dict.fromkeys(signature(name, args, named) for name, _, args, named in launches))
 
 
 def usage(target, launch):

@@ -19,6 +19,7 @@ from hf.tokenizer import load_encoding
 from kernels import filter_logits
 from model import GPT
 from test_clover import random_heads
+from tools.timing import stage_times, timing_decoder
 
 
 def new_engine(model, heads=None, *, tree_size=1, lookup=False, policy=None, **options):
@@ -257,6 +258,8 @@ def test_a_captured_step_gives_the_eager_text_without_synchronising(name, option
     """Catches a step that a graph does not hold: a value baked in, a buffer that moved, memory that is freed when the
     engine is cleared, and by then is another tensor's; a wait for the device."""
     model, heads = load(name, False, "cuda")
+    stages = stage_times(timing_decoder(model, heads, 9, lookup=True, sampling=Sampling(**options)))
+    assert min(stages.values()) > 0  # each in a graph of its own
     want = prepare(model, PROMPTS, 24, tree_size=1, graph=False, **options).generate(PROMPTS, 24).tokens
     for batch, tree_size, lookup in [(1, 1, False), (3, 9, False), (1, 9, True), (8, 64, True), (3, None, True)]:
         policy = Policy(model, heads, lookup, tree_size) if tree_size else InTurns(model, heads)

@@ -281,11 +281,13 @@ PROJECTIONS = {
 }
 
 
-@pytest.mark.parametrize("gathered", [pytest.param(False, id="all-tokens", marks=slow_to_interpret),
-                                      pytest.param(True, id="vocab-ids")])
+@pytest.mark.parametrize("gathered, noisy", [
+    pytest.param(False, False, id="all-tokens", marks=slow_to_interpret), pytest.param(True, False, id="vocab-ids"),
+    pytest.param(False, True, id="noise"), pytest.param(True, True, id="vocab-ids-noise", marks=slow_to_interpret)])
 @pytest.mark.parametrize("M, C, V, k, dtype", PROJECTIONS.values(), ids=PROJECTIONS.keys())
-def test_project_topk_matches_float64(M, C, V, k, dtype, gathered, device):
-    """Bug: a tile or a channel left out, the log-sum-exp of padding, a place taken for a token id, a stride."""
+def test_project_topk_matches_float64(M, C, V, k, dtype, gathered, noisy, device):
+    """Bug: a tile or a channel left out, the log-sum-exp of padding, a place taken for a token id, a stride; noise of a
+    column, not a token id, of another row's position or sequence; greedy rows that have any."""
     generator = torch.Generator().manual_seed(3)
     hidden, weight = (torch.randn(n, C, generator=generator).to(dtype) for n in (M, V))
     rows = None
@@ -293,30 +295,22 @@ def test_project_topk_matches_float64(M, C, V, k, dtype, gathered, device):
         rows = torch.randperm(3 * V, generator=generator)[:V].sort().values.int()
         weight = torch.full((3 * V, C), math.nan, dtype=dtype).index_copy(0, rows.long(), weight)
     scores = hidden.double() @ weight.double().T
+    noise, B = None, M // 2 if M % 2 == 0 else M  # sequences of two rows, or of one
+    if noisy:
+        temperature = torch.tensor([0.0, 0.7, 3.0]).repeat(B)[:B]
+        noise = [temperature, torch.arange(B) - 1, torch.arange(B) * 2**40, torch.randperm(M, generator=generator)]
+        scores += temperature.repeat_interleave(M // B)[:, None] * kernels.gumbel(
+            *noise[1:], 1000 + torch.arange(scores.shape[1]))
+        noise = [x.to(device) for x in noise]
     want = torch.log_softmax(scores if rows is None else scores.masked_fill(scores.isnan(), -math.inf), -1)
     args = hidden.to(device), weight.to(device), k, None if rows is None else rows.to(device)
     if C in (32, 33):
         args = every_second(args[0]), every_second(args[1].T).T, k, None if rows is None else every_second(args[3])
-    logprobs, tokens = (x.cpu() for x in kernels.project_topk(*args))
+    logprobs, tokens = (x.cpu() for x in kernels.project_topk(*args, noise, first_token=1000))
     assert logprobs.dtype == torch.float32 and tokens.dtype == torch.int64 and logprobs.shape == tokens.shape == (M, k)
     assert torch.allclose(logprobs.double(), want.topk(k).values, atol=1e-4)
     assert torch.allclose(logprobs.double(), want.gather(1, tokens), atol=1e-4)
     assert all(len(set(row)) == k for row in tokens.tolist())
-
-
-@pytest.mark.parametrize("gathered", [False, True])
-def test_project_topk_adds_the_samplers_noise(gathered, device):
-    """Bug: noise of a column, not a token id, of another row's position or sequence; greedy rows that have any."""
-    hidden, weight = torch.randn(6, 32), torch.randn(700, 32)
-    rows = torch.randperm(700)[:300].int() if gathered else torch.arange(700).int()
-    noise = [*map(torch.tensor, ([0.0, 0.7, 3.0], [1, 2, 3], [7, 2**40, 0], [4, 5, 4, 9, 0, 1]))]
-    scores = (hidden.double() @ weight.double().T)[:, rows.long()]
-    scores += noise[0].repeat_interleave(2)[:, None] * kernels.gumbel(*noise[1:], rows)
-    args = hidden.to(device), weight.to(device), 5, rows.to(device) if gathered else None
-    logprobs, tokens = kernels.project_topk(*args, [x.to(device) for x in noise])
-    want = scores.log_softmax(-1).topk(5)
-    assert torch.equal(tokens.cpu(), rows.long()[want.indices])
-    assert torch.allclose(logprobs.cpu().double(), want.values, atol=1e-4)
 
 
 @pytest.mark.parametrize("order", ["ascending", "shuffled"])

@@ -56,11 +56,8 @@ def test_tree_nodes_see_their_own_path(shape):
     """Catches siblings that see each other and ragged sequences that see another's length."""
     model = toy_model(**SHAPES[shape])
     prompts = [torch.tensor(p) for p in random_prompts([9, 1, 20])]
-    parents = [0, 0, 0, 1, 1, 3]
-    depths = torch.tensor([0, 1, 1, 2, 2, 3])
-    ancestors = [1]
-    for i, parent in enumerate(parents[1:], 1):
-        ancestors.append(ancestors[parent] | 1 << i)
+    ancestors = [0b1, 0b11, 0b101, 0b1011, 0b10011, 0b101011]
+    depths = torch.tensor([mask.bit_count() - 1 for mask in ancestors])
     nodes = torch.tensor(random_prompts([6, 6, 6], seed=1))
     cache = model.new_cache(3, 40)
     for b, prompt in enumerate(prompts):

@@ -8,7 +8,7 @@ import static
 from clover import CloverHeads
 from generate import Sampling
 from model import GPT
-from static import EXAMPLES, launches_of, step_launches
+from static import launches_of, step_launches
 from test_kernels import records
 from tools.flags import DEMO
 
@@ -30,7 +30,7 @@ def check_figures(launches, figures):
 @pytest.mark.parametrize("target", ["cuda:90", pytest.param("cuda:80", marks=pytest.mark.slow)])
 def test_a_launch_of_every_kernel_compiles_without_spills(target):
     """Bug: a kernel that only the interpreter understands, that spills, or that needs too much shared memory."""
-    launches = static.signatures([launch for name in EXAMPLES for launch in launches_of(name, **EXAMPLES[name])])
+    launches = static.all_launches(sample=True)
     assert {launch[0] for launch in launches} == {name for name in vars(kernels) if name.endswith("_kernel")}
     check_figures(launches, (static.usage(target, launch) for launch in launches))
 

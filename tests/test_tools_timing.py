@@ -4,8 +4,7 @@ import pytest
 import torch
 
 from backends import cpu
-from conftest import needs_compiler, needs_cuda
-from generate import Sampling
+from conftest import needs_compiler
 from test_generate import load
 from tools import timing
 from tools.timing import stage_times, step_time, timing_decoder
@@ -21,23 +20,6 @@ def test_more_threads_are_used_where_they_are_quicker_by_15_percent(monkeypatch,
     assert threads == [want]
 
 
-@pytest.mark.filterwarnings("error:.*CUDA Graph is empty")
-@pytest.mark.parametrize("compiled, device", [
-    (False, "cpu"), pytest.param(True, "cpu", marks=needs_compiler),
-    pytest.param(False, "cuda", marks=[pytest.mark.gpu, needs_cuda])])
-@pytest.mark.parametrize("tree_size", [1, 9])
-@pytest.mark.parametrize("drafters", ["heads", "lookup", "heads+lookup"])
-def test_stages_and_steps_are_timed(compiled, device, tree_size, drafters):
-    """Catches a stage that cannot be captured alone, a graph of nothing, steps that run out of the cache."""
-    model, heads = load("clover", compiled, device)
-    decoder = timing_decoder(model, heads if "heads" in drafters else None, tree_size, lookup="lookup" in drafters,
-                             batch_size=2, sampling=Sampling(0.5, top_k=3))
-    times = stage_times(decoder)
-    assert list(times) == ["draft", "verify", "sample", "accept", "commit"]
-    assert (times.pop("draft") > 0) == (tree_size > 1) and min(times.values()) > 0
-    assert step_time(decoder) > 0 and decoder.slots.cache.lengths.tolist() == [255, 255]
-
-
 @needs_compiler
 def test_heads_read_a_token_in_each_timed_draft(monkeypatch):
     """Catches drafts without what augmenting blocks take, since an idle slot accepts nothing to read."""
@@ -50,3 +32,4 @@ def test_heads_read_a_token_in_each_timed_draft(monkeypatch):
     decoder = timing_decoder(*load("clover", True), 5)
     monkeypatch.setattr(timing, "seconds", reads)
     assert step_time(decoder) and stage_times(decoder)["draft"]
+    assert decoder.slots.cache.lengths.tolist() == [255]  # its slot stays idle
