@@ -1222,7 +1222,7 @@ typedef struct { float score; int token; } Best;
 
 typedef struct {
     const float *logits;         // [M, V]
-    int V, T, first_token, parts;  // T: rows of a sequence; first_token: of the first column
+    int V, T, parts;             // T: rows of a sequence
     int first, ahead;            // the first row's number; what is added to positions
     const int32_t *slots;        // as in Pass
     const float *temperature;    // by slot; NULL: all 0
@@ -1266,7 +1266,7 @@ static void best_of_part(void *arguments, int unit) {
     for (int i = start; i < end; i += LANES) {
         vf score = load_n(a->logits + (size_t)m * a->V + i, end - i);
         if (temperature != 0)
-            score = score / temperature + gumbel(key, NUMBERS + i + a->first_token);
+            score = score / temperature + gumbel(key, NUMBERS + i);
         vi larger = (score > best) & (NUMBERS < end - i);
         best = select_lanes(larger, score, best);
         at = (vi)select_lanes(larger, (vf)(NUMBERS + i), (vf)at);
@@ -1288,24 +1288,23 @@ static void best_tokens(Argmax *a, int M, int64_t *out, int threads) {
     }
 }
 
-void argmax(const float *logits, int M, int V, int T, int first_token, const float *temperature,
-            const int64_t *seed, const int64_t *sequence, const int64_t *position, int64_t *out,
-            int threads) {
-    Argmax a = {logits, V, T, first_token, .temperature = temperature, .seed = seed,
-                .sequence = sequence, .position = position};
+void argmax(const float *logits, int M, int V, int T, const float *temperature, const int64_t *seed,
+            const int64_t *sequence, const int64_t *position, int64_t *out, int threads) {
+    Argmax a = {logits, V, T, .temperature = temperature, .seed = seed, .sequence = sequence,
+                .position = position};
     best_tokens(&a, M, out, threads);
 }
 
 // The `argmax` of the logits of what follows M tokens at these positions, for a few of them at a
 // time, so that all logits fit in memory. temperature NULL: 0, and there is no noise
-void sample(const Linear *w, const float *x, int M, int T, int first_token, const int32_t *slots,
+void sample(const Linear *w, const float *x, int M, int T, const int32_t *slots,
             const float *temperature, const int64_t *seed, const int64_t *sequence,
             const int64_t *position, int64_t *out, int threads) {
     int step = max(MAX_TREE / T, 1) * T;
     float *logits = scratch(LOGITS, (size_t)min(M, step) * w->n * sizeof *logits);
     for (int m = 0; m < M; m += step) {
         int rows = min(M - m, step);
-        Argmax a = {logits, w->n, T, first_token, .first = m, .ahead = 1, .slots = slots,
+        Argmax a = {logits, w->n, T, .first = m, .ahead = 1, .slots = slots,
                     .temperature = temperature, .seed = seed, .sequence = sequence,
                     .position = position};
         product(w, x + (size_t)m * w->k, rows, logits, threads);
@@ -1864,7 +1863,7 @@ int step_verify(Step *s) {
 
 void step_sample(Step *s) {
     const float *temperature = s->noise ? s->temperature : NULL;
-    sample(&s->head, s->normed, s->trees.B * s->T, s->T, 0, s->trees.slots, temperature, s->seed,
+    sample(&s->head, s->normed, s->trees.B * s->T, s->T, s->trees.slots, temperature, s->seed,
            s->sequence, s->positions, s->target, s->trees.threads);
 }
 

@@ -39,7 +39,7 @@ from clover import (
     Tree,
 )
 from generate import FILTERED, LARGEST, MAX_CHAIN, Accepted, Decoder
-from kernels import BINS, SOURCES, filled, filter_logits, runs_triton, with_noise
+from kernels import BINS, SOURCES, best_tokens, filled, filter_logits, runs_triton
 from model import MAX_TREE, Blocks, InputError, KVCache, LMHead, atomic_write, expect, warn
 
 LANES = 16      # outputs of a packed weight that stand side by side
@@ -200,9 +200,9 @@ FUNCTIONS = {
     "unpack_rows": (POINTER(Linear), c_void_p, c_int, c_void_p),
     "attention": (POINTER(Block), POINTER(Pass), c_void_p, c_void_p),
     "run_blocks": (POINTER(Block), c_int, POINTER(Norm), POINTER(Pass), c_void_p, c_void_p),
-    "argmax": (c_void_p, *[c_int] * 4, *[c_void_p] * 5, c_int),
+    "argmax": (c_void_p, *[c_int] * 3, *[c_void_p] * 5, c_int),
     "select_candidates": (c_void_p, c_void_p, *[c_int] * 6, *[c_void_p] * 3),
-    "sample": (POINTER(Linear), c_void_p, c_int, c_int, c_int, *[c_void_p] * 6, c_int),
+    "sample": (POINTER(Linear), c_void_p, c_int, c_int, *[c_void_p] * 6, c_int),
     **{f"step_{stage}": (POINTER(Step),)
        for stage in ("draft", "verify", "sample", "accept", "commit", "catch_up")}}
 
@@ -434,19 +434,16 @@ class PackedLinear(Packed):
 class PackedLMHead(PackedLinear):
     """`model.LMHead` of such a weight, with its methods."""
 
-    def topk(self, hidden, k, vocab_ids=None, noise=None, first_token=0):
+    def topk(self, hidden, k, vocab_ids=None, noise=None):
         logits = self.packed.multiply(hidden)
-        tokens = torch.arange(self.out_features) if vocab_ids is None else vocab_ids
         if vocab_ids is not None:
             logits = logits[:, vocab_ids]
-        logits = with_noise(logits, noise, first_token + tokens)
-        columns = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-        return logits.log_softmax(-1).gather(1, columns), tokens[columns].long()
+        return best_tokens(logits, k, vocab_ids, noise)
 
     def logits(self, hidden):
         return self.packed.multiply(hidden)
 
-    def sample(self, hidden, temperature, seed, sequence, position, first_token=0):
+    def sample(self, hidden, temperature, seed, sequence, position):
         B, T = position.shape
         rows = [None] * 4  # where all is greedy, there is no noise
         if type(temperature) is torch.Tensor or temperature:
@@ -455,7 +452,7 @@ class PackedLMHead(PackedLinear):
                 sequence.contiguous(), position.contiguous())
         hidden = hidden.float().contiguous()
         out = torch.empty(B, T, dtype=torch.int64)
-        library().sample(self.packed.linear, hidden.data_ptr(), B * T, T, first_token, None,
+        library().sample(self.packed.linear, hidden.data_ptr(), B * T, T, None,
                          *map(pointer, rows), out.data_ptr(), threads())
         return out
 
@@ -480,7 +477,7 @@ class PackedEmbedding(Packed):
 LAYERS = {nn.Linear: PackedLinear, LMHead: PackedLMHead}
 
 
-def argmax(logits, temperature, seed, sequence, position, first_token=0):
+def argmax(logits, temperature, seed, sequence, position):
     """As `kernels.gumbel_argmax`, of float32 logits."""
     M, V = logits.shape
     B = len(sequence)
@@ -489,7 +486,7 @@ def argmax(logits, temperature, seed, sequence, position, first_token=0):
     sequence, position = (x.long().contiguous() for x in (sequence, position))
     out = torch.empty(M, dtype=torch.int64)
     rows = temperature, seed, sequence, position, out
-    library().argmax(logits.data_ptr(), M, V, M // B, first_token, *map(pointer, rows), threads())
+    library().argmax(logits.data_ptr(), M, V, M // B, *map(pointer, rows), threads())
     return out
 
 

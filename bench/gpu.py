@@ -14,6 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter
+from dataclasses import asdict
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -25,7 +26,7 @@ from bench import ROOT, machine, size_config
 from bench import operations as ops
 from bench.decoding import alternate, compare, decode_once, load_prompts
 from clover import CloverHeads, preset
-from generate import Sampling, generate
+from generate import Sampling, prepare
 from hf.families import hf_config
 from hf.paths import default_heads
 from kernels import add_norm
@@ -153,11 +154,11 @@ def toy(run):
         model = GPT(config).init_weights().to(run.device, dtype).requires_grad_(False).eval()
         heads = CloverHeads(preset(name), model).to(run.device, dtype).requires_grad_(False).eval()
         for sampling in (Sampling(), NOISE, Sampling(0.8, 50, 0.9, 0.01)):
-            options = dict(sampling=[sampling] * 2, graph=False)
-            plain = generate(model, prompts, 8, **options).tokens
-            tree = generate(model, prompts, 8, heads, lookup=True, tree_size=9, **options).tokens
+            decode = lambda **options: prepare(
+                model, prompts, 8, graph=False, **options, **asdict(sampling)).generate(prompts, 8)
+            tree = decode(heads=heads, lookup=True, tree_size=9)
             yield dict(heads=name, dtype=str(dtype), sampling=str(sampling),
-                       identical=tree == plain)
+                       identical=tree.tokens == decode(tree_size=1).tokens)
 
 
 def tests(run):

@@ -197,7 +197,7 @@ GATE = dict(  # every shape class that kernels.py chooses, a list for alternativ
     add_norm=[dict(C=[16, 1000, 16384], present=["", "delta weight bias"], dtype=[BF16, FP32])],
     rope_cache=[dict(D=21, present="q_weight k_weight", dtype=[BF16, FP32]),
                 dict(D=[16, 256], present=["rope", "rope q_weight k_weight"])],
-    sum_parts=[dict(N=8, n=65536, present="bias")], glu=[dict(C=2 * 11008, activation=["silu", "gelu"])],
+    glu=[dict(C=2 * 11008, activation=["silu", "gelu"])],
     cosine_mix=[dict(C=16384, n_head=1)],
     select_candidates=[dict(w=32, W=32, n=63, K=32, depth=31)], ngram_lookup=[dict(n=[1, 63])],
     best_tree=[dict(K=[1, 2, 4, 8, 16, 32], n=63, tree_size=64, present="lookup"),
