@@ -24,10 +24,9 @@ import generate
 import kernels
 import model as models
 from backends.tensor_parallel import Group
-from clover import CloverHeads, preset
-from conftest import SHAPES
+from conftest import SHAPES, toy_model
 from generate import GREEDY, Decoder, Engine, Policy, Sampling, capture
-from model import GPT, GPTConfig
+from test_clover import random_heads
 from test_generate import InTurns
 from tools import timing
 from train_heads import Run
@@ -36,7 +35,6 @@ H200 = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocess
 pytestmark = pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs triton")
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CONTIGUOUS = torch.contiguous_format
-SIZES = dict(vocab_size=50, block_size=2048, n_layer=2, n_embd=64, n_head=4, n_kv_head=2, head_size=16, n_inner=96)
 
 
 class Indexing(TorchFunctionMode):
@@ -250,8 +248,8 @@ def start(request):
     """A function that makes a model and heads with values, for these read the LM head's scale, then the fake GPU, and
     puts them there: (world, model, heads)."""
     def make(name="llama", kind="clover", dtype=torch.bfloat16, **switches):
-        model = GPT(GPTConfig(**SIZES | SHAPES[name])).init_weights().requires_grad_(False).eval()
-        heads = CloverHeads(preset(kind, **switches), model).requires_grad_(False).eval() if kind else None
+        model = toy_model(block_size=2048, **SHAPES[name])
+        heads = random_heads(model, kind, **switches) if kind else None
         modules = [module.to(dtype) for module in (model, heads) if module is not None]
         world = request.getfixturevalue("world")
         with patch.object(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True):
