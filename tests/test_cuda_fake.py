@@ -24,7 +24,7 @@ import generate
 import kernels
 import model as models
 from backends.tensor_parallel import Group
-from conftest import SHAPES, toy_model
+from conftest import SHAPES, Operations, toy_model
 from generate import GREEDY, Decoder, Engine, Policy, Sampling, capture
 from test_clover import random_heads
 from test_generate import InTurns
@@ -376,36 +376,24 @@ def test_a_capture_is_in_inference_mode(world):
     assert capture(lambda: 2 * x, x.device)().is_inference() and not torch.is_inference_mode_enabled()
 
 
-class Products(TorchDispatchMode):
-    """The dtypes of the matrix products under autocast."""
-
-    def __init__(self):
-        super().__init__()
-        self.dtypes = set()
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        if operation.overloadpacket.__name__ in ("mm", "addmm"):
-            self.dtypes.update(x.dtype for x in args)
-        return operation(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize("name, kind, objective", [
     ("llama", "clover", "distill"), ("alibi", "clover2", "data"), ("gpt2", "hydra", "distill")])
 def test_losses_of_training_on_a_fake_gpu(name, kind, objective, start, monkeypatch):
     """Bug: a mask on the CPU, a loss that is read back, products in float32, sums in bfloat16; cuDNN's attention, whose
     gradient with a mask may be NaN. Without the gradient."""
     world, model, heads = start(name, kind, FP32)
-    allowed = []
+    allowed, products = [], set()
+    operations = Operations(lambda name, args, _: products.update(x.dtype for x in args if name in ("mm", "addmm")))
     monkeypatch.setattr(models, "sdpa_kernel", lambda backends: allowed.extend(backends) or contextlib.nullcontext())
     # autocast changes its float32 to bfloat16, of which the fake one knows nothing
     attention = patch.object(F, "scaled_dot_product_attention", lambda q, *_, **__: q.bfloat16())
-    with (patch.object(torch.cuda, "is_available", lambda: True), attention, torch.no_grad(), Products() as products,
+    with (patch.object(torch.cuda, "is_available", lambda: True), attention, torch.no_grad(), operations,
           patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True)):
         run = SimpleNamespace(config=SimpleNamespace(objective=objective), heads=heads, group=Group(), dtype=BF16)
         ids = torch.zeros(2, 40, dtype=torch.int64, device="cuda")
         total, accuracies = Run.losses(run, ids, ids.bool(), ids, None)
     assert total.shape == accuracies.shape == (heads.config.n_draft,)
-    assert total.dtype == FP32 and total.is_cuda and products.dtypes == {BF16}
+    assert total.dtype == FP32 and total.is_cuda and products == {BF16}
     assert allowed and torch.nn.attention.SDPBackend.CUDNN_ATTENTION not in allowed
 
 
