@@ -90,13 +90,6 @@ def test_a_folder_can_be_looked_at(checkpoint, capsys, monkeypatch):
     assert f"parameters    {parameters / 1e3:.1f} k\n" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("number, unit, said", [
-    (0, "", "0"), (9_311_488, "", "9.3 M"), (7e9, "", "7 B"), (128_256, "", "128 k"), (1_500_000_000, "B", "1.5 GB"),
-    (999_600, "B", "1 MB"), (99_960, "", "100 k")])
-def test_numbers_are_as_people_write_them(number, unit, said):
-    assert models.human(number, unit) == said
-
-
 def test_a_fresh_model_has_weights_and_sizes_that_fit():
     """Catches zeros until init_weights is called, a folder's model that draws numbers, sizes of another hidden size."""
     model = GPT(GPTConfig(vocab_size=50, n_layer=2, n_embd=96, n_head=6))

@@ -90,19 +90,21 @@ def same_heads(one, other):
     return all(torch.equal(a, b) for a, b in zip(trained(one).values(), trained(other).values(), strict=True))
 
 
-def start_accuracy(checkpoint, texts, name):
+def learned(checkpoint, texts, out, name, *flags):
+    """The record of a run of 60 steps, in which every head gets better."""
     model = GPT.from_pretrained(checkpoint, device="cpu", packed=False)
     heldout = load_tokens([texts], load_encoding(checkpoint), "heldout")
-    return evaluate.head_accuracy(CloverHeads(PRESETS[name], model), heldout, 8, 40)[1]
+    start = evaluate.head_accuracy(CloverHeads(PRESETS[name], model), heldout, 8, 40)[1]
+    found = run(checkpoint, texts, out, "--preset", name, "--steps", "60", *flags)
+    assert all(b > a + 0.1 for a, b in zip(start, found["accuracy"])), (start, found["accuracy"])
+    return found
 
 
 @pytest.mark.parametrize("name", [
     "hydra", "clover2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("medusa", "clover"))])
 def test_every_preset_learns(checkpoint, texts, tmp_path, capsys, name):
     """Catches heads that are trained towards the wrong token."""
-    start = start_accuracy(checkpoint, texts, name)
-    found = run(checkpoint, texts, tmp_path, "--preset", name, "--steps", "60")
-    assert all(b > a + 0.1 for a, b in zip(start, found["accuracy"])), (start, found["accuracy"])
+    found = learned(checkpoint, texts, tmp_path, name)
     top = found["top_accuracy"]
     assert top["1"] == found["accuracy"] and all(a <= b for n, m in ("12", "24", "48") for a, b in zip(top[n], top[m]))
     assert found["config"]["preset"] == name and found["training"]["steps"] == 60 and 1 <= found["tokens_per_step"] <= 5
@@ -130,9 +132,7 @@ def test_a_run_on_a_gpu_learns_and_its_steps_do_not_wait(dtype, checkpoint, text
         finally:
             torch.cuda.set_sync_debug_mode("default")
     monkeypatch.setattr(train_heads.Run, "train_step", unwaiting)
-    start = start_accuracy(checkpoint, texts, "clover")
-    found = run(checkpoint, texts, tmp_path, "--device", "cuda", "--steps", "60", "--dtype", dtype)
-    assert all(b > a + 0.1 for a, b in zip(start, found["accuracy"])), (start, found["accuracy"])
+    learned(checkpoint, texts, tmp_path, "clover", "--device", "cuda", "--dtype", dtype)
 
 
 @pytest.fixture(scope="module")
