@@ -10,6 +10,7 @@ import pytest
 import tokenizers
 import torch
 from safetensors.torch import load_file, save_file
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from backends import cpu
 from clover import PRESETS, CloverHeads
@@ -74,6 +75,19 @@ def edit_json(file, part=None, **changes):
     record = json.loads(file.read_text())
     (record[part] if part else record).update(changes)
     file.write_text(json.dumps(record))
+
+
+class Operations(TorchDispatchMode):
+    """Calls note(name, arguments, result) after each of torch's operations."""
+
+    def __init__(self, note):
+        super().__init__()
+        self.note = note
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **kwargs or {})
+        self.note(operation.overloadpacket.__name__, args, result)
+        return result
 
 
 @pytest.fixture

@@ -60,10 +60,6 @@ def record(function, *args, multiprocessors=132, **named):
     return launches
 
 
-def short_name(kernel):
-    return kernel.strip("_").removesuffix("_kernel")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The launches of a step
 
@@ -96,15 +92,19 @@ def step_launches(model, heads=None, lookup=False, tree_size=1, **options):
         launches.clear()
         with Launches() as operations:
             step()
-    return operations.counts + Counter(short_name(name) for name, *_ in launches)
+    return operations.counts + Counter(name.strip("_").removesuffix("_kernel") for name, *_ in launches)
+
+
+def demo():
+    """demo/ and its heads in bfloat16, the default on CUDA, without values."""
+    model = GPT.from_pretrained(DEMO, BF16, "cpu", packed=False)
+    heads = CloverHeads.from_pretrained(DEMO / "clover", model)
+    return model.to("meta"), heads.to("meta")
 
 
 def print_launches(tree_sizes=(1, 5, 16, 64)):
-    """Prints a row for each tree size and drafter of demo/ in bfloat16, the default on CUDA -> {row: Counter}."""
-    model = GPT.from_pretrained(DEMO, BF16, "cpu", packed=False)
-    heads = CloverHeads.from_pretrained(DEMO / "clover", model).to("meta")
-    model.to("meta")
-    rows = {}
+    """Prints a row for each tree size and drafter of demo/ -> {row: Counter}."""
+    (model, heads), rows = demo(), {}
     print("| tree size | drafters | launches | most of them |\n| --- | --- | --- | --- |")
     drafters = {"none": (None, False), "heads": (heads, False), "lookup": (None, True), "heads+lookup": (heads, True)}
     for tree_size in tree_sizes:

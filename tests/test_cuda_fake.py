@@ -24,10 +24,9 @@ import generate
 import kernels
 import model as models
 from backends.tensor_parallel import Group
-from clover import CloverHeads, preset
-from conftest import SHAPES
+from conftest import SHAPES, Operations, toy_model
 from generate import GREEDY, Decoder, Engine, Policy, Sampling, capture
-from model import GPT, GPTConfig
+from test_clover import random_heads
 from test_generate import InTurns
 from tools import timing
 from train_heads import Run
@@ -36,7 +35,6 @@ H200 = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocess
 pytestmark = pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs triton")
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CONTIGUOUS = torch.contiguous_format
-SIZES = dict(vocab_size=50, block_size=2048, n_layer=2, n_embd=64, n_head=4, n_kv_head=2, head_size=16, n_inner=96)
 
 
 class Indexing(TorchFunctionMode):
@@ -250,8 +248,8 @@ def start(request):
     """A function that makes a model and heads with values, for these read the LM head's scale, then the fake GPU, and
     puts them there: (world, model, heads)."""
     def make(name="llama", kind="clover", dtype=torch.bfloat16, **switches):
-        model = GPT(GPTConfig(**SIZES | SHAPES[name])).init_weights().requires_grad_(False).eval()
-        heads = CloverHeads(preset(kind, **switches), model).requires_grad_(False).eval() if kind else None
+        model = toy_model(block_size=2048, **SHAPES[name])
+        heads = random_heads(model, kind, **switches) if kind else None
         modules = [module.to(dtype) for module in (model, heads) if module is not None]
         world = request.getfixturevalue("world")
         with patch.object(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True):
@@ -378,35 +376,23 @@ def test_a_capture_is_in_inference_mode(world):
     assert capture(lambda: 2 * x, x.device)().is_inference() and not torch.is_inference_mode_enabled()
 
 
-class Products(TorchDispatchMode):
-    """The dtypes of the matrix products under autocast."""
-
-    def __init__(self):
-        super().__init__()
-        self.dtypes = set()
-
-    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-        if operation.overloadpacket.__name__ in ("mm", "addmm"):
-            self.dtypes.update(x.dtype for x in args)
-        return operation(*args, **kwargs or {})
-
-
 @pytest.mark.parametrize("name, kind", [("llama", "clover"), ("alibi", "clover2"), ("gpt2", "hydra")])
 def test_losses_of_training_on_a_fake_gpu(name, kind, start, monkeypatch):
     """Bug: a mask on the CPU, a loss that is read back, products in float32, sums in bfloat16; cuDNN's attention, whose
     gradient with a mask may be NaN. Without the gradient."""
     world, model, heads = start(name, kind, FP32)
-    allowed = []
+    allowed, products = [], set()
+    operations = Operations(lambda name, args, _: products.update(x.dtype for x in args if name in ("mm", "addmm")))
     monkeypatch.setattr(models, "sdpa_kernel", lambda backends: allowed.extend(backends) or contextlib.nullcontext())
     # autocast changes its float32 to bfloat16, of which the fake one knows nothing
     attention = patch.object(F, "scaled_dot_product_attention", lambda q, *_, **__: q.bfloat16())
-    with (patch.object(torch.cuda, "is_available", lambda: True), attention, torch.no_grad(), Products() as products,
+    with (patch.object(torch.cuda, "is_available", lambda: True), attention, torch.no_grad(), operations,
           patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True)):
         run = SimpleNamespace(heads=heads, group=Group(), dtype=BF16)
         ids = torch.zeros(2, 40, dtype=torch.int64, device="cuda")
         total, accuracies = Run.losses(run, ids, ids.bool(), ids, None)
     assert total.shape == accuracies.shape == (heads.config.n_draft,)
-    assert total.dtype == FP32 and total.is_cuda and products.dtypes == {BF16}
+    assert total.dtype == FP32 and total.is_cuda and products == {BF16}
     assert allowed and torch.nn.attention.SDPBackend.CUDNN_ATTENTION not in allowed
 
 

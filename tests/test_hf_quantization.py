@@ -2,8 +2,6 @@
 broken ones are refused in one line."""
 
 import json
-from collections.abc import Callable
-from typing import NamedTuple
 
 import pytest
 import torch
@@ -69,18 +67,13 @@ def fp8(rows, columns):
     return make
 
 
-class Kind(NamedTuple):
-    config: dict
-    make: Callable  # (N, C) -> (the layer's parts, its weight)
-
-
-KINDS = {
-    "awq": Kind(dict(quant_method="awq", version="gemm", bits=4, group_size=64, zero_point=True), awq),
-    "gptq-4": Kind(dict(quant_method="gptq", bits=4, group_size=64, desc_act=False), gptq(4, 64)),
-    "gptq-8": Kind(dict(quant_method="gptq", bits=8, group_size=32, desc_act=True), gptq(8, 32)),
-    "gptq-v2": Kind(dict(quant_method="gptq", bits=4, group_size=-1, checkpoint_format="gptq_v2"), gptq(4, -1, 2)),
-    "fp8-tensor": Kind(dict(quant_method="fp8"), fp8(None, None)),
-    "fp8": Kind(dict(quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic"), fp8(128, 128)),
+KINDS = {  # name: (config, a function of (N, C) -> (the layer's parts, its weight))
+    "awq": (dict(quant_method="awq", version="gemm", bits=4, group_size=64, zero_point=True), awq),
+    "gptq-4": (dict(quant_method="gptq", bits=4, group_size=64, desc_act=False), gptq(4, 64)),
+    "gptq-8": (dict(quant_method="gptq", bits=8, group_size=32, desc_act=True), gptq(8, 32)),
+    "gptq-v2": (dict(quant_method="gptq", bits=4, group_size=-1, checkpoint_format="gptq_v2"), gptq(4, -1, 2)),
+    "fp8-tensor": (dict(quant_method="fp8"), fp8(None, None)),
+    "fp8": (dict(quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic"), fp8(128, 128)),
 }
 
 
@@ -127,7 +120,7 @@ def test_biases_of_zeros_are_no_biases(tmp_path):
 def test_a_quantised_table_is_read(name, tmp_path):
     """Catches a table taken for one that is stored as floats, and a tied one of which only one use is filled."""
     path = write_quantised(tmp_path, "gptq-8", vocab_size=96, tied=name != "lm_head")
-    parts, value = KINDS["gptq-8"].make(96, 128)
+    parts, value = KINDS["gptq-8"][1](96, 128)
     edit_weights(path, lambda tensors: (tensors.pop(f"{name}.weight"), tensors.update(
         {f"{name}.{part}": torch.as_tensor(x).contiguous() for part, x in parts.items()})))
     plain, packed = (checkpoint.load(path, dtype, "cpu", packed=dtype and False) for dtype in (torch.float32, None))
@@ -160,7 +153,7 @@ BROKEN = {  # case: (kind, what breaks it, what is said)
     "group that does not divide": ("awq", dict(group_size=100), "(awq: 4 bits, groups of 100)"),
     "other group than the tensors": ("awq", dict(group_size=32), "qzeros is torch.int32 (3, 16), not torch.int32 "
                                      "(6, 16) (awq: 4 bits, groups of 32)"),
-    "small group": (Kind(dict(quant_method="gptq", bits=8, group_size=16), gptq(8, 16)), {},
+    "small group": ((dict(quant_method="gptq", bits=8, group_size=16), gptq(8, 16)), {},
                     "in groups of 16 are not supported"),
     "act-order": ("gptq-4", tensor("g_idx", lambda x: x.flip(0)), "act-order"),
     "scales that are not finite": ("awq", tensor("scales", lambda x: x * torch.inf), "not finite"),

@@ -5,12 +5,9 @@ import pytest
 
 import kernels
 import static
-from clover import CloverHeads
 from generate import Sampling
-from model import GPT
 from static import launches_of, step_launches
 from test_kernels import records
-from tools.flags import DEMO
 
 TOP_P = Sampling(temperature=0.8, top_p=0.9)
 pytestmark = records
@@ -51,12 +48,7 @@ def test_figures_are_read_from_the_binary():
 # ---------------------------------------------------------------------------------------------------------------------
 # The launches of a step
 
-@pytest.fixture(scope="module")
-def demo():
-    """demo/ and its heads, without values."""
-    model = GPT.from_pretrained(DEMO, device="cpu", packed=False)
-    heads = CloverHeads.from_pretrained(DEMO / "clover", model)
-    return model.to("meta"), heads.to("meta")
+demo = pytest.fixture(scope="module")(static.demo)
 
 
 @pytest.mark.parametrize("tree_size, drafters, sampling, most", [

@@ -91,19 +91,21 @@ def same_heads(one, other):
     return all(torch.equal(a, b) for a, b in zip(trained(one).values(), trained(other).values(), strict=True))
 
 
-def start_accuracy(checkpoint, texts, name):
+def learned(checkpoint, texts, out, name, *flags):
+    """The record of a run of 60 steps, in which every head gets better."""
     model = GPT.from_pretrained(checkpoint, device="cpu", packed=False)
     heldout = load_tokens([texts], load_encoding(checkpoint), "heldout")
-    return evaluate.head_accuracy(CloverHeads(PRESETS[name], model), heldout, 8, 40)
+    start = evaluate.head_accuracy(CloverHeads(PRESETS[name], model), heldout, 8, 40)
+    found = run(checkpoint, texts, out, "--preset", name, "--steps", "60", *flags)
+    assert all(b > a + 0.1 for a, b in zip(start, found["accuracy"])), (start, found["accuracy"])
+    return found
 
 
 @pytest.mark.parametrize("name", [
     "hydra", "clover2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("medusa", "clover"))])
 def test_every_preset_learns(checkpoint, texts, tmp_path, capsys, name):
     """Catches heads that are trained towards the wrong token."""
-    start = start_accuracy(checkpoint, texts, name)
-    found = run(checkpoint, texts, tmp_path, "--preset", name, "--steps", "60")
-    assert all(b > a + 0.1 for a, b in zip(start, found["accuracy"])), (start, found["accuracy"])
+    found = learned(checkpoint, texts, tmp_path, name)
     assert found["config"]["preset"] == name and found["training"]["steps"] == 60 and 1 <= found["tokens_per_step"] <= 5
     for table in found["acceptance"].values():  # of trees of 17 nodes
         (accepted, proposed), steps = map(sum, zip(*table)), sum(n for _, n in table) / 16
@@ -129,9 +131,7 @@ def test_a_run_on_a_gpu_learns_and_its_steps_do_not_wait(dtype, checkpoint, text
         finally:
             torch.cuda.set_sync_debug_mode("default")
     monkeypatch.setattr(train_heads.Run, "train_step", unwaiting)
-    start = start_accuracy(checkpoint, texts, "clover")
-    found = run(checkpoint, texts, tmp_path, "--device", "cuda", "--steps", "60", "--dtype", dtype)
-    assert all(b > a + 0.1 for a, b in zip(start, found["accuracy"])), (start, found["accuracy"])
+    learned(checkpoint, texts, tmp_path, "clover", "--device", "cuda", "--dtype", dtype)
 
 
 @pytest.fixture(scope="module")
@@ -147,8 +147,12 @@ def finished(checkpoint, texts, tmp_path_factory):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_goes_on(number, finished, checkpoint, texts, tmp_path, monkeypatch, capsys, unmeasured):
-    """Catches a signal that loses work, a resume that forgets the optimiser, schedule, place in the data or flags."""
+    """Catches a signal that loses work, a resume that forgets the optimiser, schedule, place in the data or flags; a
+    run that sees the same few windows all along, and heads that train the model under them."""
     monkeypatch.setattr(train_heads, "SHOW_EVERY", 2)
+    windows, train_step = [], train_heads.Run.train_step
+    monkeypatch.setattr(train_heads.Run, "train_step", lambda run, ids, *given: (
+        windows.append((str(ids), run.heads.model)), train_step(run, ids, *given))[1])
     optimizer_step, handler = torch.optim.AdamW.step, signal.getsignal(number)
 
     def stopped(self, *args):  # in the middle of a step
@@ -168,6 +172,9 @@ def test_a_stopped_run_goes_on(number, finished, checkpoint, texts, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     assert train_heads.main(parse_heads(["--out", str(tmp_path), "--resume"])) == 0
     assert same_heads(finished, tmp_path) and record(tmp_path) == record(finished)
+    before = GPT.from_pretrained(checkpoint, torch.float32, "cpu", packed=False).state_dict()
+    assert all(torch.equal(before[name], value) for name, value in windows[-1][1].state_dict().items())
+    assert len({ids for ids, _ in windows}) == len(windows) == 12
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4, 6, 8, 10, 12]
     assert set(lines[0]) == {"step", "tokens", "loss", "accuracy", "lr"}
@@ -383,18 +390,6 @@ def test_losses_equal_cross_entropy_against_the_shifted_teacher(tmp_path):
         assert accuracy[i] == (logs.argmax(-1) == teacher.argmax(-1)).float().mean()
     loss, _ = run.train_step(ids, loss_mask, None, None)
     torch.testing.assert_close(loss, losses.detach() @ torch.tensor([1, 0.7, 0.49, 0.343]))
-
-
-def test_steps_draw_their_own_windows_and_leave_the_model(checkpoint, texts, tmp_path, monkeypatch, unmeasured):
-    """Catches a run that sees the same few windows all along, and heads that train the model under them."""
-    seen, train_step = [], train_heads.Run.train_step
-    monkeypatch.setattr(train_heads.Run, "train_step", lambda run, ids, *given: (
-        seen.append((ids, run.heads.model)), train_step(run, ids, *given))[1])
-    run(checkpoint, texts, tmp_path, "--steps", "3")
-    (a, model), (b, _), (c, _) = seen
-    assert not torch.equal(a, b) and not torch.equal(a, c) and not torch.equal(b, c)
-    before = GPT.from_pretrained(checkpoint, torch.float32, "cpu", packed=False).state_dict()
-    assert all(torch.equal(before[name], value) for name, value in model.state_dict().items())
 
 
 @pytest.mark.parametrize("flags, says", [

@@ -5,10 +5,9 @@ from weakref import WeakValueDictionary
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from clover import CloverHeads, preset
-from conftest import SHAPES, random_prompts, toy_model
+from conftest import SHAPES, Operations, random_prompts, toy_model
 from training import loss
 from training.loss import Teacher, guess_masks, head_losses, run_heads, run_model
 
@@ -85,21 +84,6 @@ def test_guesses_across_a_border_and_of_tokens_that_do_not_count_are_left_out():
             assert guess_mask[i, b].tolist() == want
 
 
-class Peak(TorchDispatchMode):
-    """The most bytes that operations' results took at one time; views and results written in place take none."""
-
-    def __init__(self):
-        super().__init__()
-        self.live, self.peak = WeakValueDictionary(), 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        given = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
-        out = func(*args, **(kwargs or {}))
-        for x in out if isinstance(out, (tuple, list)) else [out]:
-            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in given:
-                self.live[x.untyped_storage()._cdata] = x.untyped_storage()
-        self.peak = max(self.peak, sum(storage.nbytes() for storage in self.live.values()))
-        return out
 
 
 def test_memory_does_not_grow_with_heads_tokens_and_vocabulary(monkeypatch):
@@ -112,12 +96,22 @@ def test_memory_does_not_grow_with_heads_tokens_and_vocabulary(monkeypatch):
         guess_mask = torch.empty(heads, 1, N, dtype=torch.bool)
         teacher = Teacher(hidden, torch.empty(1, N + heads), torch.empty(1, N + heads, dtype=torch.int64))
 
+    live, peaks = WeakValueDictionary(), []
+
+    def note(name, args, result):
+        """Notes how many bytes operations' results take; views and results written in place take none."""
+        given = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
+        for x in result if isinstance(result, (tuple, list)) else [result]:
+            if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in given:
+                live[x.untyped_storage()._cdata] = x.untyped_storage()
+        peaks.append(sum(storage.nbytes() for storage in live.values()))
+
     class Model:
         norm = staticmethod(lambda x: x * 1.0)
         head = type("Head", (), dict(weight=weight))
-    with Peak() as peak:
+    with Operations(note):
         losses, _ = head_losses(SimpleNamespace(model=Model, vocabulary=None), outputs, teacher, guess_mask)
         losses.sum().backward()
     kept = 4 * C * (3 * heads + 1) * (N + heads)  # what the norm gives, its gradient, and that of the outputs, per head
-    assert peak.peak < kept + 6 * 4 * chunk < 4 * V * N
+    assert max(peaks) < kept + 6 * 4 * chunk < 4 * V * N
     assert all(out.grad.shape == out.shape for out in outputs)

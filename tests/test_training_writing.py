@@ -142,8 +142,7 @@ def test_stored_states_are_those_of_each_document_alone(tmp_path, monkeypatch):
         assert (got.greedy == want.greedy).float().mean() > 0.8
     ids, _, _, teacher = data.window_batch(stored, 20, 9, 0, "cpu")
     assert teacher.hidden.shape == (20, 8, 64) and teacher.greedy.shape == (20, 8)
-    first = int(np.flatnonzero((tokens.ids[:54, None] == ids[0].numpy()[:1]).any(1) & np.array(
-        [(tokens.ids[i:i + 9] == ids[0].numpy()).all() for i in range(54)]))[0])
+    first = next(i for i in range(54) if (tokens.ids[i:i + 9] == ids[0].numpy()).all())
     whole = data.unpack_teacher(torch.tensor(rows[None, first:first + 8]), torch.float32)
     assert torch.equal(teacher.hidden[0], whole.hidden[0]) and torch.equal(teacher.logsumexp[0], whole.logsumexp[0])
     monkeypatch.setattr(data, "write_states", None)  # they are there
