@@ -34,6 +34,7 @@ class Measured(NamedTuple):
     decoded: int = 0          # tokens
     batch_steps: int = 0
     decode_seconds: float = 0.0
+    prompt_tokens: int = 0
 
 
 def size_config(name):

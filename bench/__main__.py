@@ -45,6 +45,7 @@ def add_decode_flags(parser):
     add("--temperatures", type=float, default=[0.0], **several, help="default: 0, greedy")
     add("--prompts", type=count, metavar="N",
         help="default: 16, or the largest batch; all of --chats")
+    add("--prompt-tokens", type=count, default=64, metavar="N", help="of --data; default: 64")
     add("--max-new-tokens", type=count, default=128, help="of each prompt; default: 128")
     add("--runs", type=count, default=3, help="rounds; medians count; default: 3")
     parser.add_argument("--llama-cpp", action="store_true", help="also by llama.cpp on the same "

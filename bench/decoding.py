@@ -17,8 +17,6 @@ from model import InputError
 from tools.load import load_model, parse_prompt, read_file
 from training.data import load_tokens, prompts
 
-PROMPT_LENGTH = 64  # tokens of a held-out text, which are continued
-
 
 def bench(args):
     """`bench decode`: prints the table -> the result. Kinds of --chats are measured one by one."""
@@ -68,7 +66,7 @@ def load_prompts(args, encoding):
     if not args.chats:
         n = args.prompts or max(16, *args.batch_sizes)
         heldout = load_tokens(args.data, encoding, "heldout")
-        return dict(text=prompts(heldout, n, PROMPT_LENGTH)), ()
+        return dict(text=prompts(heldout, n, args.prompt_tokens)), ()
     groups = {}
     parse = lambda value: (str(value.get("kind", "chat")), parse_prompt(value, chat=True))
     for kind, messages in read_file(Path(args.chats), parse)[:args.prompts]:
@@ -93,7 +91,8 @@ def decode_once(model, texts, new, stop=(), **options):
     engine.policy = policy
     out = engine.generate(texts, new, stop, forget)
     return Measured(out.tokens, out.steps, out.seconds, out.emitted - first.emitted,
-                    out.batch_steps - first.batch_steps, out.seconds - first.seconds)
+                    out.batch_steps - first.batch_steps, out.seconds - first.seconds,
+                    sum(map(len, texts)))
 
 
 def alternate(ways, groups, new, rounds):
@@ -126,6 +125,7 @@ def compare(runs):
             tokens_per_step=emitted(run) / run.steps, tokens_per_second=speed(run),
             decoding_per_second=(run.decoded / run.decode_seconds if run.decode_seconds > 0
                                  else None),
+            prompt_tokens_per_second=run.prompt_tokens / (run.seconds - run.decode_seconds),
             speed_up=ratio(own, plain),
             identical=fmean(same) if way[1] else None)  # llama.cpp's tokens are only counted
         if PLAIN in runs:

@@ -100,7 +100,8 @@ def decode(model, stop, draft, prompts, new):
         steps += batch_steps
         seconds += batch_seconds
     return Measured(tokens, steps + len(prompts), time.perf_counter() - started,
-                    sum(map(len, tokens)) - len(prompts), steps, seconds)
+                    sum(map(len, tokens)) - len(prompts), steps, seconds,
+                    sum(map(len, prompts)))
 
 
 def decode_batch(model, stop, draft, prompts, new):
