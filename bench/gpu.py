@@ -107,7 +107,8 @@ def chats(run):
 
 def decoded(run, **flags):
     """Rows of plain decoding and of each drafter, over batch sizes, each beside its graph alone."""
-    args = SimpleNamespace(**flags, device=str(run.device), quantize=None, data=None, prompt_tokens=64)
+    args = SimpleNamespace(**flags, device=str(run.device), quantize=None, data=None,
+                           prompt_tokens=64)
     model, encoding = load_model(args)
     heads = default_heads(args.model)
     heads = heads and CloverHeads.from_pretrained(heads, model, encoding.hash)

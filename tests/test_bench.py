@@ -132,7 +132,8 @@ def test_runs_alternate_and_ratios_are_those_of_a_round():
     assert order == [(way, [[1], [2]], 12) for way in ways] * 3 and kind == "text"
     assert [out.seconds for out in runs["other", 5]] == [4, 1, 2]
     assert decoding.compare(runs)["other", 5] == dict(
-        tokens_per_step=1.0, tokens_per_second=6, decoding_per_second=pytest.approx(11 / 1.5), prompt_tokens_per_second=6, speed_up=2,
+        tokens_per_step=1.0, tokens_per_second=6, decoding_per_second=pytest.approx(11 / 1.5),
+        prompt_tokens_per_second=6, speed_up=2,
         identical=pytest.approx(2 / 3))
 
 
