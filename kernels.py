@@ -448,7 +448,7 @@ def _take_best(entries, best):
 def _project_kernel(
     hidden_ptr, weight_ptr, vocab_ids_ptr, temperature_ptr, seed_ptr, sequence_ptr, position_ptr,
     entries_ptr, lse_ptr, stride_hm, stride_hc, stride_wv, stride_wc,
-    M, T, V, programs, k, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    k, programs, M, T, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
     """Program (tile of rows; p): the k best of vocabulary tiles p, p + programs, ... and their
@@ -565,7 +565,7 @@ def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(Non
     BLOCK_ENTRIES = triton.next_power_of_2(programs * k)
     _launch(_project_kernel, (m_tiles, programs),
             hidden, weight, vocab_ids, *noise, entries, lse, *_strides(hidden),
-            *_strides(weight), M, T, V, programs, k, C=C, BLOCK_K=BLOCK_K, **blocks)
+            *_strides(weight), k, programs, M, T, V, C=C, BLOCK_K=BLOCK_K, **blocks)
     _launch(_merge_lists_kernel, (M,),
             entries, lse, vocab_ids, logprobs, tokens, programs, k,
             BLOCK_ENTRIES=BLOCK_ENTRIES, num_warps=_num_warps(BLOCK_ENTRIES, 512))
