@@ -420,9 +420,7 @@ def test_a_config_without_a_spelling_is_not_written(tmp_path):
 @pytest.mark.parametrize("is_terminal", [False, True])
 def test_slow_reading_shows_how_far_it_is(is_terminal, tmp_path, monkeypatch, capsys):
     toy_model().save_pretrained(tmp_path)
-    monkeypatch.setattr("hf.checkpoint.PATIENCE", -1)
+    monkeypatch.setattr("hf.checkpoint.PATIENCE", 0)
     monkeypatch.setattr("sys.stderr.isatty", lambda: is_terminal)
     GPT.from_pretrained(tmp_path)
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and said.startswith("reading the weights: 0%")
-    assert said.endswith("\rreading the weights: 100%\n" if is_terminal else "0%\n")
+    assert ("reading the weights:   0%" in capsys.readouterr().err) == is_terminal

@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from generate import Interrupted, check_prompt, drafter
-from hf.text import utf8
+from hf.text import decode
 from model import InputError
 from tools import errors
 from tools.compare import against_plain
@@ -202,8 +202,6 @@ def converse(args, loaded):
         with contextlib.suppress(ImportError):  # not on Windows
             import readline  # noqa: F401  lets lines be edited
         print("/clear starts anew; Ctrl-C ends a reply, Ctrl-D the program", file=sys.stderr)
-    else:  # as files are read
-        sys.stdin.reconfigure(encoding="utf-8-sig", newline="\n")
     messages, engine = opening(args), None
     while (line := loaded.group.on_first(read_line)) is not None:
         if line.strip() == "/clear":
@@ -238,5 +236,8 @@ def converse(args, loaded):
 
 def read_line():
     """The next line of standard input, None at its end."""
-    with utf8("standard input"), contextlib.suppress(EOFError):
-        return input("> " if sys.stdin.isatty() else "").removesuffix("\r")
+    if not sys.stdin.isatty():
+        line = sys.stdin.buffer.readline()
+        return decode(line, "standard input").rstrip("\r\n") if line else None
+    with contextlib.suppress(EOFError):
+        return input("> ")
