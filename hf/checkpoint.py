@@ -311,15 +311,7 @@ def describe(path):
     types = {tensor.stored_as for parts in matches.values() for _, tensor in parts} - {None}
     cache = 4 * c.n_layer * c.n_kv_head * c.head_size / 1024
     size = sum(file.stat().st_size for file in weight_files(path))
-    lines = {
-        "family": f"{c.family} ({FAMILIES[c.family].architecture})",
-        "layers": f"{c.n_layer}, hidden size {c.n_embd}, MLP {c.n_inner}{' gated' * c.gated}",
-        "heads": f"{c.n_head}, key/value heads {c.n_kv_head}, head size {c.head_size}",
-        "vocabulary": f"{c.vocab_size:,}, LM head {'tied' if c.tied else 'of its own'}",
-        "context": f"{c.block_size:,} tokens",
-        "positions": c.rope_scaling["rope_type"] if c.rope_scaling else c.positions,
-        "windows": ", ".join(f"{size} tokens in {c.windows.count(size)} of {c.n_layer} layers"
-                             for size in sorted({*c.windows} - {0})) or "none",
+    lines = {name: f"{value!s:.80}" for name, value in vars(c).items()} | {
         "parameters": human(sum(parameter.numel() for parameter in model.parameters())),
         "weights": ", ".join((human(size, "B"), *sorted(types))),
         "KV cache": f"{cache * 2:.1f} KiB per token in float32, {cache:.1f} KiB in bfloat16"}

@@ -210,7 +210,7 @@ BAD = {
     "an empty prompt": (ask(prompt=""), 400, "prompt 0 has 0 tokens; give 1 to 127"),
     "an unknown id": (ask(prompt=[[1], [258]], stream=True), 400, "prompt 1 has token ids outside 0..257"),
     "another model": (("/v1/models/x", None), 404, "'toy', not 'x'"),
-    "a long prompt": (ask(prompt="a " * 100), 400, "has 200 tokens"), "a book": (ask(prompt="a" * 10**6), 400, "long"),
+    "a long prompt": (ask(prompt="a " * 100), 400, "has 200 tokens"), "a book": (ask(prompt="a" * 10**6), 400, "tokens"),
     "a large body": (b" " * (4 * 2**20 + 1), 413, "4194304 bytes"), "a path": (("/v2", {}), 404, "Not Found"),
     "a model that is no text": (ask(model=["\ud800"]), 404, "'toy'"), "draft": (ask(draft="all"), 400, "draft: only"),
     "no messages": (say(), 400, "messages must be"), "a role": (say(dict(content="a")), 400, "messages[0] needs a"),
@@ -222,7 +222,7 @@ BAD = {
     "nothing to continue": (("/v1/chat/completions", dict(messages=[CALL], continue_final_message=True)), 400,
                             "continue_final_message needs a text"),
     "roles": (say(dict(role="dog", content="w")), 400, "toy/chat_template.jinja: cannot render messages: no dogs"),
-    "10,000 messages": (say(*[SAID] * 10**4), 400, "too long"), "1,000": (say(*[SAID] * 300), 400, "tokens")}
+    "10,000 messages": (say(*[SAID] * 10**4), 400, "tokens")}
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -30,7 +30,6 @@ class Printer:
         self.loaded = loaded
         self.texts = texts   # of the prompts
         self.steps = []      # of --show-tree, as dicts
-        self.emitted = [loaded.encoding.stream() for _ in texts] if args.show_tree else []
         self.streams = len(texts) <= 1 and not args.json
         self.sequences = {}  # index -> a `Sequence` that ended and is not printed yet
         self.printed = 0     # texts
@@ -54,10 +53,11 @@ class Printer:
         """Prints a `StepResult`."""
         index = step.sequence.index
         if self.args.show_tree:
-            emitted = [self.emitted[index].feed([token]) for token in step.tokens]
+            decode = self.loaded.encoding.decode
             number = 1 + sum(one["prompt"] == index for one in self.steps)
+            emitted = [decode([token]) for token in step.tokens]
             self.steps.append(dict(prompt=index, step=number, emitted=emitted)
-                              | describe(step, self.loaded.encoding.decode))
+                              | describe(step, decode))
         for token, by in zip(step.tokens if self.streams else [], [*step.drafters, "model"]):
             text = self.stream.feed([token])
             if self.colours and text and by != "model":
