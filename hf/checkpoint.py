@@ -315,25 +315,13 @@ def describe(path):
         "parameters": human(sum(parameter.numel() for parameter in model.parameters())),
         "weights": ", ".join((human(size, "B"), *sorted(types))),
         "KV cache": f"{cache * 2:.1f} KiB per token in float32, {cache:.1f} KiB in bfloat16"}
-    for name, tell in (("tokenizer", describe_tokenizer), ("chat", describe_chat)):
-        try:
-            lines[name] = tell(path)
-        except InputError as error:
-            lines[name] = str(error)
-    heads = [folder.name for folder in find_heads(path)]
-    lines["draft heads"] = ", ".join(heads) or "none beside it; train_heads.py trains them"
+    lines["draft heads"] = [folder.name for folder in find_heads(path)]
+    try:
+        encoding = load_encoding(path)
+        lines |= {"tokenizer": f"{encoding.n_vocab} tokens, {encoding.prefix} before a prompt",
+                  "ends at": encoding.decode(chat.stop_tokens(path, encoding)),
+                  "chat template": encoding.template and encoding.template.file.name,
+                  "sampling": chat.sampling_defaults(path)}
+    except InputError as error:
+        lines["tokenizer"] = error
     return "\n".join(f"{name:<14}{text}" for name, text in lines.items())
-
-
-def describe_tokenizer(path):
-    encoding = load_encoding(path)
-    special = {index: text for text, index in encoding.special_tokens.items()}
-    names = lambda ids: " ".join(special.get(index, str(index)) for index in ids) or "nothing"
-    return (f"{encoding.n_vocab:,} tokens, {names(encoding.prefix)} before a prompt; "
-            f"a text ends at {names(chat.stop_tokens(path, encoding))}")
-
-
-def describe_chat(path):
-    template = chat.load_chat_template(path)
-    sampling = ", ".join(f"{name} {x}" for name, x in chat.sampling_defaults(path).items())
-    return f"{template.file.name if template else 'no template'}; sampling: {sampling}"

@@ -470,7 +470,7 @@ def test_template_ends_and_sampling_are_the_files(toy_file, tmp_path):
     assert encoding.chat([dict(role="user", content="<|im_end|>")]) == [1, 700]
     assert chat.stop_tokens(toy_file, encoding) == [700, 1]  # a turn's end
     said = dict(line.split(None, 1) for line in describe(toy_file).splitlines())
-    assert said["weights"].endswith(" kB, F32") and said["chat"] == "m.gguf; sampling: temperature 0.0"
+    assert said["weights"].endswith(" kB, F32") and said["chat"] == "template m.gguf"
     sampled = {"general.sampling.temp": 0.5, "general.sampling.top_k": 7}
     file = write(tmp_path / "m.gguf", "llama", theirs_of("llama"), lambda _, values: values.update(sampled))
     assert chat.sampling_defaults(file) == dict(temperature=0.5, top_k=7)

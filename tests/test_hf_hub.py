@@ -154,7 +154,7 @@ def test_a_gguf_file_is_chosen_by_type_or_name(choice, indices, site):
 
 def test_several_gguf_files_are_listed(site):
     for name in ("org/GGUF", "org/GGUF:Q5_0", "org/GGUF:K_M", "org/model:Q4_0"):
-        says = "has no GGUF file" if "model" in name else "org/GGUF:NAME: Qwen-0.5B-Q4_K_M Qwen-0.5B-Q8_0 Qwen-0.5B-UD-Q"
+        says = "has no GGUF file" if "model" in name else "as org/GGUF:NAME: Qwen-0.5B-Q4_K_M Qwen-0.5B-Q8_0 Qwen"
         refusal(lambda: find_model(name), name.split(":")[0], says)
     assert site.calls == [None] * 4
     files = ["a-Q8_0.gguf", "b/b-Q8_0.gguf"]

@@ -1,10 +1,8 @@
 """Reads documents from files of text and of conversations, in a training and a held-out split."""
 
 import contextlib
-import glob
 import hashlib
 import itertools
-import os
 import sysconfig
 from pathlib import Path
 from typing import NamedTuple
@@ -44,17 +42,13 @@ def builtin_corpus(split):
 
 def find_files(path):
     """The files of a path, a sorted list of Path: the file itself, or those with TEXT_SUFFIXES in a
-    folder, except in training runs. A path that does not exist is a pattern."""
-    if os.path.isdir(path):
-        runs = {state.parent for state in Path(path).rglob(STATE_FILE)}
-        return [file for file in sorted(Path(path).rglob("*")) if file.name.endswith(TEXT_SUFFIXES)
-                and file.is_file() and not runs & set(file.parents)]
-    if os.path.exists(path):
-        return [Path(path)]
-    matches = sorted(set(glob.glob(str(path), recursive=True)) - {str(path)})
-    expect(matches, f"{path}: expected a file, a folder or a pattern that matches some; check it")
-    # ** matches a file and its folder
-    return list(dict.fromkeys(file for match in matches for file in find_files(match)))
+    folder, except in training runs."""
+    path = Path(path)
+    expect(path.exists(), f"{path}: no such file or folder; check it")
+    runs = {state.parent for state in path.rglob(STATE_FILE)}
+    return [path] if path.is_file() else [
+        file for file in sorted(path.rglob("*")) if file.name.endswith(TEXT_SUFFIXES)
+        and file.is_file() and not runs & set(file.parents)]
 
 
 def read_records(paths, template=None):
