@@ -1,7 +1,7 @@
 """Trains draft heads on a frozen model, towards the model's own next-token distribution.
 
     python train_heads.py                          # Clover heads for demo/, on the built-in corpus
-    python train_heads.py --model DIR --data my_texts/ 'chats/*.jsonl.gz' --out out/heads
+    python train_heads.py --model DIR --data my_texts/ chats/*.jsonl.gz --out out/heads
     python train_heads.py --evaluate --out DIR     # measures heads without training them
 
 A run is saved every few minutes, on Ctrl-C and on SIGTERM. With --resume it ends with the same

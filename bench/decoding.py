@@ -2,7 +2,7 @@
 sizes. Runs alternate, so that other work on the machine slows all of them alike."""
 
 from functools import partial, reduce
-from itertools import product
+from itertools import islice, product
 from operator import add
 from pathlib import Path
 from statistics import fmean, median
@@ -13,8 +13,9 @@ from clover import CloverHeads
 from generate import Policy, prepare
 from hf.chat import stop_tokens
 from hf.paths import find_model
-from model import InputError
-from tools.load import load_model, parse_prompt, read_file
+from hf.text import messages_of, read_objects
+from model import expect
+from tools.load import load_model
 from training.data import load_tokens, prompts
 
 
@@ -24,9 +25,8 @@ def bench(args):
     drafters = load_drafters(args.drafters, model, encoding)
     groups, stop = load_prompts(args, encoding)
     fewest = min(map(len, groups.values()))
-    if max(args.batch_sizes) > fewest:
-        raise InputError(f"there are {fewest} prompts of a kind, fewer than a batch has; give "
-                         f"--batch-sizes up to {fewest}")
+    expect(max(args.batch_sizes) <= fewest, f"there are {fewest} prompts of a kind, fewer than a "
+           f"batch has; give --batch-sizes up to {fewest}")
     options = {("plain", 1): dict(tree_size=1)} | {
         (name, T or "auto"): dict(tree_size=T, **drafter)
         for (name, drafter), T in product(drafters.items(), args.tree_sizes) if T != 1}
@@ -68,9 +68,11 @@ def load_prompts(args, encoding):
         heldout = load_tokens(args.data, encoding, "heldout")
         return dict(text=prompts(heldout, n, args.prompt_tokens)), ()
     groups = {}
-    parse = lambda value: (str(value.get("kind", "chat")), parse_prompt(value, chat=True))
-    for kind, messages in read_file(Path(args.chats), parse)[:args.prompts]:
+    parse = lambda value: (str(value.get("kind", "chat")), messages_of(value))
+    found = read_objects(Path(args.chats), parse, 'an object with "messages"')
+    for _, (kind, messages) in islice(found, args.prompts):
         groups.setdefault(kind, []).append(encoding.chat(messages))
+    expect(groups, f"{args.chats}: holds no prompt")
     return groups, stop_tokens(args.model, encoding)
 
 

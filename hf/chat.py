@@ -15,15 +15,11 @@ from hf.text import read_text
 from model import InputError, expect
 
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # keys of generation_config.json
-# others that change a text, and the values that do not; all are off if 0, null or empty
-NOT_APPLIED = dict.fromkeys(
-    ("repetition_penalty", "encoder_repetition_penalty", "typical_p", "guidance_scale",
-     "num_beams"), 1) | dict.fromkeys(
-    ("no_repeat_ngram_size", "encoder_no_repeat_ngram_size", "min_length", "min_new_tokens",
-     "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "force_words_ids",
-     "forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "epsilon_cutoff", "eta_cutoff",
-     "top_h", "exponential_decay_length_penalty", "penalty_alpha", "watermarking_config",
-     "stop_strings", "token_healing", "xtc_probability", "mirostat"), 0)
+# others that change a text, unless 0, null or empty; the first four unless 1, too
+NOT_APPLIED = (
+    "repetition_penalty", "typical_p", "guidance_scale", "num_beams", "no_repeat_ngram_size",
+    "min_length", "min_new_tokens", "suppress_tokens", "begin_suppress_tokens", "bad_words_ids",
+    "forced_bos_token_id", "forced_eos_token_id", "sequence_bias", "penalty_alpha", "stop_strings")
 ENDS = "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>"  # of a chat turn
 UNFINISHED = "CONTINUE_FINAL_MESSAGE_TAG "  # transformers' mark, where a message goes on
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<|eot_id|>", "<eos>")
@@ -76,8 +72,8 @@ def sampling_defaults(path):
 def not_applied(path):
     """{name: value} of generation_config.json's values that would change a text, but do not."""
     config = optional_part(path, "generation_config.json")
-    return {name: config[name] for name, neutral in NOT_APPLIED.items()
-            if config.get(name) and config[name] != neutral}
+    return {name: config[name] for name in NOT_APPLIED
+            if config.get(name) and (config[name] != 1 or name not in NOT_APPLIED[:4])}
 
 
 def load_chat_template(path):
@@ -129,29 +125,26 @@ class ChatTemplate:
         with self.named_errors():
             self.template = environment.from_string(source)
 
-    def render(self, messages, /, add_generation_prompt=None, continue_final_message=False,
+    def render(self, messages, /, add_generation_prompt=True, continue_final_message=False,
                **variables):
         """The text of messages [{"role", "content", ...}], without what is None in them. variables:
         the template's, such as tools. A developer is the system, unless the template knows both.
-        add_generation_prompt: whether it ends where the assistant begins, the default unless
-        continue_final_message, with which it ends where the last message does."""
-        if add_generation_prompt is None:
-            add_generation_prompt = not continue_final_message
+        add_generation_prompt: whether it ends where the assistant begins; but with
+        continue_final_message it ends where the last message does."""
         with self.named_errors():
-            expect("messages" not in variables, "a variable is called messages")
             messages = [{name: value for name, value in message.items() if value is not None}
                         for message in messages]
             for message in messages:
                 if message.get("role") == "developer" and "developer" not in self.source:
                     message["role"] = "system"
-            content = messages[-1].get("content")
             if continue_final_message:
-                expect(isinstance(content, str) and not add_generation_prompt,
-                       "continue_final_message needs a text, and add_generation_prompt false")
+                content = messages[-1].get("content")
+                expect(isinstance(content, str), "continue_final_message needs a text")
                 messages[-1]["content"] += UNFINISHED
-            variables = dict(tools=None, documents=None) | variables
-            text = self.template.render(self.tokens | variables | dict(
-                messages=messages, add_generation_prompt=add_generation_prompt))
+            text = self.template.render(
+                dict(tools=None, documents=None) | self.tokens | variables | dict(
+                    messages=messages,
+                    add_generation_prompt=add_generation_prompt and not continue_final_message))
             if not continue_final_message:
                 return text
             shown, mark, _ = text.rpartition(UNFINISHED.strip())

@@ -3,8 +3,6 @@
 import hashlib
 import json
 import math
-import sys
-import time
 import zipfile
 from collections import defaultdict
 from functools import partial
@@ -13,6 +11,7 @@ from pathlib import Path
 import torch
 from safetensors import safe_open
 from safetensors.torch import save_file
+from tqdm import tqdm
 
 from backends import cpu, quantized, tensor_parallel
 from hf import chat, families
@@ -56,11 +55,6 @@ def weight_files(path):
     raise InputError(f"{path}: no such file as model.safetensors or pytorch_model.bin; fetch it")
 
 
-def stored_size(path):
-    """Bytes of the files of a model's weights."""
-    return sum(file.stat().st_size for file in weight_files(path))
-
-
 def files_hash(path):
     """16 hex digits of the files of a model's weights: names, sizes, SAMPLES parts of each."""
     sha = hashlib.sha256()
@@ -76,9 +70,8 @@ def files_hash(path):
 
 def open_weights(file):
     """{name: StoredTensor} of a file. Raises InputError if it is broken or holds anything else."""
-    if file.suffix not in (".safetensors", ".bin"):  # a GGUF file, bfloat16 whatever its types
-        return {name: StoredTensor(file, shape, torch.bfloat16, *rest)
-                for name, (shape, *rest) in read_part(file, "weights").items()}
+    if file.suffix not in (".safetensors", ".bin"):
+        return read_part(file, "weights")
     try:
         return (open_safetensors if file.suffix == ".safetensors" else open_pickle)(file)
     except Exception as error:  # safetensors and torch raise many kinds
@@ -134,12 +127,14 @@ def match_tensors(path, model, tensors):
     found = {name.removeprefix(family.prefix): tensor  # which only some folders have
              for name, tensor in tensors.items() if not name.endswith(IGNORED)}
     if model.config.tied and "lm_head.weight" in found:  # some folders keep one name, some both
-        head = found.pop("lm_head.weight")
+        head = found["lm_head.weight"]
         table = found.setdefault(f"{family.names['embed'][0]}.weight", head)
-        if not is_same(head, table):
+        values = table.load()
+        if table is head or torch.equal(values, head.load().to(values.dtype)):
+            del found["lm_head.weight"]
+        else:
             warn(f"{path}: config.json ties the LM head to the embeddings, but the weights have "
                  "another one; it is used, as by transformers")
-            found["lm_head.weight"] = head
             untie(model)
     expected = {}  # tensor name without prefix -> (name of the parameter, first row, shape)
     for name, parameter in model.named_parameters():
@@ -159,14 +154,6 @@ def match_tensors(path, model, tensors):
         matches[name].append((start, tensor))
     expect(not expected, f"{path}: the weights lack {', '.join([*expected][:3])}; fetch it again")
     return {name: sorted(parts) for name, parts in matches.items()}
-
-
-def is_same(a, b):
-    """Whether two stored tensors have the same values."""
-    if a is b:
-        return True
-    a, b = a.load(), b.load()
-    return torch.equal(a, b.to(a.dtype))
 
 
 def untie(model):
@@ -213,8 +200,7 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
     size += model.weight_bytes()
     if device.type != "cpu" and stored_as:
         warn(f"{path}: quantised weights are dequantised to {str(dtype).removeprefix('torch.')} on "
-             f"{device.type}, where they take {human(size, 'B')} in each process; "
-             f"the file has {human(stored_size(path), 'B')}")
+             f"{device.type}, where they take {human(size, 'B')} in each process")
     advice = "take a smaller model" + " or --dtype bfloat16" * (dtype == torch.float32)
     check_memory(f"{path}: its weights take", size, free_memory(device), device, advice)
     # not to_empty, for which torch imports sympy
@@ -236,7 +222,12 @@ def choose_packers(model, matches, rounding, dtype):
     names = [f"{name}.weight" for name, layer in model.named_modules() if type(layer) in cpu.LAYERS]
     if model.config.tied:
         names[names.index("head.weight")] = "embed.weight"
-    packers = dict.fromkeys(names, (8 * dtype.itemsize, partial(pack_floats, dtype)))
+    pack_floats = lambda tensor, arrange: cpu.pack_floats(arrange(tensor.load()).to(dtype))
+    pack_stored = lambda tensor, arrange: tensor.pack(
+        arrange(torch.arange(tensor.shape[0])[:, None])[:, 0])
+    pack_rounded = lambda how, tensor, arrange: quantized.pack(
+        quantized.round_weight(arrange(tensor.load()), *how))
+    packers = dict.fromkeys(names, (8 * dtype.itemsize, pack_floats))
     for name, parts in matches.items():
         if all(tensor.pack for _, tensor in parts) and dtype != torch.float32:
             packers[name] = max(tensor.bits for _, tensor in parts), pack_stored
@@ -252,7 +243,8 @@ def read_weights(model, matches, group, rounding, packers):
     {name: how `round_weight` rounds it}; packers: as `choose_packers` gives them."""
     parameters = dict(model.named_parameters())
     biases_first = sorted(matches, key=lambda name: len(matches[name][0][1].shape))
-    for name in with_progress(biases_first, matches, quiet=group.rank > 0):
+    for name in tqdm(biases_first, "reading the weights", leave=False, delay=PATIENCE,
+                     disable=group.rank > 0 or None):  # None: unless it is a terminal
         arrange = partial(families.from_stored, name, config=model.config)
         if name in packers:
             _, pack = packers[name]
@@ -267,33 +259,6 @@ def read_weights(model, matches, group, rounding, packers):
     if model.config.unit_head:
         for rows in parameters["head.weight"].split(4096):  # in float32, a few at a time
             rows.copy_(torch.nn.functional.normalize(rows.float(), dim=-1))
-
-
-def with_progress(names, matches, quiet=False):
-    """Yields names of parameters; after PATIENCE shows on standard error how far that is."""
-    size = {name: sum(math.prod(tensor.shape) for _, tensor in matches[name]) for name in names}
-    began, done, line = time.perf_counter(), 0, None
-    for name in names:
-        is_slow = time.perf_counter() - began > PATIENCE and not quiet
-        if is_slow and (not line or sys.stderr.isatty()):
-            line = f"reading the weights: {100 * done // sum(size.values())}%"
-            print(line, end="\r" if sys.stderr.isatty() else "\n", file=sys.stderr, flush=True)
-        yield name
-        done += size[name]
-    if line and sys.stderr.isatty():
-        print("reading the weights: 100%", file=sys.stderr)
-
-
-def pack_stored(tensor, arrange):
-    return tensor.pack(arrange(torch.arange(tensor.shape[0])[:, None])[:, 0])
-
-
-def pack_rounded(how, tensor, arrange):
-    return quantized.pack(quantized.round_weight(arrange(tensor.load()), *how))
-
-
-def pack_floats(dtype, tensor, arrange):
-    return cpu.pack_floats(arrange(tensor.load()).to(dtype))
 
 
 def put_packed(model, name, parts):
@@ -345,37 +310,18 @@ def describe(path):
     c = model.config
     types = {tensor.stored_as for parts in matches.values() for _, tensor in parts} - {None}
     cache = 4 * c.n_layer * c.n_kv_head * c.head_size / 1024
-    lines = {
-        "family": f"{c.family} ({FAMILIES[c.family].architecture})",
-        "layers": f"{c.n_layer}, hidden size {c.n_embd}, MLP {c.n_inner}{' gated' * c.gated}",
-        "heads": f"{c.n_head}, key/value heads {c.n_kv_head}, head size {c.head_size}",
-        "vocabulary": f"{c.vocab_size:,}, LM head {'tied' if c.tied else 'of its own'}",
-        "context": f"{c.block_size:,} tokens",
-        "positions": c.rope_scaling["rope_type"] if c.rope_scaling else c.positions,
-        "windows": ", ".join(f"{size} tokens in {c.windows.count(size)} of {c.n_layer} layers"
-                             for size in sorted({*c.windows} - {0})) or "none",
+    size = sum(file.stat().st_size for file in weight_files(path))
+    lines = {name: f"{value!s:.80}" for name, value in vars(c).items()} | {
         "parameters": human(sum(parameter.numel() for parameter in model.parameters())),
-        "weights": ", ".join((human(stored_size(path), "B"), *sorted(types))),
+        "weights": ", ".join((human(size, "B"), *sorted(types))),
         "KV cache": f"{cache * 2:.1f} KiB per token in float32, {cache:.1f} KiB in bfloat16"}
-    for name, tell in (("tokenizer", describe_tokenizer), ("chat", describe_chat)):
-        try:
-            lines[name] = tell(path)
-        except InputError as error:
-            lines[name] = str(error)
-    heads = [folder.name for folder in find_heads(path)]
-    lines["draft heads"] = ", ".join(heads) or "none beside it; train_heads.py trains them"
+    lines["draft heads"] = [folder.name for folder in find_heads(path)]
+    try:
+        encoding = load_encoding(path)
+        lines |= {"tokenizer": f"{encoding.n_vocab} tokens, {encoding.prefix} before a prompt",
+                  "ends at": encoding.decode(chat.stop_tokens(path, encoding)),
+                  "chat template": encoding.template and encoding.template.file.name,
+                  "sampling": chat.sampling_defaults(path)}
+    except InputError as error:
+        lines["tokenizer"] = error
     return "\n".join(f"{name:<14}{text}" for name, text in lines.items())
-
-
-def describe_tokenizer(path):
-    encoding = load_encoding(path)
-    special = {index: text for text, index in encoding.special_tokens.items()}
-    names = lambda ids: " ".join(special.get(index, str(index)) for index in ids) or "nothing"
-    return (f"{encoding.n_vocab:,} tokens, {names(encoding.prefix)} before a prompt; "
-            f"a text ends at {names(chat.stop_tokens(path, encoding))}")
-
-
-def describe_chat(path):
-    template = chat.load_chat_template(path)
-    sampling = ", ".join(f"{name} {x}" for name, x in chat.sampling_defaults(path).items())
-    return f"{template.file.name if template else 'no template'}; sampling: {sampling}"

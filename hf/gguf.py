@@ -5,7 +5,7 @@ import itertools
 import mmap
 import re
 import struct
-from functools import cache, cached_property, lru_cache, partial
+from functools import lru_cache, partial
 
 import gguf
 import numpy as np
@@ -15,6 +15,7 @@ from gguf import GGUFValueType, TokenType
 from backends import cpu, quantized
 from hf.families import FAMILIES, value_of
 from hf.paths import gguf_parts
+from hf.quantization import StoredTensor
 from hf.splits import PIECE_IS_TOKEN, byte_level_spec, sentencepiece_spec
 from model import InputError, expect, one_of, warn
 
@@ -34,9 +35,8 @@ ROPE_FACTORS = {  # tensors -> config.json's rope_scaling; Llama 3's hold for al
     "rope_freqs.weight": ("short_factor", "long_factor"),
     "rope_factors_short.weight": ("short_factor",), "rope_factors_long.weight": ("long_factor",)}
 PERMUTED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
-SAMPLING = dict(temp="temperature", top_k="top_k", top_p="top_p", min_p="min_p")
-NOT_APPLIED = dict(penalty_repeat="repetition_penalty", mirostat="mirostat",
-                   xtc_probability="xtc_probability")
+SAMPLING = dict(temp="temperature", top_k="top_k", top_p="top_p", min_p="min_p",
+                penalty_repeat="repetition_penalty")
 SPECIAL = dict(bos_token_id="bos_token", eos_token_id="eos_token", unknown_token_id="unk_token",
                padding_token_id="pad_token")
 # Whether a special token swallows the white space after it is in no key: Phi-3's do, but for these.
@@ -81,20 +81,19 @@ def check_order(reader):
 
 class GGUFFile:
     """A GGUF file, or all that one was split into, read once. meta: {key: value} of the first,
-    without the prefixes of the architecture's name and tokenizer.ggml. tensors: {name: tensor};
-    mapped: {name: the mmap that holds it}. Methods named in PARTS give what a folder's json files
-    would hold."""
+    without the prefixes of the architecture's name and tokenizer.ggml. tensors: {name: tensor}.
+    Methods named in PARTS give what a folder's json files would hold."""
 
     def __init__(self, paths):
         self.path = paths[0]
         with np.errstate(over="raise"):  # of offsets
             readers = list(map(Reader, paths))
-        for index, reader in enumerate(readers):
-            number, count = (reader.fields[key].contents() if key in reader.fields else default
-                             for key, default in (("split.no", 0), ("split.count", 1)))
-            expect((number, max(count, 1)) == (index, len(readers)),
-                   f"{paths[index].name} says that it is file {number + 1} of {count}, not "
-                   f"{index + 1} of {len(readers)}, as its name says; fetch all under their names")
+        for path, reader in zip(paths, readers):
+            field = reader.get_field("split.count")
+            count = field.contents() if field else 0
+            expect(count in (0, len(readers)),
+                   f"{path.name} says that it is one of {count} files; fetch all under their names")
+            check_order(reader)
         meta = {key: field.parts[-1] if field.types[0] == GGUFValueType.ARRAY else field.contents()
                 for key, field in readers[0].fields.items()}
         name = meta.get("general.architecture")
@@ -106,10 +105,6 @@ class GGUFFile:
             if not key.endswith("_token_id") or value in range(len(self.tokens)):
                 self.meta[re.sub(rf"^({self.architecture}|tokenizer\.ggml)\.", "", key)] = value
         self.tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
-        self.mapped = {tensor.name: reader.data.base for reader in readers
-                       for tensor in reader.tensors}
-        for reader in readers:
-            check_order(reader)
         for kind in {tensor.tensor_type for tensor in self.tensors.values()}:  # raises if unknown
             gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
 
@@ -151,14 +146,12 @@ class GGUFFile:
         ids = [self.meta[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id")
                if key in self.meta]
         sampling = self.renamed(SAMPLING, "general.sampling.")
-        others = self.renamed(NOT_APPLIED, "general.sampling.")
-        return others | sampling | dict(eos_token_id=ids or None, do_sample=bool(sampling))
+        return sampling | dict(eos_token_id=ids or None, do_sample=bool(sampling))
 
     def tokenizer_config(self):
         special = {name: self.tokens[index] for name, index in self.renamed(SPECIAL).items()}
         return special | dict(chat_template=self.meta.get("tokenizer.chat_template"))
 
-    @cached_property
     def added_tokens(self):
         """tokenizer.json's list of the tokens that are matched before a text is split."""
         special = TokenType.CONTROL, TokenType.UNKNOWN
@@ -182,7 +175,7 @@ class GGUFFile:
             scores = -np.arange(len(tokens)) if self.family == "gemma3_text" else meta["scores"]
             normal = (meta["token_type"] == TokenType.NORMAL).nonzero()[0].tolist()
             spec = sentencepiece_spec(tokens, scores, normal, meta.get("add_space_prefix", True))
-        spec["added_tokens"] = self.added_tokens
+        spec["added_tokens"] = self.added_tokens()
         bos_by_default = kind == "llama" or split in PIECE_IS_TOKEN
         if meta.get("add_bos_token", bos_by_default) and "bos_token_id" in meta:
             bos = tokens[meta["bos_token_id"]]
@@ -194,7 +187,7 @@ class GGUFFile:
         return spec
 
     def weights(self):
-        """{name as in a folder: (shape, function that reads float32 values, type, *`packing`)}"""
+        """{name as in a folder: `StoredTensor`, bfloat16 whatever its type}"""
         family = FAMILIES[self.family]
         names_of = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.architecture.upper()], 1)
         names = {}  # of the first block
@@ -210,9 +203,10 @@ class GGUFFile:
                    f"{name} is not a tensor that {self.architecture} models have")
             if first in names:
                 theirs = names[first].replace(".N.", f".{number}.")
-                weights[f"{theirs}.{kind}"] = (
-                    tuple(tensor.shape[::-1].tolist()), partial(self.read_values, tensor),
-                    tensor.tensor_type.name, *self.packing(tensor))
+                weights[f"{theirs}.{kind}"] = StoredTensor(
+                    self.path, tuple(tensor.shape[::-1].tolist()), torch.bfloat16,
+                    partial(self.read_values, tensor), tensor.tensor_type.name,
+                    *self.packing(tensor))
         return weights
 
     def read_values(self, tensor):
@@ -248,7 +242,8 @@ class GGUFFile:
         """-> `cpu.PackedWeight`. What has no kernel is rounded to 8 bits."""
         kind = tensor.tensor_type
         if kind.name not in cpu.FORMATS:
-            say_rounded(kind.name)
+            warn(f"weights of type {kind.name} are rounded to 8 bits: there is no kernel for them; "
+                 f"{', '.join(cpu.FORMATS)} are multiplied as they are")
             return quantized.pack(quantized.round_weight(self.read_values(tensor)[order], 8, 32))
         theirs = self.row_order(tensor)
         packed = cpu.pack_blocks(kind.name, kind.value, tensor.data, int(tensor.shape[0]),
@@ -261,27 +256,20 @@ class GGUFFile:
         first = tensor.data_offset // mmap.PAGESIZE * mmap.PAGESIZE
         if hasattr(mmap, "MADV_DONTNEED"):
             size = tensor.data_offset + int(tensor.n_bytes) - first
-            self.mapped[tensor.name].madvise(mmap.MADV_DONTNEED, first, size)
-
-
-@cache
-def say_rounded(kind):
-    warn(f"weights of type {kind} are rounded to 8 bits: there is no kernel for them; "
-         f"{', '.join(cpu.FORMATS)} are multiplied as they are")
+            tensor.data._mmap.madvise(mmap.MADV_DONTNEED, first, size)
 
 
 @lru_cache(maxsize=2)
-def open_file(paths, versions):
-    """The GGUFFile of paths. versions: what tells that one has changed, and is read again."""
-    return GGUFFile(paths)
+def open_file(*versions):
+    """The GGUFFile of (path, time, size), which tell when one has changed."""
+    return GGUFFile([path for path, *_ in versions])
 
 
 def read_part(path, name):
     """The counterpart of a folder's json file, {} if there is none; or its "weights"."""
     try:
-        paths = tuple(gguf_parts(path))
-        stats = [part.stat() for part in paths]
-        file = open_file(paths, tuple((stat.st_mtime_ns, stat.st_size) for stat in stats))
+        file = open_file(*((part, part.stat().st_mtime_ns, part.stat().st_size)
+                           for part in gguf_parts(path)))
         return PARTS[name](file) if name in PARTS else {}
     except InputError as error:
         raise InputError(f"{path}: {error}") from None

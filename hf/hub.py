@@ -2,15 +2,14 @@
 that huggingface_hub keeps, else downloaded to it."""
 
 import re
-import shutil
 from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
 import huggingface_hub
-from huggingface_hub import constants, errors
+from huggingface_hub import constants
 
-from model import InputError, check_memory, expect, read_json, warn
+from model import InputError, expect, read_json, warn
 
 SHARD = r"-\d+-of-(\d+)"  # in names of the files of one model
 SETTINGS = "generation_config.json", "tokenizer_config.json"  # which change output
@@ -24,65 +23,42 @@ def fetch(name):
     """The Path of a model's folder or GGUF file. Raises InputError, in one line, where the choice
     is not clear or the repository cannot be had."""
     repo, _, choice = name.partition(":")
-    folder = cached_folder(repo)
-    path = folder and cached_model(repo, folder, choice)
-    if path and (choice or path == folder and all(is_known(folder, part) for part in SETTINGS)):
+    path = cached(repo, choice)
+    if path and (choice or all((path / part).exists() for part in SETTINGS)):
         return path
     try:
-        return download(repo, choice)
+        listed = huggingface_hub.model_info(repo, timeout=20).siblings
+        names = choose(repo, [file.rfilename for file in listed], choice)
+        folder = huggingface_hub.snapshot_download(repo, allow_patterns=names)
+        return model_path(folder, names)
     except InputError:
         raise
     except Exception as error:  # huggingface_hub and its connection raise many kinds
-        reason = explain(repo, error)
-    expect(path, f"{name}: no such folder or file, here or whole in the cache; {reason}")
-    warn(f"{name}: taken from the cache as it is; {reason}")
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+    expect(path, f"{name}: no such folder or file, here or whole in the cache, and it cannot be "
+           f"fetched from https://huggingface.co/{repo} ({reason})")
+    warn(f"{name}: taken from the cache as it is ({reason})")
     return path
 
 
-def cached_folder(repo):
-    """The folder of the newest version that the cache knows, or None."""
+def model_path(folder, names):
+    return Path(folder, names[0] if names[0].endswith(".gguf") else "")
+
+
+def cached(repo, choice):
+    """The Path of a model of which no file is missing in the cache, or None."""
     home = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
-    ref = home / "refs" / "main"
-    folder = home / "snapshots" / ref.read_text().strip() if ref.is_file() else home
-    return folder if ref.is_file() and folder.is_dir() else None
-
-
-def cached_model(repo, folder, choice):
-    """The Path of a model of which no file is missing, or None."""
-    files = [file.relative_to(folder).as_posix() for file in folder.rglob("*") if file.is_file()]
     try:
+        folder = home / "snapshots" / (home / "refs" / "main").read_text()
+        files = [file.relative_to(folder).as_posix() for file in folder.rglob("*")]
         names = choose(repo, files, choice)
         needed = {"config.json"}.union(*(read_json(folder / name)["weight_map"].values()
                                          for name in names if name.endswith(".index.json")))
-    except (AttributeError, InputError, KeyError, TypeError):
+    except (AttributeError, InputError, KeyError, OSError, TypeError):
         return None
-    if names[0].endswith(".gguf"):
-        count = re.search(SHARD, names[0])
-        return folder / names[0] if len(names) == int(count[1] if count else 1) else None
-    return folder if needed <= {*names} and {*TOKENIZERS} & {*names} else None
-
-
-def is_known(folder, part):
-    """Whether the cache has a file, or knows that the repository has not."""
-    absent = folder.parents[1] / ".no_exist" / folder.name / part
-    return (folder / part).exists() or absent.exists()
-
-
-def download(repo, choice):
-    """Fetches what is read of a repository -> the Path of the folder or of the GGUF file."""
-    info = huggingface_hub.model_info(repo, files_metadata=True, timeout=20)
-    sizes = {file.rfilename: file.size or 0 for file in info.siblings}
-    names = choose(repo, sizes, choice)
-    folder = cached_folder(repo)
-    missing = [name for name in names if not (folder and (folder / name).exists())]
-    if missing or folder.name != info.sha:
-        home = Path(constants.HF_HUB_CACHE)
-        home.mkdir(parents=True, exist_ok=True)
-        check_memory(f"{repo}: its files take", sum(map(sizes.get, missing)),
-                     shutil.disk_usage(home).free, home,
-                     "make room, or set HF_HOME to a folder on another disk")
-        folder = Path(huggingface_hub.snapshot_download(repo, allow_patterns=names))
-    return folder / names[0] if names[0].endswith(".gguf") else folder
+    path = model_path(folder, names)
+    is_whole = needed <= {*names} and {*TOKENIZERS} & {*names}
+    return path if path != folder or is_whole else None
 
 
 def choose(repo, files, choice):
@@ -98,27 +74,13 @@ def choose(repo, files, choice):
     for file in sorted(files):
         if file.endswith(".gguf") and not Path(file).name.startswith(("mmproj", "imatrix")):
             models[re.sub(rf"({SHARD})?\.gguf$", "", file)].append(file)
-    kinds = "" if choice else "neither model.safetensors nor pytorch_model.bin, and "
-    expect(models, f"{repo}: has {kinds}no GGUF file")
-    labels = {name: re.search(r"(UD-)?[^-./]*$", name).group() for name in models}  # types: Q4_K_M
-    named = re.sub(rf"({SHARD})?\.gguf$", "", choice).lower()
-    found = [name for name, label in labels.items() if not choice
-             or named in (name.lower(), Path(name).name.lower(), label.lower())]
-    if len({*labels.values()}) < len(labels):
-        labels = dict.fromkeys(labels)
-    listed = " ".join(label or name for name, label in labels.items())
-    expect(len(found) == 1, f"{repo}: give one of its GGUF files, as {repo}:NAME: {listed}")
-    return models[found[0]]
-
-
-def explain(repo, error):
-    """Why a repository cannot be had, in one line."""
-    if isinstance(error, errors.GatedRepoError):
-        return (f"it is gated: accept its terms on https://huggingface.co/{repo}, then run hf auth "
-                "login")
-    if isinstance(error, errors.RepositoryNotFoundError):
-        return "Hugging Face has no public repository of that name: check it, or run hf auth login"
-    if isinstance(error, errors.OfflineModeIsEnabled):
-        return "HF_HUB_OFFLINE is set"
-    reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-    return f"it could not be fetched from Hugging Face ({reason})"
+    expect(models, f"{repo}: has no GGUF file" + " and no weights of a folder" * (not choice))
+    wanted = re.sub(rf"({SHARD})?\.gguf$", "", choice).lower()
+    kind = lambda name: re.search(r"(ud-)?[^-./]*$", name).group()  # such as q4_k_m
+    found = [parts for name, parts in models.items() if not choice
+             or wanted in (name.lower(), Path(name).name.lower(), kind(name.lower()))]
+    expect(len(found) == 1, f"{repo}: give one of its GGUF files, as {repo}:NAME: "
+           f"{' '.join(models)}")
+    count = re.search(SHARD, found[0][0])
+    expect(not count or len(found[0]) == int(count[1]), f"{repo}: has not all parts of {choice}")
+    return found[0]

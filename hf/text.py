@@ -14,19 +14,12 @@ OBJECTS = (".jsonl", ".jsonl.gz", ".json")  # suffixes of files that hold object
 ROLES = dict(human="user") | dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")
 
 
-@contextlib.contextmanager
-def utf8(name):
-    """Raises InputError where the body reads text that is not UTF-8."""
-    try:
-        yield
-    except UnicodeDecodeError as error:
-        raise InputError(f"{name} is not UTF-8 text (byte {error.start})") from None
-
-
 def decode(data, name):
     """The text of bytes, without a byte order mark. name: what an InputError calls them."""
-    with utf8(name):
+    try:
         return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name} is not UTF-8 text (byte {error.start})") from None
 
 
 def read_text(file):
@@ -74,11 +67,9 @@ def messages_of(value):
     """The messages of an object: "messages" as OpenAI has them, or ShareGPT's "conversations"."""
     messages = value.get("messages")
     if messages is None and isinstance(value.get("conversations"), list):
-        turns = [(turn.get("from", turn.get("role")), turn.get("value", turn.get("content")))
-                 for turn in value["conversations"]]
-        if system := value.get("system"):
-            turns.insert(0, ("system", system))
-        messages = [dict(role=ROLES.get(role, role), content=content) for role, content in turns]
+        turns = [{"from": "system", "value": value["system"]}] if value.get("system") else []
+        messages = [dict(role=ROLES.get(turn.get("from"), turn.get("from")),
+                         content=turn.get("value")) for turn in turns + value["conversations"]]
     is_message = lambda m: all(isinstance(m.get(key), str) for key in ("role", "content"))
     expect(isinstance(messages, list) and all(map(is_message, messages)),
            'its "messages" are not a list of objects with a role and a content')

@@ -149,5 +149,5 @@ def test_stored_states_are_those_of_each_document_alone(tmp_path, monkeypatch):
     data.store_states(file, model, tokens, Group(), torch.float32)
     monkeypatch.setattr(data.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
     more = tmp_path / "states-1.npy"
-    refusal(lambda: data.store_states(more, model, tokens, Group(), torch.float32), "no room")
+    refusal(lambda: data.store_states(more, model, tokens, Group(), torch.float32), "hidden states take", "are free on")
     assert [path.name for path in tmp_path.iterdir()] == ["states-0.npy"]

@@ -6,7 +6,6 @@ which names the field."""
 
 import json
 
-from hf.chat import SAMPLING
 from model import InputError, check, expect
 
 
@@ -21,18 +20,12 @@ def whole(low, high):
     return read
 
 
-def of(kind, what):
-    """Reads a value of one type."""
+def of(kind, what, listed=False):
+    """Reads a value of one type, or a list of such."""
     def read(name, value):
-        expect(type(value) is kind, f"{name} must be {what}, not {value!r}")
-        return value
-    return read
-
-
-def list_of(kind, what):
-    def read(name, value):
-        expect(type(value) is list and all(type(x) is kind for x in value),
-               f"{name} must be a list of {what}")
+        is_list = listed and type(value) is list
+        types = {*map(type, value)} if is_list else {type(value)}
+        expect(types <= {kind} and is_list == listed, f"{name} must be {what}")
         return value
     return read
 
@@ -40,7 +33,7 @@ def list_of(kind, what):
 flag = of(bool, "true or false")
 text = of(str, "a text")
 variables = of(dict, "an object")
-token_ids = list_of(int, "token ids")
+token_ids = of(int, "a list of token ids", listed=True)
 
 
 def refused(name, value):
@@ -57,16 +50,18 @@ def object_of(readers, others=refused):
 
 def only(*values):
     """Reads what is supported with these values alone, most of which ask for nothing."""
+    texts = list(map(json.dumps, values))  # as which 0 is not false
+
     def read(name, value):
-        valid = any(value == x and isinstance(value, bool) == isinstance(x, bool) for x in values)
-        expect(valid, f"{name}: only {' or '.join(map(json.dumps, values))} is supported; leave it "
-               "out")
+        expect(json.dumps(value) in texts, f"{name}: only {' or '.join(texts)} is supported; leave "
+               "it out")
         return value
     return read
 
 
 def stop_texts(name, value):
-    texts = list_of(str, "texts, or a text")(name, [value] if isinstance(value, str) else value)
+    read = of(str, "a list of texts, or a text", listed=True)
+    texts = read(name, [value] if isinstance(value, str) else value)
     expect(len(texts) <= 16, f"{name} may have 16 texts, not {len(texts)}")
     return [text for text in texts if text]
 
@@ -74,7 +69,7 @@ def stop_texts(name, value):
 def prompts(name, value):
     """-> texts and lists of token ids"""
     several = type(value) is list and any(type(x) is not int for x in value)
-    read = list_of(int, "token ids, a text, or a list of these")
+    read = of(int, "a text, a list of token ids, or a list of these", listed=True)
     return [prompt if isinstance(prompt, str) else read(name, prompt)
             for prompt in (value if several else [value])]
 
@@ -91,7 +86,7 @@ def content(name, value):
 
 
 MESSAGE = dict(role=text, content=content, name=text, tool_call_id=text,
-               tool_calls=list_of(dict, "objects"))
+               tool_calls=of(dict, "a list of objects", listed=True))
 
 
 def messages(name, value):
@@ -110,24 +105,22 @@ def messages(name, value):
 
 STREAM_OPTIONS = dict(include_usage=flag, include_obfuscation=flag,
                       continuous_usage_stats=only(False))
-COMMON = (
-    dict(model=any_value, n=whole(1, 128), draft=only("none"), show_steps=flag, stream=flag,
-         stream_options=object_of(STREAM_OPTIONS), stop=stop_texts, stop_token_ids=token_ids)
-    | dict.fromkeys(("max_tokens", "max_completion_tokens"), whole(1, 2**31))
-    | dict.fromkeys((*SAMPLING, "seed"), any_value)  # `Sampling` checks them
-    # accepted and ignored: they do not change the text
-    | dict.fromkeys(("user", "metadata", "store", "service_tier", "safety_identifier", "request_id",
-                     "priority", "prediction", "parallel_tool_calls", "prompt_cache_key",
-                     "prompt_cache_options", "prompt_cache_retention"), any_value)
+COMMON = {name: reader for reader, names in {
+    flag: "stream show_steps", whole(1, 128): "n",
+    whole(1, 2**31): "max_tokens max_completion_tokens",
+    object_of(STREAM_OPTIONS): "stream_options", stop_texts: "stop", token_ids: "stop_token_ids",
+    only("none"): "draft",
+    # those from user on are ignored: they do not change the text; `Sampling` checks the others
+    any_value: "model temperature top_k top_p min_p seed user metadata store service_tier "
+               "safety_identifier request_id priority prediction parallel_tool_calls "
+               "prompt_cache_key prompt_cache_options prompt_cache_retention",
     # not supported, but accepted where they ask for nothing
-    | dict.fromkeys(("tools", "functions", "bad_words"), only([]))
-    | dict.fromkeys(("tool_choice", "function_call"), only("none", "auto"))
-    | dict.fromkeys(("presence_penalty", "frequency_penalty", "min_tokens", "top_logprobs"),
-                    only(0))
-    | dict.fromkeys(("repetition_penalty", "length_penalty", "best_of"), only(1))
-    | dict.fromkeys(("logprobs", "echo", "ignore_eos", "use_beam_search"), only(False))
-    | dict(logit_bias=only({}), suffix=only(""), modalities=only(["text"]),
-           response_format=only(dict(type="text"))))
+    only([]): "tools functions bad_words", only({}): "logit_bias", only(""): "suffix",
+    only("none", "auto"): "tool_choice function_call", only(["text"]): "modalities",
+    only(0, 0.0): "presence_penalty frequency_penalty min_tokens top_logprobs",
+    only(1, 1.0): "repetition_penalty length_penalty best_of",
+    only(False): "logprobs echo ignore_eos use_beam_search",
+    only(dict(type="text")): "response_format"}.items() for name in names.split()}
 CHAT = COMMON | dict(messages=messages, chat_template_kwargs=variables, add_generation_prompt=flag,
                      continue_final_message=flag)
 COMPLETION = COMMON | dict(prompt=prompts)

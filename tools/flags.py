@@ -105,13 +105,12 @@ def parse_generate(argv=None):
     add_machine_flags(parser, "prompts decoded together; default: up to 8")
 
     args = parser.parse_args(argv)
-    if args.system is not None and not args.chat:
-        parser.error("--system is for chat models; give --chat with it")
-    if args.template_kwargs and not args.chat:
-        parser.error("--template-kwargs is for chat models; give --chat with it")
-    for name in ("compare", "json", "explain", "show_tree"):
-        if getattr(args, name) and not (args.prompt or args.prompts):
-            parser.error(f"--{name.replace('_', '-')} needs a --prompt")
+    for needed, given, names in (
+            ("--chat", args.chat, ("system", "template_kwargs")),
+            ("--prompt", args.prompt or args.prompts, ("compare", "json", "explain", "show_tree"))):
+        for name in names:
+            if getattr(args, name) and not given:
+                parser.error(f"--{name.replace('_', '-')} needs {needed}")
     check_drafting_flags(parser, args)
     return args
 
@@ -182,8 +181,6 @@ def check_drafting_flags(parser, args):
             parser.error("--heads and --beams are for heads, which --draft or --heads leaves out")
     if args.draft == "none" and (args.tree_size or 1) > 1:
         parser.error("--draft none needs a --tree-size of 1")
-    if args.draft not in (None, "none") and args.tree_size == 1:
-        parser.error(f"--draft {args.draft} needs a --tree-size of at least 2")
 
 
 def add_machine_flags(parser, batch, batch_size=None):
@@ -194,4 +191,3 @@ def add_machine_flags(parser, batch, batch_size=None):
     add("--batch-size", type=at_least(1), default=batch_size, metavar="N", help=batch)
     add("--threads", type=at_least(1, auto=True), metavar="N|auto",
         help="of a CPU; default: OMP_NUM_THREADS, else auto: one, or all if that is faster")
-    add("--no-graph", action="store_true", help="on CUDA, run each step eagerly")

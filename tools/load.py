@@ -14,7 +14,7 @@ from generate import Sampling, prepare
 from hf import checkpoint
 from hf.chat import SAMPLING, load_chat_template, not_applied, sampling_defaults, stop_tokens
 from hf.files import part_file, read_config
-from hf.paths import default_heads, find_model, is_repository
+from hf.paths import default_heads, find_model
 from hf.text import OBJECTS, decode, messages_of, read_lines, read_objects
 from hf.tokenizer import Encoding, encode_prompt, load_encoding
 from model import GPT, InputError, check, expect, pick_device, warn
@@ -68,7 +68,9 @@ def load_alone(args, group):
     if args.threads:
         check("threads", args.threads, 1, os.cpu_count() or 1, whole=True)
     sampling = sampling_flags(args)
-    warn_not_applied(args.model)
+    if ignored := not_applied(args.model):
+        words = ", ".join(f"{name} {value}" for name, value in ignored.items())
+        warn(f"{args.model}: generation_config.json: not applied: {words:.200}")
     model, encoding = load_model(args, group)
     heads = None
     path = args.heads or default_heads(args.model) or "none"
@@ -86,7 +88,7 @@ def make_engine(args, loaded, prompts, max_new_tokens, plainly=False):
     engine = prepare(loaded.model, prompts, max_new_tokens, loaded.heads,
                      lookup=args.draft in ("heads+lookup", "lookup", None),
                      tree_size=1 if plainly else args.tree_size, beams=args.beams,
-                     batch_size=args.batch_size, graph=not args.no_graph, **loaded.sampling)
+                     batch_size=args.batch_size, **loaded.sampling)
     may_choose = loaded.model.device.type == "cpu" and loaded.group.size == 1
     if args.threads:
         torch.set_num_threads(args.threads)
@@ -125,18 +127,9 @@ def sampling_flags(args):
         except InputError as error:
             raise InputError(f"{file}: {error}; correct the file, or give the flag") from None
         words = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
-        where = args.model if is_repository(args.model) else file.parent.resolve().name
-        print(f"sampling as {where}/{file.name} says: "
-              f"{words.replace('_', '-')} (--temperature 0 is greedy)", file=sys.stderr)
+        print(f"sampling as {args.model} says: {words.replace('_', '-')} (--temperature 0 is "
+              "greedy)", file=sys.stderr)
     return defaults | flags
-
-
-def warn_not_applied(model):
-    """Names what the model's generation_config.json says that has no effect here."""
-    if values := not_applied(model):
-        file = part_file(find_model(model), "generation_config.json")
-        words = ", ".join(f"{name} {value}" for name, value in values.items())
-        warn(f"{file.parent.resolve().name}/{file.name}: not applied: {words:.200}")
 
 
 def opening(args):
@@ -149,33 +142,23 @@ def read_prompts(args):
     --chat. "-" is standard input."""
     expect(not args.chat or load_chat_template(args.model), f"{args.model}: has no chat template; "
            "leave out --chat, or take a model that was trained to chat")
-    if args.prompts:
-        found = read_file(Path(args.prompts), partial(parse_prompt, chat=args.chat))
-    else:
-        texts = [decode(sys.stdin.buffer.read(), "standard input") if text == "-" else text
+    said = lambda text: [dict(role="user", content=text)]
+
+    def parse(value):
+        if isinstance(value.get("prompt"), str) and value.get("messages") is None:
+            return said(value["prompt"])
+        messages = messages_of(value)
+        expect(messages, "it has no message")
+        expect(args.chat, "messages need --chat")
+        return messages
+    file = Path(args.prompts or "")
+    if not args.prompts:
+        found = [said(decode(sys.stdin.buffer.read(), "standard input") if text == "-" else text)
                  for text in args.prompt or []]
-        found = [[dict(role="user", content=text)] for text in texts]
-    return [[*opening(args), *messages] for messages in found]
-
-
-def read_file(path, parse):
-    """The prompts of a file: of a text its lines as user messages, else parse(object) of each."""
-    if path.name.endswith(OBJECTS):
-        expected = ('an object with "prompt", a text, or "messages", a list of objects with "role" '
-                    'and "content"')
-        prompts = [prompt for _, prompt in read_objects(path, parse, expected)]
+    elif file.name.endswith(OBJECTS):
+        found = [prompt for _, prompt in read_objects(
+            file, parse, 'an object with "prompt", a text, or "messages"')]
     else:
-        prompts = [[dict(role="user", content=line)] for line in read_lines(path)]
-    expect(prompts, f"{path}: holds no prompt")
-    return prompts
-
-
-def parse_prompt(value, chat):
-    """The messages of an object of --prompts FILE."""
-    prompt = value.get("prompt")
-    if isinstance(prompt, str) and value.get("messages") is None:
-        return [dict(role="user", content=prompt)]
-    messages = messages_of(value)
-    expect(messages, "it has no message")
-    expect(chat, "messages need --chat")
-    return messages
+        found = list(map(said, read_lines(file)))
+    expect(found or not args.prompts, f"{file}: holds no prompt")
+    return [[*opening(args), *messages] for messages in found]

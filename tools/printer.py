@@ -9,7 +9,7 @@ from pathlib import Path
 import torch
 
 from generate import Interrupted, check_prompt, drafter
-from hf.text import utf8
+from hf.text import decode
 from model import InputError
 from tools import errors
 from tools.compare import against_plain
@@ -30,7 +30,6 @@ class Printer:
         self.loaded = loaded
         self.texts = texts   # of the prompts
         self.steps = []      # of --show-tree, as dicts
-        self.emitted = [loaded.encoding.stream() for _ in texts] if args.show_tree else []
         self.streams = len(texts) <= 1 and not args.json
         self.sequences = {}  # index -> a `Sequence` that ended and is not printed yet
         self.printed = 0     # texts
@@ -54,10 +53,11 @@ class Printer:
         """Prints a `StepResult`."""
         index = step.sequence.index
         if self.args.show_tree:
-            emitted = [self.emitted[index].feed([token]) for token in step.tokens]
+            decode = self.loaded.encoding.decode
             number = 1 + sum(one["prompt"] == index for one in self.steps)
+            emitted = [decode([token]) for token in step.tokens]
             self.steps.append(dict(prompt=index, step=number, emitted=emitted)
-                              | describe(step, self.loaded.encoding.decode))
+                              | describe(step, decode))
         for token, by in zip(step.tokens if self.streams else [], [*step.drafters, "model"]):
             text = self.stream.feed([token])
             if self.colours and text and by != "model":
@@ -202,8 +202,6 @@ def converse(args, loaded):
         with contextlib.suppress(ImportError):  # not on Windows
             import readline  # noqa: F401  lets lines be edited
         print("/clear starts anew; Ctrl-C ends a reply, Ctrl-D the program", file=sys.stderr)
-    else:  # as files are read
-        sys.stdin.reconfigure(encoding="utf-8-sig", newline="\n")
     messages, engine = opening(args), None
     while (line := loaded.group.on_first(read_line)) is not None:
         if line.strip() == "/clear":
@@ -238,5 +236,8 @@ def converse(args, loaded):
 
 def read_line():
     """The next line of standard input, None at its end."""
-    with utf8("standard input"), contextlib.suppress(EOFError):
-        return input("> " if sys.stdin.isatty() else "").removesuffix("\r")
+    if not sys.stdin.isatty():
+        line = sys.stdin.buffer.readline()
+        return decode(line, "standard input").rstrip("\r\n") if line else None
+    with contextlib.suppress(EOFError):
+        return input("> ")

@@ -220,7 +220,6 @@ class App:
         self.name = args.name or ("smollm2" if file.name == SMOLLM2 else file.resolve().name)
         self.room = args.batch_size + args.queue  # texts that may run and wait
         self.texts = 0  # running or waiting
-        self.longest = max(map(len, loaded.encoding.package.get_vocab()))  # characters of a token
         self.worker = Worker(self.engine)
         self.worker.start()
         self.counts = self.worker.counts
@@ -309,19 +308,17 @@ class App:
         await response(*asgi)
 
     def encode(self, job):
-        """Makes token ids of the texts. Those that cannot fit are refused before they cost much."""
+        """Makes token ids of the texts."""
         encoding = self.loaded.encoding
-        capacity = self.engine.decoder.capacity
-        for index, ids in enumerate(job.texts):  # or messages, or token ids
-            text = encoding.template.render(ids, **job.variables) if job.chat else ids
-            if isinstance(text, str):
-                if len(text) >= self.longest * capacity:
-                    raise TooLong(f"a prompt of {len(text)} characters is too long")
-                ids = (encoding.encode(text, allowed_special="all") if job.chat
-                       else encode_prompt(encoding, text))
-            if len(ids) >= capacity:
+        longest = self.engine.decoder.capacity - 1
+        for index, text in enumerate(job.texts):  # or messages, or token ids
+            if job.chat:
+                ids = encoding.chat(text, **job.variables)
+            else:
+                ids = encode_prompt(encoding, text) if isinstance(text, str) else text
+            if len(ids) > longest:
                 raise TooLong(f"the prompt has {len(ids)} tokens; this server takes up to "
-                              f"{capacity - 1}")
+                              f"{longest}")
             check_prompt(self.loaded.model, ids, index)
             job.prompts += [ids] * job.body["n"]
 

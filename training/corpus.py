@@ -1,13 +1,9 @@
 """Reads documents from files of text and of conversations, in a training and a held-out split."""
 
 import contextlib
-import glob
 import hashlib
 import itertools
-import os
 import sysconfig
-from collections import Counter
-from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -25,8 +21,7 @@ PIECE = 4096  # characters; longer texts are cut into pieces of this size, each 
 
 class Record(NamedTuple):
     """A document as (text, in_loss) pairs; in_loss: heads learn to guess its tokens. kind: "text",
-    "completion" (all but the prompt is in the loss), "chat" (only the assistant's turns are), or
-    "refused", whose text says why the chat template does not render a chat."""
+    "completion" (all but the prompt is in the loss) or "chat" (only the assistant's turns are)."""
     parts: tuple
     kind: str = "text"
 
@@ -47,57 +42,58 @@ def builtin_corpus(split):
 
 def find_files(path):
     """The files of a path, a sorted list of Path: the file itself, or those with TEXT_SUFFIXES in a
-    folder, except in training runs. A path that does not exist is a pattern."""
-    if os.path.isdir(path):
-        runs = {state.parent for state in Path(path).rglob(STATE_FILE)}
-        return [file for file in sorted(Path(path).rglob("*")) if file.name.endswith(TEXT_SUFFIXES)
-                and file.is_file() and not runs & set(file.parents)]
-    if os.path.exists(path):
-        return [Path(path)]
-    matches = sorted(set(glob.glob(str(path), recursive=True)) - {str(path)})
-    expect(matches, f"{path}: expected a file, a folder or a pattern that matches some; check it")
-    # ** matches a file and its folder
-    return list(dict.fromkeys(file for match in matches for file in find_files(match)))
+    folder, except in training runs."""
+    path = Path(path)
+    expect(path.exists(), f"{path}: no such file or folder; check it")
+    runs = {state.parent for state in path.rglob(STATE_FILE)}
+    return [path] if path.is_file() else [
+        file for file in sorted(path.rglob("*")) if file.name.endswith(TEXT_SUFFIXES)
+        and file.is_file() and not runs & set(file.parents)]
 
 
 def read_records(paths, template=None):
     """Yields a `Record` for each document that is not empty. template: a `ChatTemplate` that turns
     messages into text; chats that it refuses are left out, and counted on standard error. Raises
     InputError for a path without documents, a malformed line, and if it refuses many."""
-    counts = Counter()
+    chats = 0
+    refused = []
     for path in paths:
         empty = True
         for file in find_files(path):
-            for record in filter(lambda record: record.text, read_file(file, template)):
-                empty = False
-                counts[record.kind] += 1
-                if record.kind != "refused":
+            for where, record in read_file(file):
+                if record.kind == "chat":
+                    expect(template, f"{file}, {where}: messages need a model that has a chat "
+                           "template")
+                    chats += 1
+                    try:
+                        record = Record(chat_parts(record.parts, template), "chat")
+                    except InputError as error:
+                        refused.append(f"{file}, {where}: {error}")
+                        record = Record(())
+                        empty = False
+                if record.text:
+                    empty = False
                     yield record
-                elif counts["refused"] == 1:
-                    first = record.text
         expect(not empty, f"{path}: expected UTF-8 text that is not empty; give another")
-    refused = counts["refused"]
     if refused:
-        chats = refused + counts["chat"]
-        says = f"the chat template refuses {refused} of {chats} chats; the first is {first}"
-        expect(refused <= MOST_REFUSED * chats, f"{says}; correct them, or leave them out")
+        says = (f"the chat template refuses {len(refused)} of {chats} chats; the first is "
+                f"{refused[0]}")
+        expect(len(refused) <= MOST_REFUSED * chats, f"{says}; correct them, or leave them out")
         warn(f"{says}; these are left out")
 
 
-def read_file(file, template=None):
-    """Yields the Records of a file; none if it is a text that is not UTF-8."""
+def read_file(file):
+    """Yields (where, `Record`) of a file, of a chat with its messages as parts; nothing if it is a
+    text that is not UTF-8."""
     if not file.name.endswith(OBJECTS):
         with contextlib.suppress(InputError):
-            yield Record(((read_text(file), True),))
+            yield "", Record(((read_text(file), True),))
         return
     expected = 'an object with "text", "prompt" and "completion", "messages" or "conversations"'
-    for where, record in read_objects(file, partial(parse_record, template=template), expected):
-        if record.kind == "refused":
-            record = Record(((f"{file}, {where}: {record.text}", False),), "refused")
-        yield record
+    yield from read_objects(file, parse_record, expected)
 
 
-def parse_record(value, template):
+def parse_record(value):
     """The Record of an object with "text", else "prompt" and "completion", else `messages_of`."""
     text, prompt, completion = map(value.get, ("text", "prompt", "completion"))
     if text is not None:
@@ -105,12 +101,7 @@ def parse_record(value, template):
     elif prompt is not None and completion is not None:
         record = Record(((prompt, False), (completion, True)), "completion")
     else:
-        messages = messages_of(value)
-        expect(template, "messages need a model that has a chat template")
-        try:
-            record = Record(chat_parts(messages, template), "chat")
-        except InputError as error:
-            record = Record(((str(error), False),), "refused")
+        return Record(messages_of(value), "chat")
     valid = all(isinstance(part, str) for part, _ in record.parts)
     expect(valid, f"its {record.kind} is not a string")
     return record
@@ -145,7 +136,7 @@ def split_records(paths, splits, template=None):
     if paths is None:
         for split in splits:
             for file in builtin_corpus(split):
-                yield from ((split, record) for record in read_file(file) if record.text)
+                yield from ((split, record) for _, record in read_file(file) if record.text)
         return
     missing = set(splits)
     for record in read_records(paths, template):
@@ -155,5 +146,4 @@ def split_records(paths, splits, template=None):
             if split in splits:
                 missing.discard(split)
                 yield split, record if whole else Record((("".join(run), True),))
-    for split in sorted(missing):
-        raise InputError(f"{' '.join(map(str, paths))}: expected text for {split!r}; give more")
+    expect(not missing, f"{' '.join(map(str, paths))}: expected text for {missing}; give more")

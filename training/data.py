@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from hf.chat import end_of_text
-from model import InputError, expect, human
+from model import InputError, check_memory, expect
 from training import corpus
 from training.common import load_file, progress, save_file, saving
 from training.corpus import SPLITS, builtin_corpus, find_files, split_records
@@ -212,11 +212,8 @@ def store_states(file, model, tokens, group, dtype):
 
 def create(file, shape):
     """Makes a file of int16 zeros. Raises InputError if it does not fit the disk."""
-    size = 2 * shape[0] * shape[1]
-    free = shutil.disk_usage(file.parent).free
-    takes = f"hidden states take {human(size, 'B')} of {human(free, 'B')} in {file.parent}"
-    print(takes, flush=True)
-    expect(size <= free, f"no room: {takes}; use less text, or another --out")
+    check_memory("hidden states take", 2 * shape[0] * shape[1],
+                 shutil.disk_usage(file.parent).free, file.parent, "use less text")
     with saving(f"{file}: cannot be written", "make room and start it again"):
         np.lib.format.open_memmap(file, "w+", np.int16, shape)
 

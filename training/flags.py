@@ -92,4 +92,4 @@ def data_path(name):
 
 def add_data_flag(parser, default="default: Python's standard library"):
     parser.add_argument("--data", nargs="+", type=data_path, metavar="PATH",
-                        help=f"files of text, .jsonl or .json, folders, patterns; {default}")
+                        help=f"files of text, .jsonl or .json, and folders; {default}")
