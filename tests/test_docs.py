@@ -29,22 +29,14 @@ DOCS = [ROOT / "demo" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BENCH = ("decode", "gpu", "draw")
 FLAG = r"(?<![\w-])--[a-z][\w-]*"
 OTHERS = {"--nproc-per-node", "--no-binary", "--no-deps", "--target"}  # torchrun's, pip's
+BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```", re.M | re.S)
 name = lambda path: str(path.relative_to(ROOT))
-
-
-def prose(page):
-    """(number, line) of a page's lines outside code and tables."""
-    code = False
-    for number, line in enumerate(page.read_text().splitlines(), start=1):
-        code ^= line.startswith("```")
-        if not code and not line.startswith(("|", "```")):
-            yield number, line
 
 
 def anchors(page):
     """What GitHub calls the headings of a page."""
-    headings = (line.lstrip("# ").lower() for _, line in prose(page) if line.startswith("#"))
-    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
+    headings = re.findall(r"^#+ (.*)", re.sub(BLOCK, "", page.read_text()), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=name)
@@ -84,7 +76,6 @@ def test_flags_of_the_pages_exist(capsys):
 # ---------------------------------------------------------------------------------------------------------------------
 # Blocks of code. Those marked as history say how something was made; of their commands only the flags are checked.
 
-BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```", re.M | re.S)
 PAGES = {name(page): page.read_text() for page in (ROOT / "README.md", *DOCS)}
 BLOCKS = {f"{page}:{text[:block.start()].count(chr(10)) + 1}": block.groups()
           for page, text in PAGES.items() for block in BLOCK.finditer(text)}

@@ -28,7 +28,7 @@ httpx = pytest.importorskip("httpx", reason="the tests of the server need pip in
 pytest.importorskip("starlette", reason="the server needs pip install starlette uvicorn")
 uvicorn = pytest.importorskip("uvicorn", reason="the server needs pip install starlette uvicorn")
 
-from tools import fields, serve  # noqa: E402
+from tools import serve  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 TEMPLATE = """{% for m in messages %}{{ raise_exception("no dogs") if m.role == "dog" }}{{ m.content }}
