@@ -54,8 +54,7 @@ def tiny(tmp_path):
 
 def test_known_ids_of_the_handwritten_vocabulary(tiny):
     assert tiny.bpe
-    assert tiny.encode("hello world") == [258, 78, 259, 78, 81, 75, 67]
-    assert tiny.encode("he\n   é") == [256, 198, 260, 220, 127, 102]
+    assert tiny.encode("hello w\n é") == [258, 78, 259, 198, 220, 127, 102]
     assert tiny.encode("ll" + EOT, allowed_special="all") == [257, 261] and 261 not in tiny.encode(EOT)
     assert tiny.n_vocab == 262 and end_of_text(tiny) == 261
     assert tiny.decode(tiny.encode("a\ud800b")) == "a\ufffdb"
