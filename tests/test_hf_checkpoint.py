@@ -46,12 +46,10 @@ FOLDERS = {  # name: (transformers' name of the family, flags of its config)
     "llama-tied": ("Llama", dict(tie_word_embeddings=True)),  # as SmolLM
     "llama-biased": ("Llama", dict(attention_bias=True, mlp_bias=True, head_dim=32)),
     **{f"llama-{kind}": ("Llama", dict(rope_parameters=ROPES[kind])) for kind in ROPES},
-    "mistral": ("Mistral", dict(sliding_window=None)),
     "mistral-window": ("Mistral", dict(sliding_window=28, head_dim=32)),
     "qwen2": ("Qwen2", {}),
     "qwen2-window": ("Qwen2", dict(use_sliding_window=True, sliding_window=1, max_window_layers=1)),
     "qwen3": ("Qwen3", dict(head_dim=32)),
-    "phi3": ("Phi3", {}),
     "phi3-window": ("Phi3", dict(sliding_window=17)),
     "phi3-longrope": ("Phi3", dict(rope_parameters=ROPES["longrope"], original_max_position_embeddings=100)),
     "phi4-mini": ("Phi3", dict(  # three quarters of a head of 16 are rotated: 6 pairs
@@ -61,8 +59,7 @@ FOLDERS = {  # name: (transformers' name of the family, flags of its config)
     "smollm3": ("SmolLM3", dict(num_hidden_layers=5)),
     "smollm3-window": ("SmolLM3", dict(num_hidden_layers=3, no_rope_layers=[1, 0, 1], use_sliding_window=True,
                                        sliding_window=28, tie_word_embeddings=False)),
-    "olmo2": ("Olmo2", dict(num_key_value_heads=4)),
-    "olmo2-grouped": ("Olmo2", dict(attention_bias=True)),
+    "olmo2": ("Olmo2", dict(attention_bias=True)),
     "olmo3": ("Olmo3", dict(num_hidden_layers=5, sliding_window=28)),
     "olmo3-yarn": ("Olmo3", dict(num_hidden_layers=4, sliding_window=20, rope_parameters=LAYERED | dict(
         full_attention=ROPES["yarn"]))),

@@ -282,21 +282,6 @@ def test_a_seed_is_drawn_unless_one_is_given(served, folder):
     running.stop()
 
 
-@pytest.mark.parametrize("flags, origin, allowed", [([], "http://a", None), (["--allow-origin", "*"], "http://b", "*"),
-                                                    (["--allow-origin", "http://a"], "http://a", "http://a"),
-                                                    (["--allow-origin", "http://a"], "http://b", None)])
-def test_pages_of_allowed_origins_may_send_requests(folder, flags, origin, allowed):
-    """Bug: a page that a browser keeps from the server, or a page that anybody wrote and it does not."""
-    running = Running(folder, "--batch-size", "1", "--api-key", "k", *flags)
-    asks = dict(method="POST", headers="authorization")
-    asks = {"origin": origin} | {f"access-control-request-{name}": value for name, value in asks.items()}
-    preflight = running.client.options("/v1/completions", headers=asks)
-    assert (preflight.status_code == 200) == bool(allowed)
-    for answer in (preflight, running.client.get("/v1/models", headers={"origin": origin})):  # which lacks the key
-        assert answer.headers.get("access-control-allow-origin") == allowed
-    running.stop()
-
-
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="there is no IPv6")
 def test_addresses_of_ipv6():
     """Bug: a traceback for ::1, a :: that IPv4 does not reach."""
@@ -329,14 +314,21 @@ def test_a_client_that_reads_nothing_is_left(served, monkeypatch):
         asyncio.run(served.app.asgi(scope, receive, never))
 
 
-def test_the_key_is_asked_for(folder):
-    """Bug: an endpoint that forgets to."""
-    running = Running(folder, "--api-key", "k\u00e9y", "--batch-size", "1")
+def test_the_key_is_asked_for_and_pages_of_allowed_origins_may_send_requests(folder, served):
+    """Bug: an endpoint that forgets to; a page that a browser keeps from the server, or anybody's that it does not."""
+    running = Running(folder, "--api-key", "k\u00e9y", "--batch-size", "1", "--allow-origin", "http://a")
     get = lambda path, key="none": running.client.get(path, headers={"authorization": f"Bearer {key}".encode()})
     for path in ("/v1/models", "/metrics"):
         assert [get(path, key).status_code for key in ("k", "key", "k\u00e9y")] == [401, 401, 200]
     assert running.post(ask()).status_code == 401
     assert [get(path).status_code for path in ("/", "/health")] == [200, 200]
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    for server, letter, allowed in ((running, "a", "http://a"), (running, "b", None), (served, "a", None)):
+        page = dict(origin=f"http://{letter}")
+        preflight = server.client.options("/v1/completions", headers=asks | page)
+        assert (preflight.status_code == 200) == bool(allowed)
+        for answer in (preflight, server.client.get("/v1/models", headers=page)):  # the second without a key
+            assert answer.headers.get("access-control-allow-origin") == allowed
     running.stop()
 
 
