@@ -263,7 +263,6 @@ WINDOWS = {  # model_type, what a config.json of 8 layers says, GPTConfig.window
     "phi3-missing": ("phi3", {}, ()),
     "olmo3-missing": ("olmo3", {}, (4096, 4096, 4096, 0) * 2),
     "smollm3": ("smollm3", dict(use_sliding_window=True, sliding_window=9, no_rope_layer_interval=2), (0, 9) * 4),
-    "gemma3": ("gemma3_text", dict(sliding_window=9), (9,) * 5 + (0, 9, 9)),
     "gemma3-pattern": ("gemma3_text", dict(sliding_window=9, sliding_window_pattern=2), (9, 0) * 4),
 }
 
@@ -380,7 +379,6 @@ BROKEN = {  # case: (what breaks a folder: keys of config.json or a function, wh
     "all sizes large": (dict.fromkeys(SIZES[:3], 2**24), "should be floats of shape (16777216, 16777216)"),
     "quantised, says a type": (lambda p: edit_weights(p, lambda t: t.update(
         {"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)})), "but is torch.float8_e4m3fn of (64,)"),
-    "bitsandbytes": (dict(quantization_config=dict(quant_method="bitsandbytes")), "bitsandbytes"),
     "tensor missing": (lambda p: edit_weights(p, lambda t: t.pop("model.norm.weight")), "lack norm.weight"),
     "shard missing": (lambda p: one_shard(p, "model-2.safetensors"), "model-2.safetensors: truncated"),
     "shard above the folder": (lambda p: one_shard(p, "../b.safetensors", p.parent / "b.safetensors"), "r/b.safet"),

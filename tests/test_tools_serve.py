@@ -69,9 +69,8 @@ class Running:
         stop = [*self.loaded.stop, *filter(None, body.get("stop", []))]
         out = generate(self.loaded.model, [prompt for prompt in prompts for _ in range(body.get("n", 1))],
                        body["max_tokens"], stop=stop, encoding=encoding, **sampling)
-        self.loaded.stop, stop = stop, self.loaded.stop
-        texts = list(map(self.loaded.decode, out.tokens))
-        self.loaded.stop = stop
+        streams = [encoding.stream(stop) for _ in out.tokens]
+        texts = [stream.feed(tokens) + stream.finish() for stream, tokens in zip(streams, out.tokens)]
         return texts, ["stop" if ended == "stop" else "length" for ended in out.ended], out
 
     @contextlib.contextmanager
