@@ -21,7 +21,7 @@ import model as models
 from backends import cpu
 from clover import PRESETS, CloverHeads, preset
 from conftest import SHAPES, needs_compiler, random_prompts, refusal, toy_model
-from generate import NOISE, Decoder, Engine, Policy, Sampling, generate
+from generate import Decoder, Engine, Policy, Sampling, generate
 from hf import checkpoint
 from kernels import gumbel_argmax, tree_attention_reference
 from test_clover import random_heads
@@ -292,7 +292,8 @@ def test_verify_and_commit_are_the_decoders(shape, name, dtype):
     *((shape, "clover", True, 9) for shape in SHAPES), *(("llama", name, True, 20) for name in PRESETS),
     ("llama", "clover2", False, 5), ("gemma", None, True, 6), ("gpt2", None, False, 1)])
 def test_steps_in_c_are_those_of_the_decoder(shape, name, lookup, T, exact, monkeypatch):
-    """Catches an embedding, a position, noise or a state of another token, and what a step leaves to the next."""
+    """Catches an embedding, a position, noise or a state of another token, a row of another slot, and what a step
+    leaves to the next."""
     model, heads = packed_toy(shape, name)
     engines = []
     for cls in (Decoder, cpu.CompiledDecoder):
@@ -314,22 +315,6 @@ def test_two_threads_decode_with_one_model():
     say = lambda seed: generate(model, random_prompts([9, 30]), 40, heads, lookup=True, temperature=1, seed=seed).tokens
     with ThreadPoolExecutor(2) as pool:
         assert [*pool.map(say, range(6))] == [*map(say, range(6))]
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_runs_the_slots_it_is_told(dtype):
-    """Catches a row of another slot: a few slots, in any order, give what all do, and the others stay as they were."""
-    both = packed_toy("llama", "clover2", dtype)
-    found = {}
-    for running in ((0, 1, 2, 3), (3, 1)):
-        decoder = filled_decoder(cpu.CompiledDecoder, *both, True, 12)
-        decoder.sampling_mode, idle = NOISE, decoder.slots.cache.kv[:, :, ::2].clone()
-        decoder.run_slots(running)
-        with torch.inference_mode():
-            accepted, tree = [decoder.step(12, True) for _ in range(3)][-1]
-        found[running] = [x.clone() for x in (accepted.packed, *tree)]
-    assert torch.equal(decoder.slots.cache.kv[:, :, ::2], idle)
-    assert all(torch.equal(few, every[[3, 1]]) for every, few in zip(*found.values()))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -517,7 +502,7 @@ def test_two_processes_may_build_at_once(tmp_path):
     assert len(list((tmp_path / "clover").iterdir())) == 1
 
 
-FUNCTIONS = "product or rounded or attention or argmax or same_bits or in_c or commit or slots or threads"
+FUNCTIONS = "product or rounded or attention or argmax or same_bits or in_c or commit or threads"
 SANITIZED = "-fsanitize=address,undefined -fno-sanitize-recover=all -g"
 
 

@@ -18,7 +18,7 @@ import train_heads
 from bench import __main__ as bench
 from generate import Decoder, generate
 from test_train_heads import measured
-from tools import cli, timing
+from tools import cli, fields, timing
 from tools.flags import parse_folder, parse_generate, parse_serve
 from training import cli as training_cli
 from training import data
@@ -29,22 +29,14 @@ DOCS = [ROOT / "demo" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BENCH = ("decode", "gpu", "draw")
 FLAG = r"(?<![\w-])--[a-z][\w-]*"
 OTHERS = {"--nproc-per-node", "--no-binary", "--no-deps", "--target"}  # torchrun's, pip's
+BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```", re.M | re.S)
 name = lambda path: str(path.relative_to(ROOT))
-
-
-def prose(page):
-    """(number, line) of a page's lines outside code and tables."""
-    code = False
-    for number, line in enumerate(page.read_text().splitlines(), start=1):
-        code ^= line.startswith("```")
-        if not code and not line.startswith(("|", "```")):
-            yield number, line
 
 
 def anchors(page):
     """What GitHub calls the headings of a page."""
-    headings = (line.lstrip("# ").lower() for _, line in prose(page) if line.startswith("#"))
-    return {re.sub(r"[^\w\- ]", "", heading).replace(" ", "-") for heading in headings}
+    headings = re.findall(r"^#+ (.*)", re.sub(BLOCK, "", page.read_text()), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=name)
@@ -69,7 +61,7 @@ def flags(capsys, parse, *command):
 
 
 def test_flags_of_the_pages_exist(capsys):
-    """Bug: a flag that was renamed, or never was; one of generate.py or train_heads.py that no page tells of."""
+    """Bug: a flag that was renamed, or never was; one, or a field of a request, that no page tells of."""
     generate, heads, serve = (flags(capsys, parse) for parse in (parse_generate, parse_heads, parse_serve))
     known = set.union(OTHERS, generate, heads, serve,
                       *(flags(capsys, bench.parse, command) for command in BENCH))
@@ -77,12 +69,13 @@ def test_flags_of_the_pages_exist(capsys):
     assert {page: found - known for page, found in told.items() if found - known} == {}
     assert generate - told["docs/cli.md"] == serve - generate - told["docs/serving.md"] == set()
     assert heads - told["docs/cli.md"] - told["docs/training.md"] == set()
+    for name_of in (*fields.CHAT, *fields.COMPLETION, *fields.STREAM_OPTIONS, *fields.MESSAGE):
+        assert f"`{name_of}`" in PAGES["docs/serving.md"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Blocks of code. Those marked as history say how something was made; of their commands only the flags are checked.
 
-BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```", re.M | re.S)
 PAGES = {name(page): page.read_text() for page in (ROOT / "README.md", *DOCS)}
 BLOCKS = {f"{page}:{text[:block.start()].count(chr(10)) + 1}": block.groups()
           for page, text in PAGES.items() for block in BLOCK.finditer(text)}

@@ -61,18 +61,6 @@ def test_what_generation_config_says_in_vain_is_named(tmp_path):
     assert chat.not_applied(tmp_path) == values
 
 
-CHATML = """
-{%- for message in messages %}
-    {{- '<|im_start|>' + message['role'] + '\n' }}
-    {%- if message.role == 'assistant' %}
-        {%- generation %}{{ message.content }}{% endgeneration %}
-    {%- else %}
-        {{- message.content }}
-    {%- endif %}
-    {{- '<|im_end|>\n' }}
-{%- endfor %}
-{%- if add_generation_prompt %}{{ '<|im_start|>assistant\n' }}{% endif %}
-"""
 HEADERS = """{{- bos_token }}
 {%- set ns = namespace(count=0, system='') %}
 {%- if messages[0]['role'] == 'system' %}
@@ -95,7 +83,6 @@ Tools: {{ tools | tojson(indent=2) }}
 {{- {'n': ns.count, 'text': message.content | trim, 'ümläut': '<&>'} | tojson }}{{ pad_token }}
 {% endfor -%}
 """
-TEMPLATES = {"chatml": CHATML, "headers": HEADERS}
 CONFIG = {"tokenizer_class": "PreTrainedTokenizerFast", "bos_token": tk.EOT, "eos_token": tk.token("<|im_end|>"),
           "pad_token": tk.EOT}
 
@@ -111,11 +98,10 @@ CHATS = {
 }
 
 
-@pytest.mark.parametrize("name", TEMPLATES)
-def test_templates_render_and_encode_as_transformers_does(name, corpus, tmp_path):
+def test_a_template_renders_and_encodes_as_transformers_does(corpus, tmp_path):
     pytest.importorskip("transformers")
     spec = tk.byte_level(corpus[:2], tk.split_form(LLAMA3_PATTERN), tk.CHAT, post_processor=tk.BOS)
-    tk.folder_of(tmp_path, spec, CONFIG | {"chat_template": TEMPLATES[name]})
+    tk.folder_of(tmp_path, spec, CONFIG | {"chat_template": HEADERS})
     ours, encoding = chat.load_chat_template(tmp_path), tokenizer.load_encoding(tmp_path)
     reference, tools = tk.auto_tokenizer(tmp_path), [{"type": "function", "name": "é<"}]
     assert tokenizer.encode_prompt(encoding, "") == [0]
@@ -125,11 +111,13 @@ def test_templates_render_and_encode_as_transformers_does(name, corpus, tmp_path
             assert text == reference.apply_chat_template(messages, tokenize=False, **options)
             ids = reference.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
             assert encoding.encode(text, allowed_special="all") == ids  # a BOS token only where the template writes one
-        assert name != "headers" or re.search(r"Today: \d\d \w+ \d{4}\n", text)
+        assert re.search(r"Today: \d\d \w+ \d{4}\n", text)
 
 
 TOOLS = """{% for message in messages %}<|im_start|>{{ message.role }}
-{% if message.content is none %}NULL{% endif %}{% if message.content %}{{ message.content | trim }}{% endif %}
+{% if message.content is none %}NULL{% endif %}
+{%- generation %}{% if message.content %}{{ message.content | trim }}{% endif %}{% endgeneration %}
+
 {% for call in message.tool_calls or [] %}<call>{{ call | tojson }}{% endfor %}{{ message.tool_call_id }}<|im_end|>
 {% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
 {{ '<think></think>' if enable_thinking is false }}{% endif %}"""
@@ -142,8 +130,10 @@ TURNS = [*said(("user", "2 + 3?")), {"role": "assistant", "content": None, "tool
 @pytest.mark.parametrize("options", [{"add_generation_prompt": True}, {"continue_final_message": True},
                                      {"add_generation_prompt": True, "enable_thinking": False}], ids=str)
 def test_calls_variables_and_unfinished_messages_are_read_as_transformers_does(options, corpus, tmp_path):
-    """Bug: a template that does not see who called what, a null that it prints, a turn that ends where it goes on."""
-    tk.folder_of(tmp_path, tk.byte_level(corpus[:2], tk.BYTE_LEVEL, tk.CHAT), CONFIG | {"chat_template": TOOLS})
+    """Bug: a template that does not see who called what, a null that it prints, a turn that ends where it goes on, a
+    BOS token that no template wrote."""
+    spec = tk.byte_level(corpus[:2], tk.BYTE_LEVEL, tk.CHAT, post_processor=tk.BOS)
+    tk.folder_of(tmp_path, spec, CONFIG | {"chat_template": TOOLS})
     reference = tk.auto_tokenizer(tmp_path)
     for turns in (TURNS, TURNS[:1], said(("assistant", "x"))):
         want = reference.apply_chat_template(turns, tokenize=True, return_dict=False, **options)
@@ -163,11 +153,8 @@ def test_a_developer_is_the_system_where_the_template_knows_no_other(tmp_path):
     ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
     ("{{ raise_exception('text only') }}", "text only"),
     ("{% set _ = messages.append(1) %}", "unsafe"),
-    ("{{ nothing.at.all }}", "nothing"),
-    ("{{ 1 / 0 }}", "zero"),
     ("{{ range(1000000000) | list }}", "Range"),
     ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
-    ("{% for %}", "line 1"),
     ("\n{{ raise_exception(1", "line 2"),
     ("{% generation %}", "line 1"),
     ("{% include 'tokenizer.json' %}", "loader"),

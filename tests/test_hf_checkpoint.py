@@ -46,12 +46,10 @@ FOLDERS = {  # name: (transformers' name of the family, flags of its config)
     "llama-tied": ("Llama", dict(tie_word_embeddings=True)),  # as SmolLM
     "llama-biased": ("Llama", dict(attention_bias=True, mlp_bias=True, head_dim=32)),
     **{f"llama-{kind}": ("Llama", dict(rope_parameters=ROPES[kind])) for kind in ROPES},
-    "mistral": ("Mistral", dict(sliding_window=None)),
     "mistral-window": ("Mistral", dict(sliding_window=28, head_dim=32)),
     "qwen2": ("Qwen2", {}),
     "qwen2-window": ("Qwen2", dict(use_sliding_window=True, sliding_window=1, max_window_layers=1)),
     "qwen3": ("Qwen3", dict(head_dim=32)),
-    "phi3": ("Phi3", {}),
     "phi3-window": ("Phi3", dict(sliding_window=17)),
     "phi3-longrope": ("Phi3", dict(rope_parameters=ROPES["longrope"], original_max_position_embeddings=100)),
     "phi4-mini": ("Phi3", dict(  # three quarters of a head of 16 are rotated: 6 pairs
@@ -61,8 +59,7 @@ FOLDERS = {  # name: (transformers' name of the family, flags of its config)
     "smollm3": ("SmolLM3", dict(num_hidden_layers=5)),
     "smollm3-window": ("SmolLM3", dict(num_hidden_layers=3, no_rope_layers=[1, 0, 1], use_sliding_window=True,
                                        sliding_window=28, tie_word_embeddings=False)),
-    "olmo2": ("Olmo2", dict(num_key_value_heads=4)),
-    "olmo2-grouped": ("Olmo2", dict(attention_bias=True)),
+    "olmo2": ("Olmo2", dict(attention_bias=True)),
     "olmo3": ("Olmo3", dict(num_hidden_layers=5, sliding_window=28)),
     "olmo3-yarn": ("Olmo3", dict(num_hidden_layers=4, sliding_window=20, rope_parameters=LAYERED | dict(
         full_attention=ROPES["yarn"]))),
@@ -167,15 +164,9 @@ def test_logits_and_texts_equal_transformers_both_ways(name, tmp_path):
     assert generate(model, [prompt, prompt[:7]], 24, heads, tree_size=12).tokens[0] == text[:24]
 
 
-def test_pickled_weights_are_the_same_weights(tmp_path):
-    """Catches a .bin folder, in torch's format of today or its first, that loads otherwise."""
-    want = GPT.from_pretrained(save_theirs("gpt2", theirs_of("gpt2"), tmp_path), device="cpu", packed=False)
-    tensors = load_file(tmp_path / "model.safetensors")
-    (tmp_path / "model.safetensors").unlink()
-    for zipped in (True, False):
-        torch.save(tensors, tmp_path / "pytorch_model.bin", _use_new_zipfile_serialization=zipped)
-        got = GPT.from_pretrained(tmp_path, device="cpu", packed=False)
-        assert all(torch.equal(a, b) for a, b in zip(want.state_dict().values(), got.state_dict().values()))
+def pickled(path, value, **options):
+    (path / "model.safetensors").unlink()
+    torch.save(value, path / "pytorch_model.bin", **options)
 
 
 def without_prefix(tensors):
@@ -191,14 +182,26 @@ def as_version_4(tensors):
     return {key: value.to(torch.int8) if "vision" in key else value for key, value in renamed.items()}
 
 
-@pytest.mark.parametrize("name, rename", [
-    ("gpt2", without_prefix), ("gemma3-vision", as_version_4), ("mistral3-vision", as_version_4),
-    ("llama-tied", lambda tensors: tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}),
-    ("llama-tied", lambda tensors: {key.replace("model.embed_tokens", "lm_head"): x for key, x in tensors.items()})])
-def test_other_names_of_the_same_weights(name, rename, tmp_path):
+def with_a_head(tensors):
+    return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
+
+
+def with_a_head_alone(tensors):
+    return {key.replace("model.embed_tokens", "lm_head"): value for key, value in tensors.items()}
+
+
+@pytest.mark.parametrize("name, rename, zipped", [
+    ("gpt2", dict, True), ("gpt2", dict, False),  # torch's format of today, and its first
+    ("gpt2", without_prefix, None), ("gemma3-vision", as_version_4, None), ("mistral3-vision", as_version_4, None),
+    ("llama-tied", with_a_head, None), ("llama-tied", with_a_head_alone, None)])
+def test_other_names_and_files_of_the_same_weights(name, rename, zipped, tmp_path):
+    """Catches a .bin folder or a renamed tensor that loads otherwise."""
     want = GPT.from_pretrained(save_theirs(name, theirs_of(name), tmp_path), device="cpu", packed=False)
     tensors = rename(load_file(tmp_path / "model.safetensors"))
-    save_file(tensors, tmp_path / "model.safetensors")
+    if zipped is None:
+        save_file(tensors, tmp_path / "model.safetensors")
+    else:
+        pickled(tmp_path, tensors, _use_new_zipfile_serialization=zipped)
     got = GPT.from_pretrained(tmp_path, device="cpu", packed=False)
     assert all(map(torch.equal, want.state_dict().values(), got.state_dict().values()))
 
@@ -211,8 +214,7 @@ def test_an_lm_head_that_differs_from_a_tied_table_is_kept_as_by_transformers(su
     state = load_file(tmp_path / "model.safetensors")
     state["lm_head.weight"] = torch.randn_like(state["model.embed_tokens.weight"])
     if suffix == "bin":
-        (tmp_path / "model.safetensors").unlink()
-        torch.save(state, tmp_path / "pytorch_model.bin")
+        pickled(tmp_path, state)
     else:
         save_file(state, tmp_path / "model.safetensors", metadata={"format": "pt"})
     want = type(theirs).from_pretrained(tmp_path)(tokens).logits.detach()
@@ -261,7 +263,6 @@ WINDOWS = {  # model_type, what a config.json of 8 layers says, GPTConfig.window
     "phi3-missing": ("phi3", {}, ()),
     "olmo3-missing": ("olmo3", {}, (4096, 4096, 4096, 0) * 2),
     "smollm3": ("smollm3", dict(use_sliding_window=True, sliding_window=9, no_rope_layer_interval=2), (0, 9) * 4),
-    "gemma3": ("gemma3_text", dict(sliding_window=9), (9,) * 5 + (0, 9, 9)),
     "gemma3-pattern": ("gemma3_text", dict(sliding_window=9, sliding_window_pattern=2), (9, 0) * 4),
 }
 
@@ -316,8 +317,6 @@ def test_a_models_hash_is_that_of_its_files(tmp_path):
     raw[-1] ^= 1
     file.write_bytes(raw)
     assert folder("a") != folder("b")
-    file.write_bytes(raw[:-1] + b"\0\0")
-    refusal(lambda: folder("b"), "truncated")
 
 
 def test_a_description_tells_what_generate_takes(checkpoint, tmp_path):
@@ -350,11 +349,6 @@ class Code:
         return print, ("code ran",)
 
 
-def pickled(path, value):
-    (path / "model.safetensors").unlink()
-    torch.save(value, path / "pytorch_model.bin")
-
-
 def rope(**settings):
     return dict(rope_parameters=settings)
 
@@ -378,7 +372,6 @@ BROKEN = {  # case: (what breaks a folder: keys of config.json or a function, wh
     "header of 2^63 bytes": (lambda p: (p / "model.safetensors").write_bytes(b"\0" * 7 + b"\x80{}"), "too large"),
     "flag that is text": (dict(tie_word_embeddings="false"), "tie_word_embeddings must be a bool, not 'false'"),
     "rope with few factors": (rope(rope_type="longrope", short_factor=[1.0], long_factor=[1.0]), "a list of 8 numbers"),
-    "layers without tensors": (dict(num_hidden_layers=99_999), "99999 layers, but 20 tensors"),
     "scaled windows": (dict(model_type="gemma3_text", **rope(sliding_attention=dict(rope_type="linear"))),
                        "rope type of windows 'linear' is not supported"),
     "another GPT-2": (dict(model_type="gpt2", scale_attn_weights=False), "scale_attn_weights False is not"),
@@ -386,7 +379,6 @@ BROKEN = {  # case: (what breaks a folder: keys of config.json or a function, wh
     "all sizes large": (dict.fromkeys(SIZES[:3], 2**24), "should be floats of shape (16777216, 16777216)"),
     "quantised, says a type": (lambda p: edit_weights(p, lambda t: t.update(
         {"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)})), "but is torch.float8_e4m3fn of (64,)"),
-    "bitsandbytes": (dict(quantization_config=dict(quant_method="bitsandbytes")), "bitsandbytes"),
     "tensor missing": (lambda p: edit_weights(p, lambda t: t.pop("model.norm.weight")), "lack norm.weight"),
     "shard missing": (lambda p: one_shard(p, "model-2.safetensors"), "model-2.safetensors: truncated"),
     "shard above the folder": (lambda p: one_shard(p, "../b.safetensors", p.parent / "b.safetensors"), "r/b.safet"),

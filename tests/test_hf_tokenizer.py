@@ -54,8 +54,7 @@ def tiny(tmp_path):
 
 def test_known_ids_of_the_handwritten_vocabulary(tiny):
     assert tiny.bpe
-    assert tiny.encode("hello world") == [258, 78, 259, 78, 81, 75, 67]
-    assert tiny.encode("he\n   é") == [256, 198, 260, 220, 127, 102]
+    assert tiny.encode("hello w\n é") == [258, 78, 259, 198, 220, 127, 102]
     assert tiny.encode("ll" + EOT, allowed_special="all") == [257, 261] and 261 not in tiny.encode(EOT)
     assert tiny.n_vocab == 262 and end_of_text(tiny) == 261
     assert tiny.decode(tiny.encode("a\ud800b")) == "a\ufffdb"
@@ -268,27 +267,24 @@ def test_what_tiktoken_cannot_encode_is_left_to_the_package(corpus, tmp_path):
         assert encoding.encode(text, allowed_special="all") == package.encode(text).ids
 
 
-REFUSED = {  # reason: what a tiny spec is changed by
+REFUSED = {  # reason: what a tiny spec is changed by, or the file's content
     "dropout": lambda spec: spec["model"].update(dropout=0.1),
     "ids [99999]": lambda spec: spec.update(post_processor=template([("<s>", 99999)])),
     "two tokens share an id": lambda spec: spec["model"]["vocab"].update(he=257) or spec.update(added_tokens=[]),
     "out of vocabulary": lambda spec: spec["model"]["merges"].append("q q"),
     "Model missing": lambda spec: spec.pop("model"),
-}
+} | {content[:20]: content for content in (b"", b"{", b"\xff\xfe\x00", b"[]", b'{"model": []}', b"[" * 200_000)}
 
 
-@pytest.mark.parametrize("reason", REFUSED)
-def test_a_broken_tokenizer_is_refused_by_name(reason, tmp_path):
-    spec = tiny_spec()
-    REFUSED[reason](spec)
-    refusal(lambda: load_encoding(save(tmp_path, spec)), reason, tmp_path / "tokenizer.json")
-
-
-@pytest.mark.parametrize("content", [None, b"", b"{", b"\xff\xfe\x00", b"[]", b'{"model": []}', b"[" * 200_000],
-                         ids=lambda content: repr(content)[:20])
-def test_files_that_are_missing_or_no_tokenizer_are_refused(content, tmp_path):
-    write(tmp_path, {"tokenizer.json": content} if content is not None else {})
+@pytest.mark.parametrize("reason", REFUSED, ids=repr)
+def test_a_broken_or_missing_tokenizer_is_refused_by_name(reason, tmp_path):
     refusal(lambda: load_encoding(tmp_path), tmp_path / "tokenizer.json")
+    if isinstance(reason, bytes):
+        write(tmp_path, {"tokenizer.json": REFUSED[reason]})
+        refusal(lambda: load_encoding(tmp_path), tmp_path / "tokenizer.json")
+    else:
+        REFUSED[reason](spec := tiny_spec())
+        refusal(lambda: load_encoding(save(tmp_path, spec)), reason, tmp_path / "tokenizer.json")
 
 
 def test_no_separator_is_refused_and_empty_added_tokens_are_passed_over(tmp_path):

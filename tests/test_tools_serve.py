@@ -21,6 +21,7 @@ from backends.tensor_parallel import Group
 from generate import generate
 from hf.chat import SAMPLING
 from hf.tokenizer import encode_prompt
+from tools import fields
 from tools.flags import parse_serve
 from tools.load import load
 
@@ -28,7 +29,7 @@ httpx = pytest.importorskip("httpx", reason="the tests of the server need pip in
 pytest.importorskip("starlette", reason="the server needs pip install starlette uvicorn")
 uvicorn = pytest.importorskip("uvicorn", reason="the server needs pip install starlette uvicorn")
 
-from tools import fields, serve  # noqa: E402
+from tools import serve  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 TEMPLATE = """{% for m in messages %}{{ raise_exception("no dogs") if m.role == "dog" }}{{ m.content }}
@@ -69,9 +70,8 @@ class Running:
         stop = [*self.loaded.stop, *filter(None, body.get("stop", []))]
         out = generate(self.loaded.model, [prompt for prompt in prompts for _ in range(body.get("n", 1))],
                        body["max_tokens"], stop=stop, encoding=encoding, **sampling)
-        self.loaded.stop, stop = stop, self.loaded.stop
-        texts = list(map(self.loaded.decode, out.tokens))
-        self.loaded.stop = stop
+        streams = [encoding.stream(stop) for _ in out.tokens]
+        texts = [stream.feed(tokens) + stream.finish() for stream, tokens in zip(streams, out.tokens)]
         return texts, ["stop" if ended == "stop" else "length" for ended in out.ended], out
 
     @contextlib.contextmanager
@@ -174,21 +174,9 @@ def test_the_openai_package_is_a_client(served):
         assert ([c.message.content for c in whole.choices], [c.finish_reason for c in whole.choices]) == want
         parts = [part.model_dump() for part in client.chat.completions.create(**ask, stream=True)]
         assert joined(parts, chat=True) == want
-        with pytest.raises(openai.BadRequestError, match="temperature must be"):
-            client.completions.create(model="toy", prompt="a", temperature=-1)
         with pytest.raises(openai.BadRequestError) as long:
             client.completions.create(model="toy", prompt="a " * 100)
         assert long.value.code == "context_length_exceeded" and client.models.retrieve("toy").id == "toy"
-        ask = dict(model="toy", max_tokens=9, temperature=1.5, stop="")
-        said = client.chat.completions.create(messages=[SAID | dict(role="developer"), *CALLED], tools=[], **ask,
-                                              extra_body=dict(chat_template_kwargs=dict(enable_thinking=True)))
-        ids = served.loaded.encoding.encode("hi ésum5c1think a:")
-        whole = client.completions.create(prompt=ids, seed=said.seed, **ask)
-        assert whole.choices[0].text == said.choices[0].message.content
-        assert [part.seed for part in client.completions.create(prompt="a", stream=True, seed=3, **ask)][0] == 3
-        for changes in (dict(logprobs=0), dict(logit_bias={"1": 2}), dict(extra_body=dict(ignore_eos=True))):
-            with pytest.raises(openai.BadRequestError, match="not supported|is supported"):
-                client.completions.create(prompt="a", **ask, **changes)
 
 
 CALL = dict(role="assistant", tool_calls=[dict(id="c1", type="function", function=dict(name="sum", arguments="{}"))])
@@ -197,22 +185,17 @@ say = lambda *messages: ("/v1/chat/completions", dict(messages=list(messages), m
 BAD = {
     "broken JSON": ('{"prompt": "a"', 400, "not valid JSON"), "no UTF-8": (b'{"prompt": "\xff"}', 400, "not valid"),
     "NaN": ('{"prompt": "a", "temperature": NaN}', 400, "not valid JSON: NaN"), "a list": ([], 400, "a JSON object"),
-    "control characters": ('{"prompt": "a\n"}', 400, "not valid JSON"), "depth": ("[" * 10**5, 400, "not valid JSON"),
-    "a huge number": (ask(max_tokens=10**400), 400, "max_tokens must be"), "n": (ask(n=0), 400, "n must be"),
-    "digits": ('{"n": %s}' % ("9" * 5000), 400, "not valid JSON"), "infinity": (ask(temperature=1e999), 400, "JSON"),
+    "depth": ("[" * 10**5, 400, "not valid JSON"), "a huge number": (ask(n=10**400), 400, "n must be"),
     "a negative number": (ask(temperature=-1), 400, "temperature must be a number from 0"),
-    "a word": (ask(top_p="half"), 400, "top_p must be"), "true": (ask(seed=True), 400, "seed must be"),
     "choices": (ask(n=9), 400, "9 texts, n for each prompt, are too many; this server has room for 8: --batch-size"),
     "stream": (ask(stream="yes"), 400, "stream must be true or false"), "a limit": (ask(max_tokens=0), 400, "max_tok"),
     "another limit": (ask(max_completion_tokens=0), 400, "max_completion_tokens must be a whole number from 1"),
     "stops": (ask(stop=["a"] * 99), 400, "stop may have 16"), "prompts": (ask(prompt=["a", 3]), 400, "prompt must be"),
-    "no prompt": ({}, 400, "prompt is missing"), "a number to stop at": (ask(stop=3), 400, "stop must be a list of te"),
-    "an empty prompt": (ask(prompt=""), 400, "prompt 0 has 0 tokens; give 1 to 127"),
+    "no prompt": ({}, 400, "prompt is missing"), "draft": (ask(draft="all"), 400, "draft: only"),
     "an unknown id": (ask(prompt=[[1], [258]], stream=True), 400, "prompt 1 has token ids outside 0..257"),
-    "another model": (("/v1/models/x", None), 404, "'toy', not 'x'"),
-    "a long prompt": (ask(prompt="a " * 100), 400, "has 200 tokens"), "a book": (ask(prompt="a" * 10**6), 400, "has"),
-    "a large body": (b" " * (4 * 2**20 + 1), 413, "4194304 bytes"), "a path": (("/v2", {}), 404, "Not Found"),
-    "a model that is no text": (ask(model=["\ud800"]), 404, "'toy'"), "draft": (ask(draft="all"), 400, "draft: only"),
+    "another model": (("/v1/models/x", None), 404, "'toy', not 'x'"), "a path": (("/v2", {}), 404, "Not Found"),
+    "a model that is no text": (ask(model=["\ud800"]), 404, "'toy'"),
+    "a large body": (b" " * (4 * 2**20 + 1), 413, "4194304 bytes"), "a book": (ask(prompt="a" * 10**6), 400, "has"),
     "no messages": (say(), 400, "messages must be"), "a role": (say(dict(content="a")), 400, "messages[0] needs a"),
     "an image": (say(SAID, dict(role="user", content=[dict(type="image_url")])), 400,
                  "messages[1].content: a part of type 'image_url' is not supported"),
@@ -222,7 +205,7 @@ BAD = {
     "nothing to continue": (("/v1/chat/completions", dict(messages=[CALL], continue_final_message=True)), 400,
                             "continue_final_message needs a text"),
     "roles": (say(dict(role="dog", content="w")), 400, "toy/chat_template.jinja: cannot render messages: no dogs"),
-    "10,000 messages": (say(*[SAID] * 10**4), 400, "tokens")}
+    "300 messages": (say(*[SAID] * 300), 400, "tokens")}
 
 
 @pytest.mark.parametrize("case", BAD)
@@ -244,7 +227,7 @@ REFUSED = dict(
 NEUTRAL = dict(
     ignore_eos=False, min_tokens=0, repetition_penalty=1.0, tools=[], response_format=dict(type="text"), best_of=1,
     tool_choice="auto", echo=False, logit_bias={}, presence_penalty=0, frequency_penalty=0.0, suffix="", stop="",
-    user="u", metadata=dict(a="b"), store=True, service_tier="auto", logprobs=False, anything=None)
+    top_k=-1, user="u", metadata=dict(a="b"), store=True, service_tier="auto", logprobs=False, anything=None)
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
@@ -306,27 +289,6 @@ def test_a_seed_is_drawn_unless_one_is_given(served, folder):
     running.stop()
 
 
-@pytest.mark.parametrize("greedy", [dict(top_p=0), dict(temperature=1e-7), dict(top_k=-1, temperature=0, stop="")])
-def test_what_asks_for_the_likeliest_token_is_greedy(served, greedy):
-    text = lambda **more: served.post(ask(max_tokens=20, **more)).json()["choices"]
-    assert text(**dict(temperature=1) | greedy) == text()
-
-
-@pytest.mark.parametrize("flags, origin, allowed", [([], "http://a", None), (["--allow-origin", "*"], "http://b", "*"),
-                                                    (["--allow-origin", "http://a"], "http://a", "http://a"),
-                                                    (["--allow-origin", "http://a"], "http://b", None)])
-def test_pages_of_allowed_origins_may_send_requests(folder, flags, origin, allowed):
-    """Bug: a page that a browser keeps from the server, or a page that anybody wrote and it does not."""
-    running = Running(folder, "--batch-size", "1", "--api-key", "k", *flags)
-    asks = dict(method="POST", headers="authorization")
-    asks = {"origin": origin} | {f"access-control-request-{name}": value for name, value in asks.items()}
-    preflight = running.client.options("/v1/completions", headers=asks)
-    assert (preflight.status_code == 200) == bool(allowed)
-    for answer in (preflight, running.client.get("/v1/models", headers={"origin": origin})):  # which lacks the key
-        assert answer.headers.get("access-control-allow-origin") == allowed
-    running.stop()
-
-
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="there is no IPv6")
 def test_addresses_of_ipv6():
     """Bug: a traceback for ::1, a :: that IPv4 does not reach."""
@@ -359,14 +321,21 @@ def test_a_client_that_reads_nothing_is_left(served, monkeypatch):
         asyncio.run(served.app.asgi(scope, receive, never))
 
 
-def test_the_key_is_asked_for(folder):
-    """Bug: an endpoint that forgets to."""
-    running = Running(folder, "--api-key", "k\u00e9y", "--batch-size", "1")
+def test_the_key_is_asked_for_and_pages_of_allowed_origins_may_send_requests(folder, served):
+    """Bug: an endpoint that forgets to; a page that a browser keeps from the server, or anybody's that it does not."""
+    running = Running(folder, "--api-key", "k\u00e9y", "--batch-size", "1", "--allow-origin", "http://a")
     get = lambda path, key="none": running.client.get(path, headers={"authorization": f"Bearer {key}".encode()})
     for path in ("/v1/models", "/metrics"):
         assert [get(path, key).status_code for key in ("k", "key", "k\u00e9y")] == [401, 401, 200]
     assert running.post(ask()).status_code == 401
     assert [get(path).status_code for path in ("/", "/health")] == [200, 200]
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    for server, letter, allowed in ((running, "a", "http://a"), (running, "b", None), (served, "a", None)):
+        page = dict(origin=f"http://{letter}")
+        preflight = server.client.options("/v1/completions", headers=asks | page)
+        assert (preflight.status_code == 200) == bool(allowed)
+        for answer in (preflight, server.client.get("/v1/models", headers=page)):  # the second without a key
+            assert answer.headers.get("access-control-allow-origin") == allowed
     running.stop()
 
 
