@@ -21,7 +21,6 @@ from backends.tensor_parallel import Group
 from generate import generate
 from hf.chat import SAMPLING
 from hf.tokenizer import encode_prompt
-from tools import fields
 from tools.flags import parse_serve
 from tools.load import load
 
@@ -239,13 +238,6 @@ def test_a_field_has_its_effect_none_or_is_refused_by_name(served, path):
     for name, value in REFUSED.items():
         answer = served.post(body | {name: value}, path)
         assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(name), name
-
-
-def test_the_page_names_every_field():
-    """Bug: a field of the server that docs/serving.md does not tell of."""
-    told = (ROOT / "docs" / "serving.md").read_text()
-    known = fields.CHAT.keys() | fields.COMPLETION.keys() | fields.STREAM_OPTIONS.keys() | fields.MESSAGE.keys()
-    assert [name for name in known if f"`{name}`" not in told] == []
 
 
 CALLED = [CALL | dict(content=None), dict(role="tool", tool_call_id="c1", content="5")]
