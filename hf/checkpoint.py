@@ -183,7 +183,7 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
         warn("float16 is not for a CPU, which has no kernels for it; taking bfloat16")
         dtype = torch.bfloat16
     largest = max(tensors, key=lambda tensor: math.prod(tensor.shape))
-    dtype = dtype or cpu.default_dtype(device, largest.dtype)
+    dtype = dtype or cpu.default_dtype(device, torch.bfloat16 if stored_as else largest.dtype)
     if quantize and model.config.tied:  # an LM head of its own, of the same table
         untie(model)
         matches["head.weight"] = matches["embed.weight"]

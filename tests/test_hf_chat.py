@@ -53,14 +53,6 @@ def test_sampling_defaults_are_those_of_generation_config(file, expected, tmp_pa
     assert chat.sampling_defaults(tmp_path) == expected
 
 
-def test_what_generation_config_says_in_vain_is_named(tmp_path):
-    """Bug: a repetition penalty that transformers applies, and we drop without a word."""
-    values = dict(repetition_penalty=1.05, no_repeat_ngram_size=3, suppress_tokens=[7], min_new_tokens=1)
-    neutral = dict(typical_p=1.0, num_beams=1, min_length=0, begin_suppress_tokens=[], forced_eos_token_id=None)
-    tk.write(tmp_path, {"generation_config.json": json.dumps(values | neutral | dict(top_k=5, eos_token_id=2))})
-    assert chat.not_applied(tmp_path) == values
-
-
 HEADERS = """{{- bos_token }}
 {%- set ns = namespace(count=0, system='') %}
 {%- if messages[0]['role'] == 'system' %}

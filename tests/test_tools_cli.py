@@ -213,10 +213,13 @@ def test_the_folder_says_where_to_stop_and_where_no_flag_does_how_to_sample(chat
     (chat_folder / "generation_config.json").write_text(json.dumps(settings | dict(eos_token_id=[stop, 257])))
     ended = json.loads(run(capsys, *flags))
     assert ended["ended"] == ["stop"] and ended["tokens"][0] == sampled[0][:sampled[0].index(stop) + 1]
-    (chat_folder / "generation_config.json").write_text(json.dumps(settings | dict(repetition_penalty=1.05)))
+    in_vain = dict(repetition_penalty=1.05, suppress_tokens=[7])
+    neutral = dict(typical_p=1.0, num_beams=1, min_length=0, begin_suppress_tokens=[], forced_eos_token_id=None)
+    (chat_folder / "generation_config.json").write_text(json.dumps(settings | in_vain | neutral))
     capsys.readouterr()
     main(*flags)
-    assert "chat: generation_config.json: not applied: repetition_penalty 1.05\n" in capsys.readouterr().err
+    said = "chat: generation_config.json: not applied: repetition_penalty 1.05, suppress_tokens [7]\n"
+    assert said in capsys.readouterr().err
     assert tokens("--top-k", 1) == greedy != tokens("--temperature", 2, "--top-k", 0)
     (chat_folder / "generation_config.json").write_text(json.dumps(settings | dict(top_p=0)))
     assert tokens() == greedy
