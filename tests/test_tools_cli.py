@@ -394,6 +394,16 @@ def test_bad_lines_of_a_file_are_refused_by_number(folder, tmp_path, capsys, con
     assert message in refusal(capsys, "--model", folder, "--device", "cpu", "--prompts", file)
 
 
+def test_a_chat_that_the_template_refuses_is_named(chat_folder, tmp_path, capsys):
+    file = tmp_path / "prompts.jsonl"
+    chats = (dict(messages=[dict(role=role, content="a")]) for role in ("user", "dog"))
+    file.write_text("\n".join(map(json.dumps, chats)))
+    (chat_folder / "chat_template.jinja").write_text(
+        "{% if messages[0].role == 'dog' %}{{ raise_exception('no dogs') }}{% endif %}a")
+    said = refusal(capsys, "--model", chat_folder, "--device", "cpu", "--chat", "--prompts", file)
+    assert "prompts.jsonl, prompt 2: " in said and "no dogs" in said
+
+
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_runs_end_with_the_signals_code(folder, capsys, monkeypatch, number, code):
     """Catches `a && b` that goes on after Ctrl-C, a stopped job that counts as done, lost text or statistics."""

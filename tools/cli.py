@@ -19,7 +19,9 @@ def main(argv=None):
         loaded = load(args, group)
         if not conversations:
             return converse(args, loaded)
-        prompts = [loaded.encode(messages, args.chat) for messages in conversations]
+        where = f"{args.prompts}, prompt {{}}: " if args.prompts else ""
+        prompts = [loaded.encode(messages, args.chat, where.format(number))
+                   for number, messages in enumerate(conversations, 1)]
         engine = make_engine(args, loaded, prompts, args.max_new_tokens)
         printer = Printer(args, loaded, [chat[-1]["content"] for chat in conversations])
         output = printer.generate(engine, prompts)

@@ -41,12 +41,16 @@ class Loaded:
     template_kwargs: dict  # variables of the chat template
     group: tensor_parallel.Group
 
-    def encode(self, messages, chat):
+    def encode(self, messages, chat, where=""):
         """Token ids of a conversation, or without --chat of its last message alone. On rank 0,
-        since a template may look at the clock."""
-        text = messages[-1]["content"]
-        return self.group.on_first(lambda: self.encoding.chat(messages, **self.template_kwargs)
-                                   if chat else encode_prompt(self.encoding, text))
+        since a template may look at the clock. where: how an error begins."""
+        def tokens():
+            try:
+                return (self.encoding.chat(messages, **self.template_kwargs) if chat
+                        else encode_prompt(self.encoding, messages[-1]["content"]))
+            except InputError as error:
+                raise InputError(f"{where}{error}") from None
+        return self.group.on_first(tokens)
 
     def decode(self, tokens):
         """Text of token ids without the stop token or text that ended it."""
