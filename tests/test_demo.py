@@ -33,7 +33,7 @@ STARTS = [  # the README's, and 20 others; each begins a file
 def test_the_script_that_trained_the_model_still_does(tmp_path, capsys):
     """Catches a script that calls what is gone, a run that learns nothing, a folder that does not load."""
     script = (DEMO / "train_base.py").read_text()
-    data = [str(DEMO.parent / "*.py"), *map(str, builtin_corpus("train")[:40])]  # enough to hold some out
+    data = [*map(str, DEMO.parent.glob("*.py")), *map(str, builtin_corpus("train")[:40])]  # enough to hold some out
     tiny = dict(OUT=f"Path({str(tmp_path / 'base')!r})", DATA=data, STEPS=80, LONG_FROM=70,
                 SHORT=(4, 32), LONG=(2, 64), COMPILE=False,
                 CONFIG="GPTConfig(block_size=64, n_layer=2, n_head=2, n_embd=64)")
