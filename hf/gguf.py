@@ -82,7 +82,7 @@ def check_order(reader):
 class GGUFFile:
     """A GGUF file, or all that one was split into, read once. meta: {key: value} of the first,
     without the prefixes of the architecture's name and tokenizer.ggml. tensors: {name: tensor}.
-    Methods named in PARTS give what a folder's json files would hold."""
+    Methods give what the json files of a folder would hold that have their names."""
 
     def __init__(self, paths):
         self.path = paths[0]
@@ -270,7 +270,7 @@ def read_part(path, name):
     try:
         file = open_file(*((part, part.stat().st_mtime_ns, part.stat().st_size)
                            for part in gguf_parts(path)))
-        return PARTS[name](file) if name in PARTS else {}
+        return getattr(file, name.removesuffix(".json"), dict)()
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
     except Exception as error:  # numpy and the package raise many kinds
@@ -282,8 +282,3 @@ def read_part(path, name):
 def dequantized(tensor):
     values = gguf.dequantize(tensor.data, tensor.tensor_type)
     return torch.from_numpy(np.require(values, requirements="W"))
-
-
-PARTS = {"config.json": GGUFFile.config, "generation_config.json": GGUFFile.generation_config,
-         "tokenizer_config.json": GGUFFile.tokenizer_config, "weights": GGUFFile.weights,
-         "tokenizer.json": GGUFFile.tokenizer}

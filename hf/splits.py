@@ -2,14 +2,11 @@
 
 from model import one_of
 
-# The pattern of ByteLevel itself: GPT-2's.
-GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-# Patterns of a Split before it: Llama 3's, with English contractions, and Qwen's, digit by digit.
-WORDS = r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-PIECES = WORDS + r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-# demo/'s: newlines are not joined to punctuation, since prompts of code end with a colon.
-CODE_PATTERN = WORDS + r"| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
-LLAMA3_PATTERN = rf"(?i:'s|'t|'re|'ve|'m|'ll|'d)|{PIECES}"
+# Patterns of a Split before ByteLevel: Llama 3's, with English contractions, and Qwen's, digit by
+# digit.
+LLAMA3_PATTERN = (
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
+    r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
 # GPT-4o's and Mistral's tekken: a word ends between a lower-case and an upper-case letter.
 UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
@@ -65,7 +62,5 @@ def sentencepiece_spec(tokens, scores, normal, space_first):
 
 
 def bpe(tokens, merges, **flags):
-    """A BPE model as transformers writes it, so that a folder made of the file has its hash."""
-    plain = dict(type="BPE", dropout=None, unk_token=None, continuing_subword_prefix="",
-                 end_of_word_suffix="", fuse_unk=False, byte_fallback=False, ignore_merges=False)
-    return plain | flags | dict(vocab={text: i for i, text in enumerate(tokens)}, merges=merges)
+    vocab = {text: i for i, text in enumerate(tokens)}
+    return dict(type="BPE", vocab=vocab, merges=merges, **flags)

@@ -37,30 +37,21 @@ def read_lines(file):
 
 def read_objects(file, parse, expected):
     """Yields (where, parse(value)) for each value in a file: each line of .jsonl and .jsonl.gz,
-    each element of the array in .json. Raises InputError, with where, for a bad one."""
-    where = "line 1"
+    each element of an array in .json. Raises InputError, with where, for a bad one."""
+    kind, number = "line", 1
     try:
-        with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as lines:
-            for number, value in enumerate(read_array(file) or lines, start=1):
-                is_line = isinstance(value, bytes)
-                where = f"{'line' if is_line else 'element'} {number}"
-                if not is_line:
-                    yield where, parse(value)
-                elif value.strip():
-                    yield where, parse(json.loads(value))
+        with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as values:
+            with contextlib.suppress(ValueError):  # .json may hold lines, too
+                array = json.loads(file.read_bytes() if file.suffix == ".json" else b"")
+                kind, values = "element", array if isinstance(array, list) else [array]
+            for number, value in enumerate(values, start=1):
+                if kind == "element" or value.strip():
+                    yield f"{kind} {number}", parse(json.loads(value) if kind == "line" else value)
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror or error})") from None
     except (AttributeError, EOFError, RecursionError, TypeError, ValueError, zlib.error) as error:
-        raise InputError(f"{file}, {where}: expected {expected}, but: {error}; correct "
+        raise InputError(f"{file}, {kind} {number}: expected {expected}, but: {error}; correct "
                          "it") from None
-
-
-def read_array(file):
-    """The elements of a .json file that is an array, or one object. None for lines of objects."""
-    if file.suffix == ".json":
-        with contextlib.suppress(ValueError):
-            value = json.loads(file.read_bytes())
-            return value if isinstance(value, list) else [value]
 
 
 def messages_of(value):

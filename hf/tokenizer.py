@@ -1,5 +1,4 @@
-"""A model's tokenizer. The tokenizers package reads tokenizer.json, transformers older files.
-tiktoken, which is faster, encodes if it gives the same ids."""
+"""A model's tokenizer. The tokenizers package reads tokenizer.json, transformers older files."""
 
 import hashlib
 import importlib
@@ -7,25 +6,20 @@ import json
 import threading
 from functools import cached_property
 
-import tiktoken
 from tokenizers import Tokenizer
 
 from hf.chat import load_chat_template
 from hf.files import part_file, read_part
 from hf.paths import find_model
-from hf.splits import CODE_PATTERN, GPT2_PATTERN, LLAMA3_PATTERN, PIECES, QWEN_PATTERN, split_steps
 from model import InputError, expect
-
-STRIPS = ("single_word", "lstrip", "rstrip")  # an added token's flags about the text around it
-LONG = 200_000  # characters; tiktoken crashes at a single match of about 1,000,000
 
 
 class Encoding:
     """The tokenizer of a tokenizer.json (spec, read from file). special_tokens: {text: id} of all
-    added tokens. prefix: ids before a prompt. hash: 16 hex digits of the ids' meanings."""
+    added tokens. prefix: ids before a prompt. hash: 16 hex digits of all tokens and their ids."""
 
     def __init__(self, file, spec):
-        flags = dict.fromkeys((*STRIPS, "special"), False)
+        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False)
         added = [flags | {"normalized": not token.get("special")} | token
                  for token in spec.get("added_tokens") or [] if token["content"]]
         spec = {"version": "1.0", "normalizer": None, "pre_tokenizer": None} | spec
@@ -43,33 +37,14 @@ class Encoding:
         expect(not spec["model"].get("dropout"), f"{file}: ids are random, it has dropout")
         expect(len(self.ids) == len(vocab) and self.ids.issuperset(self.prefix),
                f"{file}: two tokens share an id, or no token has the prefix's ids {self.prefix}")
-        self.always = {token["content"] for token in added if not token["special"]}
-        pattern = _pattern(spec)
-        ranks = _ranks(spec, self.special_tokens, self.package.model) if pattern else None
-        special = sorted(self.special_tokens.items())
-        if ranks is None:
-            self.bpe = None
-            # not pre_tokenizer: transformers writes another for a GGUF file, which has equal heads
-            keys = ("normalizer", "model", "added_tokens")
-            hashed = json.dumps([spec.get(key) for key in keys], sort_keys=True), special
-        else:
-            self.bpe = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=ranks,
-                                         special_tokens=self.special_tokens)
-            hashed = sorted(ranks.items()), pattern, special, *["NFC"] * bool(spec["normalizer"])
-        self.hash = hashlib.sha256(repr(hashed).encode()).hexdigest()[:16]
+        self.hash = hashlib.sha256(repr(sorted(vocab.items())).encode()).hexdigest()[:16]
 
     def encode(self, text, *, allowed_special=()):
         """The ids of a text. "all": special tokens are matched. A lone surrogate is U+FFFD."""
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
-        special = allowed_special == "all"
-        normalizer = self.package.normalizer
-        is_normal = normalizer is None or normalizer.normalize_str(text) == text
-        if self.bpe and len(text) <= LONG and is_normal:
-            allowed = "all" if special else self.always
-            return self.bpe.encode(text, allowed_special=allowed, disallowed_special=())
         try:
             with self.lock:  # other threads may encode, too
-                self.package.encode_special_tokens = not special
+                self.package.encode_special_tokens = allowed_special != "all"
                 return self.package.encode(text, add_special_tokens=False).ids
         except Exception as error:  # an unknown character, and no token for those
             raise InputError(f"{self.file}: has no token for this text ({error})") from error
@@ -174,41 +149,3 @@ def load_encoding(path):
     except BaseException as error:  # the packages' panics are not Exceptions
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
         raise InputError(f"{file}: expected a tokenizer, but: {reason}; fetch it again") from error
-
-
-def _pattern(spec):
-    """tiktoken's pattern for the pre_tokenizer of a BPE, or None."""
-    pre_tokenizer = spec["pre_tokenizer"] if "merges" in spec["model"] else None
-    *splits, last = (pre_tokenizer or {}).get("pretokenizers", [pre_tokenizer or {}])
-    steps = [*splits, {"use_regex": True} | last | {"trim_offsets": True}]  # offsets change no id
-    for split in (None, CODE_PATTERN, PIECES, LLAMA3_PATTERN, QWEN_PATTERN):
-        if steps == split_steps(split):
-            # the second half never matches; hashes include it
-            return f"(?:{split})|(?:(?!{split})(?s:.))+" if split else GPT2_PATTERN
-    return None
-
-
-def _ranks(spec, special, model):
-    """{bytes: id} of the ordinary tokens, or None where tiktoken may give other ids: it joins the
-    neighbours whose joint token has the lowest id. Merges do the same if each makes a higher id
-    than the one before, and if they make every token from its own bytes."""
-    added = spec["added_tokens"]
-    ordinary = {text: i for text, i in spec["model"]["vocab"].items() if text not in special}
-    merged = ["".join(pair).replace(" ", "") for pair in spec["model"]["merges"]]
-    ids = [ordinary.get(token, -1) for token in merged]
-    ignore_merges = model.ignore_merges
-    model.ignore_merges = False
-    parts = {len(model.tokenize(token)) for token in ordinary}  # tiktoken would join two
-    model.ignore_merges = ignore_merges
-    # GPT-2's printable characters for bytes (openai/gpt-2, encoder.py)
-    printable = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = [byte for byte in range(256) if byte not in printable]
-    symbols = dict(zip(map(chr, [*printable, *range(256, 324)]), printable + others))
-    follows = (spec["normalizer"] in (None, {"type": "NFC"})
-               and not any(token[flag] for token in added for flag in STRIPS)
-               and not any(a != b and a in b for a in special for b in special)
-               and len({token["normalized"] for token in added}) <= 1  # else there are two rounds
-               and ids == sorted(ids) and min(ids, default=0) >= 0
-               and symbols.keys() <= ordinary.keys() and set("".join(ordinary)) <= symbols.keys()
-               and (parts <= {1} or model.ignore_merges and not parts & {0, 2}))
-    return {bytes(map(symbols.get, token)): i for token, i in ordinary.items()} if follows else None

@@ -16,8 +16,7 @@ from tools.compare import against_plain
 from tools.load import make_engine, opening
 from tools.timing import STAGES, stage_times, timing_decoder
 
-COLOURS = {"lookup": 33, "head 1": 32, "head 2": 36, "head 3": 34, "head 4": 35}  # ANSI
-LATER_HEAD = 31
+COLOURS = {"lookup": 33, "head 1": 32, "head 2": 36, "head 3": 34, "head 4": 35}  # ANSI; else 31
 
 
 class Printer:
@@ -61,7 +60,7 @@ class Printer:
         for token, by in zip(step.tokens if self.streams else [], [*step.drafters, "model"]):
             text = self.stream.feed([token])
             if self.colours and text and by != "model":
-                text = f"\x1b[{COLOURS.get(by, LATER_HEAD)}m{text}\x1b[0m"
+                text = f"\x1b[{COLOURS.get(by, 31)}m{text}\x1b[0m"
             print(text, end="", flush=True)
         if step.sequence.ended and not self.streams:
             self.sequences[index] = step.sequence
