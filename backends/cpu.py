@@ -297,8 +297,8 @@ class PackedWeight:
     def __init__(self, layout, n, k, bias=None):
         kind, zero, has_minimums, group, scale_bytes = layout
         is_quantized = kind >= INT8
-        padded = -(-k // (GROUP if is_quantized else 4)) * (GROUP if is_quantized else 4)
-        numbers = -(-n // LANES) * LANES * padded
+        multiple = GROUP if is_quantized else 4
+        numbers = -(-n // LANES) * LANES * -(-k // multiple) * multiple
         scales = is_quantized * numbers // group * scale_bytes
         sizes = dict(values=numbers * BITS[kind] // 8, scales=scales,
                      minimums=scales if has_minimums else 0,
@@ -345,8 +345,9 @@ class PackedWeight:
 
 
 def stack(parts, bias=None):
-    """`PackedWeight`s of one weight, in the order of their outputs -> the first, above the others.
-    bias: of all."""
+    """`PackedWeight`s [n, k] of one weight, in the order of their outputs, either all of KINDS or
+    none -> the first, above the others. bias: [sum of n]"""
+    assert len({part.linear.kind if part.linear.kind < INT8 else INT8 for part in parts}) == 1
     for upper, lower in itertools.pairwise(parts):
         upper.below = lower
         upper.linear.next = ctypes.addressof(lower.linear)
@@ -381,8 +382,7 @@ def pack_quantized(q, scales, minimums=None, bias=None):
     group = -(-k // GROUP) * GROUP // len(scales)
     layout = Format(INT4 if is_int4 else INT8, 0 if is_int4 else 128, minimums is not None, group,
                     scales.itemsize)
-    packed = PackedWeight(layout, n, k, bias)
-    packed.pack_rows(BYTES, q.data_ptr(), k)
+    packed = PackedWeight(layout, n, k, bias).pack_rows(BYTES, q.data_ptr(), k)
     for name, x in dict(scales=scales, minimums=minimums).items():
         if x is not None:
             x = F.pad(x, (0, -n % LANES)).unflatten(1, (-1, LANES)).transpose(0, 1).flatten()

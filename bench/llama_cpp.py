@@ -4,10 +4,11 @@ this CPU, decodes the same file and prompts on as many threads."""
 import time
 from functools import partial
 
+import numpy as np
 import torch
 
 from bench import Measured
-from model import InputError
+from model import InputError, expect
 
 PLAIN = "llama.cpp", None
 INSTALL = "pip install --no-binary llama-cpp-python llama-cpp-python"  # compiles for this CPU
@@ -27,15 +28,13 @@ def llama_cpp_ways(path, device, batch_size, capacity, temperature, stop):
     lookup = LlamaPromptLookupDecoding(num_pred_tokens=2)
     return {PLAIN: partial(decode, model, stop, lambda tokens: []),
             ("llama.cpp lookup", None): partial(
-                decode, model, stop, lambda tokens: lookup(model.array(tokens)).tolist())}
+                decode, model, stop, lambda tokens: lookup(np.array(tokens, np.intc)).tolist())}
 
 
 class LlamaCpp:
     """A model and a context of `batch_size` sequences, by the C functions."""
 
     def __init__(self, api, path, device, batch_size, capacity, temperature):
-        import numpy
-        self.array = partial(numpy.array, dtype=numpy.intc)
         self.api = api
         self.batch_size = batch_size
         api.llama_backend_init()
@@ -48,8 +47,7 @@ class LlamaCpp:
         params.n_batch = params.n_ubatch = N_BATCH
         params.n_threads = params.n_threads_batch = torch.get_num_threads()
         self.context = self.model and api.llama_init_from_model(self.model, params)
-        if not self.context:
-            raise InputError(f"{path}: llama.cpp cannot load it; see what it printed")
+        expect(self.context, f"{path}: llama.cpp cannot load it; see what it printed")
         self.memory = api.llama_get_memory(self.context)
         self.batch = api.llama_batch_init(N_BATCH, 0, 1)
         self.sampler = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
@@ -58,6 +56,10 @@ class LlamaCpp:
             api.llama_sampler_chain_add(self.sampler, api.llama_sampler_init_temp(temperature))
             last = api.llama_sampler_init_dist(0)
         api.llama_sampler_chain_add(self.sampler, last)
+
+    def __del__(self):  # each temperature and batch size has a model of its own
+        self.api.llama_free(self.context)
+        self.api.llama_model_free(self.model)
 
     def evaluate(self, rows):
         """Runs tokens (sequence, token, position), and keeps the logits of all in the last call."""
@@ -92,15 +94,11 @@ def decode(model, stop, draft, prompts, new):
     guesses of those that follow."""
     decode_batch(model, stop, draft, prompts[:model.batch_size], min(8, new))
     started = time.perf_counter()
-    tokens, steps, seconds = [], 0, 0.0
-    for first in range(0, len(prompts), model.batch_size):
-        batch = prompts[first:first + model.batch_size]
-        made, batch_steps, batch_seconds = decode_batch(model, stop, draft, batch, new)
-        tokens += made
-        steps += batch_steps
-        seconds += batch_seconds
-    return Measured(tokens, steps + len(prompts), time.perf_counter() - started,
-                    sum(map(len, tokens)) - len(prompts), steps, seconds,
+    batches = [prompts[i:i + model.batch_size] for i in range(0, len(prompts), model.batch_size)]
+    made, steps, seconds = zip(*(decode_batch(model, stop, draft, batch, new) for batch in batches))
+    tokens = [sequence for batch in made for sequence in batch]
+    return Measured(tokens, sum(steps) + len(prompts), time.perf_counter() - started,
+                    sum(map(len, tokens)) - len(prompts), sum(steps), sum(seconds),
                     sum(map(len, prompts)))
 
 

@@ -41,9 +41,11 @@ def read_objects(file, parse, expected):
     kind, number = "line", 1
     try:
         with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as values:
-            with contextlib.suppress(ValueError):  # .json may hold lines, too
-                array = json.loads(file.read_bytes() if file.suffix == ".json" else b"")
-                kind, values = "element", array if isinstance(array, list) else [array]
+            if file.suffix == ".json":
+                with contextlib.suppress(ValueError):  # it may hold lines, too
+                    array = json.loads(file.read_bytes())
+                    kind = "element"
+                    values = array if isinstance(array, list) else [array]
             for number, value in enumerate(values, start=1):
                 if kind == "element" or value.strip():
                     yield f"{kind} {number}", parse(json.loads(value) if kind == "line" else value)

@@ -45,12 +45,6 @@ def beam_search(heads, state, root, tree_size, beams, allowed=None):
     return dict(sorted(found.items(), key=lambda item: -item[1])[:tree_size])
 
 
-def draft_tree(heads, state, root, tree_size, beams):
-    """The tree of heads whose nodes are accepted as often as they say."""
-    chances, candidates = torch.exp(-torch.arange(SOURCES) / 4).repeat(2, 1), heads.draft(state, root, tree_size, beams)
-    return Tree(*best_tree(root, candidates, None, chances, torch.zeros(len(root)), tree_size))
-
-
 def paths(tree, b):
     """The same of a drafted tree: {path of tokens: node}."""
     found = {}
@@ -83,7 +77,9 @@ def test_draft_equals_a_plain_beam_search(name, switches, tree_size, beams, toke
     if packed:
         cpu.apply(model)
     with torch.inference_mode():
-        tree = draft_tree(heads, state, root, tree_size, beams)
+        chances = torch.exp(-torch.arange(SOURCES) / 4).repeat(2, 1)  # nodes are accepted as often as they say
+        candidates = heads.draft(state, root, tree_size, beams)
+        tree = Tree(*best_tree(root, candidates, None, chances, torch.zeros(len(root)), tree_size))
     for b, want in enumerate(wanted):
         got = paths(tree, b)
         assert set(got) == set(want) and tree.tokens[b, 0] == root[b]

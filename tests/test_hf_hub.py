@@ -41,8 +41,8 @@ class Hub:
         if self.error:
             raise self.error
         root = self.repositories[repo]
-        return SimpleNamespace(sha=SHA, siblings=[
-            SimpleNamespace(rfilename=file.relative_to(root).as_posix()) for file in root.rglob("*") if file.is_file()])
+        names = (file.relative_to(root).as_posix() for file in root.rglob("*") if file.is_file())
+        return SimpleNamespace(siblings=[SimpleNamespace(rfilename=name) for name in names])
 
     def snapshot_download(self, repo, allow_patterns):
         self.calls.append(sorted(allow_patterns))
@@ -116,8 +116,7 @@ def test_files_that_may_be_missing_are_asked_for_and_a_new_version_is_fetched(si
     site.store("org/model", READ[:2] + READ[3:])
     assert stop_tokens("org/model", load_encoding("org/model")) == [3]
     site.repositories["org/model"].joinpath("tokenizer_config.json").unlink()
-    folder = again()
-    (folder / "tokenizer_config.json").unlink()
+    (folder := again()).joinpath("tokenizer_config.json").unlink()
     site.calls.clear()
     assert again() == folder and site.calls == [None, READ[:-1]]
     monkeypatch.setattr("test_hf_hub.SHA", "1" * 40)
@@ -166,14 +165,10 @@ def test_several_gguf_files_are_listed(site):
     assert find_model("org/GGUF").name == FULL[0]  # the one there is
 
 
-def http_error(kind, text="no"):
-    return kind(text, response=Mock(headers={}))
-
-
 ERRORS = {"offline": (errors.OfflineModeIsEnabled("offline mode\nis on"), "offline mode is on"),
           "no disk": (OSError(28, "No space left on device"), "No space left"),
-          "gated": (http_error(errors.GatedRepoError), "GatedRepoError"),
-          "unknown": (http_error(errors.RepositoryNotFoundError), "RepositoryNotFoundError")}
+          "gated": (errors.GatedRepoError("no", response=Mock(headers={})), "GatedRepoError"),
+          "unknown": (errors.RepositoryNotFoundError("no", response=Mock(headers={})), "RepositoryNotFoundError")}
 
 
 @pytest.mark.parametrize("case", ERRORS)
