@@ -1,8 +1,6 @@
-"""8- and 4-bit weights as files store them, and the rounding of `--quantize`.
-
-backends/cpu.py computes with them directly; on other devices they are dequantised on loading, see
-docs/models.md. hf/quantization.py reads them from folders, hf/gguf.py from GGUF files.
-"""
+"""8- and 4-bit weights as files store them, and the rounding of `--quantize`. backends/cpu.py
+computes with them directly; other devices get dequantised weights, see docs/models.md.
+hf/quantization.py reads them from folders, hf/gguf.py from GGUF files."""
 
 from typing import NamedTuple
 
