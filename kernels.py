@@ -17,8 +17,8 @@ The first four account for a step's memory traffic, the others save launches. Ea
 formula and its cost, the kernel, a function that launches it, and a torch reference (`*_reference`)
 with the same signature. The function checks ranks, sizes, dtypes and devices (ValueError), but not
 the values in tensors. It launches the kernel on CUDA tensors, and on CPU tensors if
-TRITON_INTERPRET=1 was set before the import; otherwise, or if a gradient is required, it calls the
-reference. Inputs may have any strides unless noted.
+TRITON_INTERPRET=1 was set before the import; otherwise, in float64, and if a gradient is required,
+it calls the reference. Inputs may have any strides unless noted.
 
 Letters: B sequences, T tree nodes, L layers, S cache capacity, Hq and Hkv query and key/value
 heads, G = Hq / Hkv, D head size, C hidden size, V vocabulary, M rows (hidden states), P nodes of a
@@ -251,7 +251,7 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     [B, Hkv, S, D] -> [B, T, Hq, D]. Cache row lengths[b] + j must hold node j; rows that no node
     sees may hold anything. ancestors: bit j of node i is set if j is i or an ancestor of i. A node
     that sees nothing gives zeros. scale: default D ** -0.5. slopes [Hq]: for ALiBi. window: how
-    many positions a node sees, its own included; 0: all. float64 caches need the reference."""
+    many positions a node sees, its own included; 0: all. float64 caches take the reference."""
     B, T, Hq, D = _sizes("q", q, 4, FLOATS)
     _, Hkv, S, _ = _sizes("k_cache", k_cache, 4, (q.dtype, torch.float64))
     _check(T <= min(S, 64) and 16 <= D <= 256 and Hq % Hkv == 0 and window >= 0,
@@ -427,7 +427,7 @@ def _value(order):
 
 @triton.jit
 def _pack_entries(scores, columns):
-    """int64 entries, larger for higher scores, then for lower columns."""
+    """int64 entries, ordered by score; of equal scores the lower column is larger."""
     return (_order(scores).to(tl.int64) << 32) | (columns ^ NO_TOKEN)
 
 
@@ -468,8 +468,8 @@ def _project_kernel(
     if sequence_ptr is not None:
         low, high = _load_key(seed_ptr, sequence_ptr, position_ptr, row // T, row)
 
-    # Hopper's wide tensor-core instructions need at least 64 rows in the first operand, so a few
-    # hidden states go second.
+    # Hopper's wide tensor-core instructions need at least 64 rows in the first operand: if there
+    # are few hidden states, it is the weight.
     VOCABULARY_FIRST: tl.constexpr = BLOCK_M < 32
     CHUNKS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     acc = tl.zeros([BLOCK_V, BLOCK_M] if VOCABULARY_FIRST else [BLOCK_M, BLOCK_V], tl.float32)
@@ -672,7 +672,7 @@ def _commit_path_kernel(
 
 def commit_path(kv, lengths, path, count):
     """Moves the accepted nodes' keys and values to the front of their tree, in place, in all layers
-    of kv [L, 2, B, Hkv, S, D]. path [B, P]: ascending node ids from 0; count[b] of them are used."""
+    of kv [L, 2, B, Hkv, S, D]. path [B, P]: ascending node ids from 0, of which count[b] count."""
     L, sides, B, Hkv, S, D = _sizes("kv", kv, 6, REALS)
     _, P = _sizes("path", path, 2, INTS)
     _check(sides == 2 and P <= 64, "kv [L, 2, B, Hkv, S, D], path [B, P], P <= 64", kv, path)
@@ -700,7 +700,7 @@ def commit_path_reference(kv, lengths, path, count):
 
 
 # ==================================================================================================
-# Read on for launch settings, the small operations of layers and trees, and input checks.
+# The rest: launch settings, small operations on layers and trees, input checks.
 # --------------------------------------------------------------------------------------------------
 # Launch settings
 
@@ -745,7 +745,7 @@ def _num_warps(elements, per_warp):
     return min(max(elements // per_warp, 1), 16)
 
 
-def _attention_blocks(rows, D, dtype, aligned, alibi=False, windowed=False):
+def _attention_blocks(rows, D, dtype, aligned, alibi, windowed):
     """Tile sizes and launch options by shape class; `pytest -m static` compiles every class.
     maxnreg keeps ptxas from spilling a few registers to fit one more program. From D = 64 on, a
     tile of keys or values is 8 kB; a program has two or three pairs of tiles in flight, and with up
@@ -775,16 +775,16 @@ def _programs_at_once(blocks, itemsize, gpu):
 
 
 @lru_cache
-def _splits(S, min_split, BLOCK_Q, grid_rows, at_once, fewest=1):
-    """The number of splits, at least `fewest`, that is fastest for a full cache. Estimated time:
-    waves * rows, where rows are those of a split, plus 2 * BLOCK_Q for its partial sums, plus
-    min_split for its start. A partial wave takes the latency of a full one but only its part of the
-    bandwidth, hence the mean of both. The combining launch counts as 192 rows."""
+def _splits(rows, min_split, BLOCK_Q, grid_rows, at_once, fewest):
+    """The number of splits, at least `fewest`, that is fastest for a full cache of `rows`. Estimated
+    time: waves * (rows of a split + 2 * BLOCK_Q for its partial sums + min_split for its start). A
+    partial wave takes the latency of a full one but only its part of the bandwidth, hence the mean
+    of both. The launch that combines splits counts as 192 rows."""
     def time(splits):
         waves = grid_rows * splits / at_once
         combine = 192 if splits > 1 else 0
-        return (math.ceil(waves) + waves) * (S / splits + 2 * BLOCK_Q + min_split) + combine
-    return min(range(fewest, triton.cdiv(S, min_split) + 1), key=time)
+        return (math.ceil(waves) + waves) * (rows / splits + 2 * BLOCK_Q + min_split) + combine
+    return min(range(fewest, triton.cdiv(rows, min_split) + 1), key=time)
 
 
 def _project_blocks(M, k, dtype, aligned, gathered, small_vocabulary, noisy):
@@ -956,7 +956,7 @@ def rope_cache(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5):
     """Applies RoPE to queries and keys and writes keys and values to cache rows lengths, lengths +
     1, ... -> the queries [B, T, Hq, D], a view of qkv. qkv [B, T, H, D]: H = Hq + 2 Hkv query, key
     and value heads in this order, overwritten. rope: as in `rotate`, or None. kv [2, B, Hkv, S, D]:
-    a layer's cache; float64 works only with the reference. q_weight, k_weight [D]: RMSNorm."""
+    a layer's cache; float64 takes the reference. q_weight, k_weight [D]: RMSNorm, or None."""
     B, T, H, D = _sizes("qkv", qkv, 4, REALS)
     _, _, Hkv, S, _ = _sizes("kv", kv, 5, (qkv.dtype, torch.float64))
     _check(H > 2 * Hkv and T <= S and (rope is None or D % 2 == 0),
@@ -1077,7 +1077,7 @@ def cosine_mix(z, q, kv, n_head):
 
 def cosine_mix_reference(z, q, kv, n_head):
     q = q.unflatten(-1, (n_head, -1))                       # (..., n_head, C / n_head)
-    k, v = kv.unflatten(-1, (2, n_head, -1)).unbind(-3)     # likewise
+    k, v = kv.unflatten(-1, (2, n_head, -1)).unbind(-3)     # the same
     return z + (F.cosine_similarity(q, k, dim=-1).unsqueeze(-1) * v).flatten(-2)
 
 
@@ -1169,7 +1169,7 @@ def select_candidates_reference(logprobs, tokens, candidates, depth):
         joint = candidates.joint[:, depth - 1, :W, None] + joint  # (B, W, W)
     tokens = tokens.expand_as(joint).flatten(1)
     joint = joint.flatten(1)
-    order = tokens.argsort(dim=1, stable=True)  # of equals by token, then column
+    order = tokens.argsort(dim=1, stable=True)  # ties by token, then column
     ranked = joint.gather(1, order).argsort(dim=1, descending=True, stable=True)
     best = order.gather(1, ranked[:, :candidates.joint.shape[2]])
     selected = joint.gather(1, best), tokens.gather(1, best), best // W
@@ -1248,7 +1248,7 @@ def ngram_lookup_reference(history, lengths, n):
 #
 #   head candidate       p = a + (b - a) * (x - i), x = -4 * joint log-probability, i = floor(x),
 #                        a = chances[mode, i], b = chances[mode, i + 1]
-#   j-th token of chain  p = chances[mode, BINS + match] ** j, match: the length of the match
+#   j-th token of chain  p = chances[mode, BINS + match] ** j, match: its length
 #
 # p estimates the acceptance probability; mode is 1 if temperature > 0. The same token under the
 # same parent is one node, with the larger p. Ties go to the shallower node, then to the lower
@@ -1365,11 +1365,11 @@ def best_tree_reference(root, candidates, lookup, chances, temperature, tree_siz
     falling = chances[:, :BINS].cummin(1).values
     p, q = (falling.gather(1, low + i) for i in (0, 1))
     p = torch.maximum(p + (q - p) * (x - low), q)
-    columns = [y.flatten(1).tolist() for y in (tokens, parents, p, x.long())]
+    columns = [y.flatten(1).tolist() for y in (tokens, parents, x.long(), p)]
     trees = []
     for b, root_token in enumerate(root.tolist()):
-        paths = [(root_token,)] * n  # of tokens; from n on the candidates'
-        pool = {paths[0]: (1.0, -1)}  # probability and source
+        paths = [(root_token,)] * n  # of tokens: n times the root's, then each candidate's
+        pool = {paths[0]: (-1, 1.0)}  # path: (source, probability)
         for i, (token, parent, *node) in enumerate(zip(*(column[b] for column in columns))):
             paths.append((*paths[i - i % n + parent], token))
             if parent >= 0:
@@ -1379,9 +1379,9 @@ def best_tree_reference(root, candidates, lookup, chances, temperature, tree_siz
         for j in range(1, 1 + len(chain) * (match > 0)):
             chance = chance * chances[b, BINS + match]
             path = root_token, *chain[:j]
-            if chance > pool.get(path, (-1.0,))[0]:
-                pool[path] = chance.item(), BINS + match
-        rank = lambda path: (-pool[path][0], len(path), path[-1])
+            if path not in pool or chance > pool[path][1]:
+                pool[path] = BINS + match, chance.item()
+        rank = lambda path: (-pool[path][1], len(path), path[-1])
         node_of = {(): 0}
         tree = []
         for path in sorted(pool, key=rank)[:tree_size]:
@@ -1389,7 +1389,7 @@ def best_tree_reference(root, candidates, lookup, chances, temperature, tree_siz
             parent = node_of[path[:-1]]
             ancestors = 1 << node | (tree[parent][3] if tree else 0)
             ancestors -= ancestors >> 63 << 64  # bit 63 is the sign
-            tree.append((path[-1], parent, len(path) - 1, ancestors, *reversed(pool[path])))
+            tree.append((path[-1], parent, len(path) - 1, ancestors, *pool[path]))
         trees.append(tree + [(0, 0, 0, 0, -1, 0.0)] * (tree_size - len(tree)))
     return tuple(torch.tensor([[node[i] for node in tree] for tree in trees], device=root.device)
                  for i in range(6))
@@ -1398,7 +1398,7 @@ def best_tree_reference(root, candidates, lookup, chances, temperature, tree_siz
 # --------------------------------------------------------------------------------------------------
 # accept_path
 #
-#   the root is accepted, and every node whose parent is accepted and has its token as the target
+#   a node is accepted if its parent is and its token is its parent's target token; the root always
 #
 # Children of one parent have different tokens, so the accepted nodes form a path.
 #
@@ -1515,9 +1515,9 @@ def accept_path_reference(tokens, parents, depths, ancestors, sources, target, a
 # --------------------------------------------------------------------------------------------------
 # filtered_sample: sampling after top-k, top-p and min-p
 #
-#   x = logits / temperature. First keep the top_k largest; of these the fewest whose mass, the sum
-#   of exp(x), reaches top_p of the total (arXiv 1904.09751); of these the tokens with at least
-#   min_p times the largest mass (arXiv 2407.01082). Of the kept tokens take
+#   x = logits / temperature. Keep the top_k largest; of these the fewest whose mass, the sum of
+#   exp(x), reaches top_p of the total (arXiv 1904.09751); of these the tokens with at least min_p
+#   times the largest mass (arXiv 2407.01082). Among the kept tokens take
 #   argmax(x + gumbel(seed, sequence, position, token)); at temperature 0 argmax(logits).
 #
 # Bytes: M * V float32 logits, read once for the mass and the largest x of up to 1,024 groups. These
@@ -1603,7 +1603,7 @@ def _filtered_sample_kernel(
     masses = (tl.exp(_value(orders.to(tl.int32)) - row_max) * MASS_UNIT).to(tl.int64)
     reached = tl.cumsum(masses, 0) >= tl.where(top_p < 1, wanted, 2**62)  # by the largest x alone
     floor = tl.maximum(floor, tl.max(tl.where(reached, orders, floor), 0))
-    reach = tl.log(tl.maximum(tl.load(min_p_ptr + b), 2e-9))  # the noise spans less than 20
+    reach = tl.log(tl.maximum(tl.load(min_p_ptr + b), 2e-9))  # noise spans < 20: lower x never win
     least = row_max + tl.where(temperature > 0, reach, 0.0)
     floor = tl.maximum(floor, _order(least).to(tl.int64))
     above = wanted
