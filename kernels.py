@@ -776,7 +776,7 @@ def _programs_at_once(blocks, itemsize, gpu):
 
 @lru_cache
 def _splits(rows, min_split, BLOCK_Q, grid_rows, at_once, fewest):
-    """The number of splits, at least `fewest`, that is fastest for a full cache of `rows`. Estimated
+    """The number of splits, at least `fewest`, that is fastest for `rows` cache rows. Estimated
     time: waves * (rows of a split + 2 * BLOCK_Q for its partial sums + min_split for its start). A
     partial wave takes the latency of a full one but only its part of the bandwidth, hence the mean
     of both. The launch that combines splits counts as 192 rows."""

@@ -243,7 +243,7 @@ class Attention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         c = self.config = config
-        self.query_heads = slice(None)  # the model's heads that are in this layer
+        self.query_heads = slice(None)  # its share of the model's query heads
         self.window = c.windows[layer] if c.windows else 0
         self.rotates = layer % c.n_layer not in c.unrotated
         self.has_own_rope = self.window > 0 and c.window_theta is not None
@@ -438,7 +438,7 @@ class GPT(nn.Module):
     def _apply(self, fn, *args, **kwargs):
         self.check_plain("moved or cast")
         super()._apply(fn, *args, **kwargs)
-        self.tie_and_place()  # casting the old tables would round them twice
+        self.tie_and_place()  # computes the tables again in float32, instead of casting them
         return self
 
     @torch.no_grad()
@@ -454,7 +454,7 @@ class GPT(nn.Module):
         return self
 
     def check_plain(self, use):
-        """Raises InputError if the layers are packed for decoding. use: what it was needed for."""
+        """Raises InputError if the layers are packed for decoding. use: such as "saved"."""
         if self.blocks.is_packed:
             raise InputError(f"this model is packed for decoding, so it cannot be {use}; load it "
                              "with packed=False")
@@ -482,8 +482,7 @@ class GPT(nn.Module):
         return free if self.group is None else self.group.min(free)
 
     def new_cache(self, batch, capacity, blocks=None):
-        """A `KVCache` of zeros for blocks, default the model's. Raises InputError if memory is too
-        small."""
+        """A `KVCache` for blocks, default the model's. Raises InputError if memory is short."""
         blocks = self.blocks if blocks is None else blocks
         config = blocks[0].attn.config if len(blocks) else self.config
         shape = len(blocks), 2, batch, config.n_kv_head, capacity, config.head_size
@@ -498,10 +497,9 @@ class GPT(nn.Module):
         """tokens int64 [B, T] -> hidden [B, T, C], the last block's output, before the final norm.
 
         Without a cache: a causal pass over whole sequences, as in training; tokens attend only
-        within their document (documents: ids, int64 [B, T]). With a cache, keys and values are
-        written to it and its `lengths` stay as they are: the tokens follow `start` rows of each
-        sequence, or they are tree nodes after `lengths` rows, with positions and ancestors int64
-        [B, T]."""
+        within their document (documents: ids, int64 [B, T]). With a cache: keys and values are
+        written to it, but its `lengths` do not change. The tokens follow `start` rows of each
+        sequence, or are tree nodes after `lengths` rows (positions, ancestors: int64 [B, T])."""
         if positions is None:
             positions = token_positions(tokens, start, documents)
         hidden, residual = self.blocks(self.embeddings(tokens, positions), self.tables, positions,
@@ -586,14 +584,12 @@ def read_json(path):
         raise InputError(f"{path}: no such file; expected a checkpoint folder with it") from None
     except (OSError, RecursionError, ValueError) as error:
         raise InputError(f"{path}: not a readable JSON file ({error})") from None
-    expect(isinstance(value, dict),
-           f"{path}: expected a JSON object, got a {type(value).__name__}")
+    expect(isinstance(value, dict), f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
 
 
 def pick_device(name=None):
-    """A torch.device by name, default CUDA if there is a GPU. Raises InputError if it is not
-    available."""
+    """A torch.device, default CUDA if there is a GPU. Raises InputError if it is not available."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
@@ -606,7 +602,7 @@ def pick_device(name=None):
 
 
 def check(name, value, low, high, whole=False, above=False):
-    """Raises InputError unless value is a number from low to high. above: low itself is out."""
+    """Raises InputError unless value is a number from low to high. above: excludes low itself."""
     kind = int if whole else (int, float)
     valid = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
     if not valid or (above and value == low):
@@ -634,7 +630,7 @@ def human(number, unit=""):
     while number >= 999.5 and len(prefixes) > 1:
         number /= 1000
         del prefixes[0]
-    digits = f"{number:.{int(number < 99.95)}f}".removesuffix(".0")
+    digits = f"{number:.0f}" if number >= 99.95 else f"{number:.1f}".removesuffix(".0")
     return f"{digits} {prefixes[0]}{unit}".strip()
 
 
