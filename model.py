@@ -477,17 +477,16 @@ class GPT(nn.Module):
         tensors = *self.parameters(), *self.buffers()
         return sum(x.nbytes for x in tensors) + sum(getattr(x, "nbytes", 0) for x in self.modules())
 
-    def free_memory(self):
-        free = free_memory(self.device)
-        return free if self.group is None else self.group.min(free)
-
     def new_cache(self, batch, capacity, blocks=None):
         """A `KVCache` for blocks, default the model's. Raises InputError if memory is short."""
         blocks = self.blocks if blocks is None else blocks
         config = blocks[0].attn.config if len(blocks) else self.config
         shape = len(blocks), 2, batch, config.n_kv_head, capacity, config.head_size
+        free = free_memory(self.device)
+        if self.group is not None:
+            free = self.group.min(free)
         check_memory(f"a cache of {batch} sequences of {capacity} tokens takes",
-                     math.prod(shape) * self.dtype.itemsize, self.free_memory(), self.device,
+                     math.prod(shape) * self.dtype.itemsize, free, self.device,
                      "use a smaller batch size or fewer new tokens")
         # not empty: masked products also read unwritten rows, and 0 * NaN is NaN
         return KVCache(torch.zeros(shape, dtype=self.dtype, device=self.device),
