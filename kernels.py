@@ -692,8 +692,6 @@ def commit_path_reference(kv, lengths, path, count):
     index = torch.arange(path.shape[1], device=kv.device)
     moved = (path != index) & (index < count[:, None])  # (B, P)
     b, index = moved.nonzero(as_tuple=True)
-    if len(b) == 0:
-        return
     target = lengths[b] + index
     source = lengths[b] + path[b, index]
     kv[:, :, b, :, target] = kv[:, :, b, :, source]  # (moved rows, L, 2, Hkv, D)

@@ -81,7 +81,7 @@ class Group:
         if self.size > 1:
             dist.barrier()
 
-    # Errors are raised on all ranks, or the others would wait forever
+    # Errors are raised on all ranks together, so that none waits for another
 
     def check_same(self, value, what):
         """Raises InputError if the ranks' values differ. what: "have read different files"."""
@@ -90,8 +90,8 @@ class Group:
                                "and the same files")
 
     def raise_together(self, action):
-        """Runs action() on every rank and returns its result. If it raises InputError on some rank,
-        all ranks raise that of the lowest. action must not use collectives."""
+        """Runs action(), which must not use collectives, on every rank and returns its result. If
+        it raises InputError on some ranks, all ranks raise the first one's."""
         failed = None
         try:
             result = action()
@@ -153,16 +153,16 @@ class Group:
 
     def divide(self, model):
         """Gives a `GPT` without weights layers of this rank's sizes."""
-        config = self.shard_config(model.config)
         if self.size == 1:
             return
+        config = self.shard_config(model.config)
         model.blocks = Blocks(Block(config, layer) for layer in range(config.n_layer))
         if not model.config.tied:
             rows = self.rows(model.config.vocab_size)
             model.head = LMHead(model.config.n_embd, rows.stop - rows.start, bias=False)
 
     def connect(self, model):
-        """Connects the layers of a divided model, once it has its weights, by collectives."""
+        """Connects the layers of a divided model by collectives, once it has its weights."""
         if self.size == 1:
             return
         model.group = self
