@@ -2,7 +2,7 @@
 2402.05109), clover (arXiv 2405.00263) and clover2 (arXiv 2408.00264).
 
 Letters: B sequences, T tree nodes (root included) or tokens, K draft heads, W beams, n candidates
-of a depth, C hidden size, V vocabulary."""
+per depth, C hidden size, V vocabulary."""
 
 import hashlib
 import json
@@ -35,9 +35,9 @@ from model import (
 )
 
 DEFAULT_BEAMS = 4  # W
-MAX_BEAMS = 32    # the most that project_topk gives
-MAX_DRAFT = 32    # heads: far more than help, and few enough to build
-MAX_AUGMENT = 64  # augmenting layers, likewise
+MAX_BEAMS = 32    # the largest k of project_topk
+MAX_DRAFT = 32    # draft heads: far more than are useful, few enough to build
+MAX_AUGMENT = 64  # augmenting layers: the same
 
 
 @dataclass
@@ -45,14 +45,14 @@ class CloverConfig:
     preset: str = "clover"
     n_draft: int = 4            # K, draft heads
     augment_layers: int = 1     # transformer blocks between the model's hidden state and the heads
-    mix: str = "attention"      # of the token guessed before: "attention", "concat" or "none"
-    mix_before: bool = False    # the root is also mixed in before the augmenting block
+    mix: str = "attention"      # how heads read the previous token: "attention", "concat", "none"
+    mix_before: bool = False    # also mix in the next token before the augmenting block
     projector: str = "res"      # "res": z + SiLU(W z + b); "linear": W [z, e] + b
     shared: bool = False        # the first head has its own weights, the others share one set
-    vocabulary: int = 0         # token ids to draft among (FR-Spec, arXiv 2502.14856); 0: all
+    vocabulary: int = 0         # draft vocabulary size (FR-Spec, arXiv 2502.14856); 0: all tokens
 
     def check(self):
-        """Raises InputError for a size or a name that is out of range -> self."""
+        """Returns self. Raises InputError for a size out of range or an unknown name."""
         check("draft heads", self.n_draft, 1, MAX_DRAFT, whole=True)
         check("augment layers", self.augment_layers, 0, MAX_AUGMENT, whole=True)
         one_of("mix", self.mix, (*MIXERS, "none"))
@@ -70,14 +70,14 @@ PRESETS = {
 
 
 def preset(name, **switches):
-    """The CloverConfig of a preset, with the switches that are not None flipped for an ablation."""
+    """The CloverConfig of a preset. switches: fields to replace, for ablations; None: keep."""
     one_of("preset", name, PRESETS)
     switches = {key: value for key, value in switches.items() if value is not None}
     return replace(PRESETS[name], **switches).check()
 
 
 # --------------------------------------------------------------------------------------------------
-# Modules. z is a state [..., C]; e is the embedding of a token, its row of the LM head, [..., C].
+# Modules. z: a state [..., C]. e: the embedding [..., C] of a token, which is its LM head row.
 
 def zero_linear(n_in, n_out):
     linear = nn.Linear(n_in, n_out)
@@ -88,13 +88,13 @@ def zero_linear(n_in, n_out):
 
 class AttentionDecoder(nn.Module):
     """Regressive Connection by attention (arXiv 2405.00263): z + cos(Wq norm(z), Wk e) * (Wv e),
-    per attention head. With a single key a softmax would always be 1, hence the cosine. Wv starts
-    near 0, Wq and Wk near the identity, as in the paper: z hardly changes at first."""
+    per attention head. With a single key a softmax would always be 1, hence the cosine. As in the
+    paper, Wv starts near 0, Wq and Wk near the identity, so z hardly changes at first."""
 
     def __init__(self, config):
         super().__init__()
         C = config.n_embd
-        self.n_head = math.gcd(config.n_head, C)  # the model's, where that divides C
+        self.n_head = math.gcd(config.n_head, C)  # as in the model, if that divides C
         self.norm = Norm(config.norm, C, config.norm_eps)
         self.query = nn.Linear(C, C)
         self.key_value = nn.Linear(C, 2 * C)
@@ -107,12 +107,12 @@ class AttentionDecoder(nn.Module):
     def forward(self, z, e):
         q = self.query(self.norm(z))
         kv = self.key_value(e)
-        return cosine_mix(z, q.to(z.dtype), kv.to(z.dtype), self.n_head)  # autocast changes it
+        return cosine_mix(z, q.to(z.dtype), kv.to(z.dtype), self.n_head)  # cast: for autocast
 
 
 class Concat(nn.Module):
-    """Regressive Connection by concatenation (Hydra, arXiv 2402.05109): z + W [norm(z), e] + b,
-    which starts as z."""
+    """Regressive Connection by concatenation (Hydra, arXiv 2402.05109): z + W [norm(z), e] + b.
+    Initialised to return z."""
 
     def __init__(self, config):
         super().__init__()
@@ -124,7 +124,7 @@ class Concat(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """z + SiLU(W z + b), which starts as z (Medusa, arXiv 2401.10774, section 2.1.1)."""
+    """z + SiLU(W z + b) (Medusa, arXiv 2401.10774, section 2.1.1). Initialised to return z."""
 
     def __init__(self, config):
         super().__init__()
@@ -135,7 +135,7 @@ class ResBlock(nn.Module):
 
 
 class Projector(nn.Module):
-    """W [z, e] + b, which starts as z (Clover-2, arXiv 2408.00264)."""
+    """W [z, e] + b (Clover-2, arXiv 2408.00264). Initialised to return z."""
 
     def __init__(self, config):
         super().__init__()
@@ -152,8 +152,8 @@ PROJECTORS = {"res": ResBlock, "linear": Projector}
 
 
 class Head(nn.Module):
-    """One draft head. It reads the token guessed before it, and gives the next state and, as output
-    and residual (or None), the two parts of what the final norm reads."""
+    """One draft head: state and the previous token's embedding e -> (next state, output, residual
+    or None). The final norm reads output + residual."""
 
     def __init__(self, config, base):
         super().__init__()
@@ -170,42 +170,42 @@ class Head(nn.Module):
 # The tree and the heads
 
 class Tree(NamedTuple):
-    """Token trees of B sequences: parents before children, node 0 the root, no token twice under
-    one parent. All [B, T], int64 but for the probabilities, as `kernels.best_tree` gives them."""
+    """Draft trees of B sequences, from `kernels.best_tree`: node 0 is the root, parents come before
+    children, children of one parent have different tokens. All [B, T], int64 or as noted."""
     tokens: torch.Tensor
     parents: torch.Tensor
     depths: torch.Tensor
-    ancestors: torch.Tensor      # bitmasks, 0 for a spare node, which pads a tree of fewer nodes
-    sources: torch.Tensor        # what proposed the node, -1 for the root and spare nodes
-    probabilities: torch.Tensor  # float32: of being accepted
+    ancestors: torch.Tensor      # bitmasks; 0 for padding, where a tree has fewer than T nodes
+    sources: torch.Tensor        # what proposed the node; -1 for the root and padding
+    probabilities: torch.Tensor  # float32: acceptance probabilities
 
 
 def root_tree(root):
-    """The tree of plain decoding: root [B] alone."""
+    """The trees of plain decoding: only the roots [B]."""
     tokens = root[:, None]
     zeros = torch.zeros_like(tokens)
     return Tree(tokens, zeros, zeros, zeros + 1, zeros - 1, torch.ones_like(tokens).float())
 
 
 class DraftHeads(nn.ModuleList):
-    """The draft heads of a `CloverHeads`: one for each depth; with shared weights the first, and
-    one for all others. A backend puts one of its own in their place."""
+    """The draft heads of a `CloverHeads`: one per depth, or with shared weights the first and one
+    for all other depths. A backend may replace this with its own class."""
 
     @torch.no_grad()
     def draft(self, clover, state, root, tree_size, W, sampling=None):
-        """As `CloverHeads.draft`; clover: the one that these are of."""
+        """`CloverHeads.draft`; clover: the `CloverHeads` that has these heads."""
         B, C = state.shape
         K = min(clover.config.n_draft, tree_size - 1)
-        # as many for each T, so that a smaller tree is the front of a larger one; the first W of a
-        # depth are the beams that go on
+        # n does not depend on tree_size, so a smaller tree is the front of a larger one; the first
+        # W candidates of a depth are its beams
         candidates = Candidates.empty(root, K, min(W * W, MAX_TREE - 1))
         noise = None
         if sampling:
             steps = torch.arange(1, K + 1, device=root.device).view(K, 1, 1)
             positions = sampling[3][:, None] + steps.expand(K, 1, W)  # (K, B, W), of the guesses
-        states = state[:, None]  # (B, w, C): w is 1 at the root, then W where heads read tokens
+        states = state[:, None]  # (B, w, C): w is 1 at first, then W if heads read tokens
         guessed = root[:, None]  # (B, w)
-        for depth in range(K):  # 0: the root's children, whose depth in the tree is 1
+        for depth in range(K):  # depth 0: the root's children
             embedding = clover.embedding(guessed) if clover.reads_tokens else None
             states, *out = clover.draft_head(depth)(states, embedding)
             out, _ = clover.model.norm.add_and_norm(*out)  # (B, w, C)
@@ -222,83 +222,84 @@ class DraftHeads(nn.ModuleList):
 
 
 class CloverHeads(nn.Module):
-    """K draft heads on a frozen model, a `GPT` whose weights are not among this module's.
+    """K draft heads on a frozen `GPT`, whose weights are not part of this module.
 
-    States and embeddings are scaled to a root mean square of 1 before the heads read them: beside
-    large hidden states an embedding would be lost. The norm before the LM head undoes the scale."""
+    States and embeddings are scaled to a root mean square of 1 before the heads read them, since
+    large hidden states would swamp the embeddings. The final norm undoes the scale."""
 
     def __init__(self, config, model):
         super().__init__()
-        object.__setattr__(self, "model", model)  # nn.Module's would count its weights among ours
+        object.__setattr__(self, "model", model)  # nn.Module's would register it as a submodule
         self.config = config
-        self.info = {}
-        self.hash = None  # 16 hex digits of the file they came from
+        self.info = {}    # heads.json
+        self.hash = None  # `state_hash` of the loaded weights
         base = model.config
         n_weights = min(config.n_draft, 2) if config.shared else config.n_draft
         self.heads = DraftHeads(Head(config, base) for _ in range(n_weights))
         mixes_before = config.mix_before and config.mix != "none"
         self.mix_in = MIXERS[config.mix](base) if mixes_before else None
         self.augment_blocks = Blocks(Block(base) for _ in range(config.augment_layers))
-        if not next(self.parameters()).is_meta:  # else its weights are read from a folder
-            model.check_plain("a base to train heads on")
-            if model.blocks[-1].attn.config == base:  # else a process holds a part of the block
+        if not next(self.parameters()).is_meta:  # on meta: the weights come from a folder later
+            model.check_plain("used to train heads")
+            if model.blocks[-1].attn.config == base:  # differs if the block is split over processes
                 for block in self.augment_blocks:
                     block.load_state_dict(model.blocks[-1].state_dict())
         if model.group is None:
-            _ = self.embedding_scale  # now: a traced or captured step cannot read it
-        # the token ids to draft among, int32, most frequent first; None: all
+            _ = self.embedding_scale  # caches it: a traced or captured step cannot compute it
+        # draft vocabulary: int32 token ids, most frequent first; None: all tokens
         ids = torch.arange(config.vocabulary, dtype=torch.int32) if config.vocabulary else None
         self.register_buffer("vocabulary", ids)
 
     def set_vocabulary(self, tokens):
-        """Drafts among these token ids [n] only, most frequent first; an empty list: among all."""
+        """Sets the draft vocabulary: token ids [n], most frequent first; an empty list for all
+        tokens. Raises InputError for an id that is out of range or repeated."""
         V = self.model.config.vocab_size
         tokens = torch.as_tensor(tokens, dtype=torch.int64, device=self.model.device)
-        known = tokens.unique()
-        if len(known) < len(tokens) or ((known < 0) | (known >= V)).any():
-            raise InputError(f"a draft vocabulary has token ids outside 0..{V - 1}, or one twice")
+        is_valid = (tokens >= 0) & (tokens < V)
+        expect(is_valid.all() and len(tokens.unique()) == len(tokens),
+               f"a draft vocabulary has token ids outside 0..{V - 1}, or one twice")
         self.config = replace(self.config, vocabulary=len(tokens))
         self.vocabulary = tokens.int() if len(tokens) else None
 
     @property
     def reads_tokens(self):
-        """Whether a guess depends on the token before it. Medusa's do not: one run for all."""
+        """Whether heads read the previous token. If not (Medusa), all beams share one pass."""
         return self.config.mix != "none" or self.config.projector == "linear"
 
     @property
     def max_beams(self):
-        """The largest W: no more than the draft vocabulary has tokens."""
+        """The largest W, at most the draft vocabulary's size."""
         return min(MAX_BEAMS, self.config.vocabulary or self.model.config.vocab_size)
 
     def draft_head(self, i):
-        """Head i, counted from 0; with shared weights all but the first are one."""
+        """Head i, counted from 0. With shared weights, all but the first are one module."""
         return self.heads[min(i, len(self.heads) - 1)]
 
     @cached_property
     def embedding_scale(self):
-        """One over the root mean square of the LM head's weights, from the first use on."""
+        """1 / root mean square of the LM head's weights, computed once."""
         base = self.model
         V, C = base.config.vocab_size, base.config.n_embd
-        parts = torch.arange(V, device=base.device).split(4096)  # all at once would take memory
-        rows = map(base.head.embedding, parts)
-        squares = sum(x.float().pow(2).sum(dtype=torch.float64) for x in rows)
+        squares = 0
+        for tokens in torch.arange(V, device=base.device).split(4096):  # bounds the memory
+            squares += base.head.embedding(tokens).float().pow(2).sum(dtype=torch.float64)
         return (V * C / squares.item()) ** 0.5
 
     def embedding(self, tokens):
-        """tokens [...] -> their rows of the LM head [..., C], all scaled by one factor."""
+        """tokens [...] -> their LM head rows [..., C], times `embedding_scale`."""
         base = self.model
         rows = base.embed if base.config.tied else base.head.embedding
         return rows(tokens).to(base.dtype) * self.embedding_scale
 
     def new_cache(self, batch, capacity):
-        """The augmenting block's own KV cache."""
+        """A `KVCache` for the augmenting block."""
         return self.model.new_cache(batch, capacity, self.augment_blocks)
 
     def augment(self, hidden, tokens, positions=None, cache=None, ancestors=None, start=0,
                 documents=None):
-        """The Augmenting Block (arXiv 2405.00263). hidden [B, T, C] of the model, and the tokens
-        [B, T] that follow -> the states [B, T, C] that heads start from, at a root mean square of
-        1. The rest as in `GPT.forward`."""
+        """The Augmenting Block (arXiv 2405.00263): the model's hidden [B, T, C] and the next tokens
+        [B, T] -> the states [B, T, C] that the first head reads, with a root mean square of 1. The
+        rest as in `GPT.forward`."""
         if positions is None:
             positions = token_positions(hidden, start, documents)
         if self.mix_in is not None:
@@ -307,15 +308,15 @@ class CloverHeads(nn.Module):
         if self.augment_blocks:
             hidden, residual = self.augment_blocks(hidden, self.model.tables, positions, cache,
                                                    ancestors, start, documents)
-        eps = torch.finfo(torch.float32).eps  # F.rms_norm's own default
+        eps = torch.finfo(torch.float32).eps  # F.rms_norm's default
         if residual is None:
             return add_norm(hidden, None, None, eps=eps)[0]
         return add_norm(residual, hidden.to(residual.dtype), None, eps=eps)[0]
 
     def forward(self, hidden, tokens, documents=None):
         """Teacher forcing. hidden [B, T, C] at positions 0..T-1, tokens [B, T + K] at positions
-        1..T+K, documents [B, T] as in `GPT.forward`. Returns K outputs [B, T, C]: head i (from 0)
-        at position t guesses the token at t + 2 + i."""
+        1..T+K, documents [B, T] as in `GPT.forward` -> K outputs [B, T, C]: at position t, head i
+        (from 0) predicts the token at t + 2 + i."""
         T = hidden.shape[1]
         state = self.augment(hidden, tokens[:, :T], documents=documents)
         outputs = []
@@ -325,20 +326,21 @@ class CloverHeads(nn.Module):
         return outputs
 
     def draft(self, state, root, tree_size, beams, sampling=None):
-        """state [B, C] at the last committed position, root [B] -> the `Candidates` of a tree of
-        tree_size > 1 nodes. sampling: (temperature, seed, sequence, position) of the roots, each
-        [B]: where the temperature is above 0, heads draft with the noise that will pick the token.
+        """Beam search (arXiv 2406.16858, section 4): at each depth, the W = beams candidates of
+        highest joint log-probability propose their W best tokens. A child's joint probability never
+        exceeds its parent's.
 
-        At each depth the W beams of highest joint log-probability propose their W best tokens
-        (arXiv 2406.16858, section 4). A child's joint probability is never above its parent's."""
+        state [B, C] at the last committed position, root [B] -> `Candidates` for a tree of
+        tree_size > 1 nodes. sampling: (temperature, seed, sequence, position) of the roots, each
+        [B]. Where the temperature is above 0, the noise that will sample the token is added."""
         return self.heads.draft(self, state, root, tree_size, beams, sampling)
 
     # ----------------------------------------------------------------------------------------------
     # Files
 
     def save_pretrained(self, path, tokenizer="", dtype=None, **info):
-        """Writes heads.safetensors (in `dtype`, default their own) and heads.json: the config, the
-        base model's hash and `info` (training, accuracy)."""
+        """Writes heads.safetensors (cast to dtype if given) and heads.json: config, `describe_base`
+        of the model, and info (training, accuracy)."""
         Path(path).mkdir(parents=True, exist_ok=True)
         tensors = {}
         for name, value in self.state_dict().items():
@@ -348,19 +350,18 @@ class CloverHeads(nn.Module):
         self.save_record(path, tokenizer, **info)
 
     def save_record(self, path, tokenizer="", **info):
-        """Writes heads.json alone, beside the weights."""
+        """Writes heads.json only."""
         base = describe_base(self.model) | dict(tokenizer=tokenizer)
         record = json.dumps(dict(config=asdict(self.config), base=base, **info), indent=2) + "\n"
         atomic_write(Path(path) / "heads.json", lambda tmp: Path(tmp).write_text(record))
 
     @classmethod
     def from_pretrained(cls, path, model, tokenizer=""):
-        """Reads a heads folder, in the model's dtype and on its device, packed if it is. Raises
-        InputError for a folder that is missing or broken, and for heads of other sizes or of
-        another tokenizer."""
+        """Loads heads in the model's dtype, on its device, packed if the model is. Raises
+        InputError for a missing or broken folder, and for heads of other sizes or another
+        tokenizer."""
         path = Path(path)
-        expect(path.is_dir(), f"{path}: no such folder; expected draft heads as train_heads.py "
-               "writes them")
+        expect(path.is_dir(), f"{path}: no such folder; expected heads from train_heads.py")
         config, record = read_record(path / "heads.json")
         theirs = record["base"]
         ours = describe_base(model)
@@ -368,19 +369,19 @@ class CloverHeads(nn.Module):
                f"{theirs['sizes']}, not {ours['sizes']}); train heads for this one with "
                "train_heads.py")
         expect(not tokenizer or theirs["tokenizer"] in ("", tokenizer), f"{path}: these heads were "
-               "trained with another tokenizer; use the model folder's own")
+               "trained with another tokenizer; use the one from their model's folder")
         if theirs["norm"] != ours["norm"]:
             warn(f"{path}: these heads were trained on other weights than this model's, so fewer "
                  "guesses may be right")
         try:
-            with torch.device("meta"):  # no memory, no random numbers: both would be overwritten
+            with torch.device("meta"):  # without memory and random numbers: weights follow
                 heads = cls(config, model)
             tensors = load_file(path / "heads.safetensors")
             heads.load_state_dict(tensors, assign=True)
         except (OSError, SafetensorError, RuntimeError) as error:
             reason = " ".join(str(error).split())[:200]
-            raise InputError(f"{path}/heads.safetensors: missing, truncated or not these heads' "
-                             f"weights ({reason})") from None
+            raise InputError(f"{path}/heads.safetensors: missing, truncated, or not the weights of "
+                             f"these heads ({reason}); fetch or train them again") from None
         heads.info = record
         heads.hash = state_hash(tensors)
         heads.set_vocabulary(heads.vocabulary if config.vocabulary else [])
@@ -390,8 +391,7 @@ class CloverHeads(nn.Module):
 
 
 def read_record(path):
-    """heads.json -> (its CloverConfig, the whole record). Raises InputError unless every key is
-    there with its type."""
+    """heads.json -> (CloverConfig, whole record). Raises InputError for missing, mistyped keys."""
     record = read_json(path)
     types = {field.name: type(field.default) for field in fields(CloverConfig)}
     try:
@@ -401,38 +401,37 @@ def read_record(path):
                  and ("acceptance" not in record or is_acceptance(record["acceptance"])))
     except (AttributeError, KeyError, TypeError, ValueError):
         valid = False
-    expect(valid, f"{path}: not the record of draft heads as this version's train_heads.py writes "
-           "it; train them again, if an earlier one did")
+    expect(valid, f"{path}: not a record of draft heads that this version of train_heads.py "
+           "writes; train them again")
     return config, record
 
 
 def is_acceptance(tables):
-    """Whether tables are {"greedy" and "sampled": [accepted, proposed] nodes by bin of their joint
-    log-probability}."""
+    """Whether tables are {"greedy": rows, "sampled": rows}: counts [accepted, proposed] per bin."""
     rows = [row for name in ("greedy", "sampled") for row in tables[name]]
     return len(rows) == 2 * BINS and all(0 <= right <= n < math.inf for right, n in rows)
 
 
 # --------------------------------------------------------------------------------------------------
-# Which model it is
+# Identifying models and heads
 
 SIZES = "vocab_size", "n_embd", "n_layer", "n_head", "n_kv_head", "head_size", "n_inner"
 
 
 def describe_base(model):
-    """What heads.json keeps of their model: its sizes, and a hash of its final norm, whose weights
-    every format stores as they are, so heads trained on one quantisation serve all."""
+    """What heads.json says about the base model: its sizes, and a hash of its final norm, which no
+    format quantises: heads trained on one quantisation fit all others."""
     sizes = {name: getattr(model.config, name) for name in SIZES}
     return dict(sizes=sizes, norm=state_hash(dict(norm=model.norm.weight.to(torch.bfloat16))))
 
 
 def model_hash(model):
-    """16 hex digits for exactly these weights: of the files they came from, else `state_hash`."""
+    """16 hex digits that identify a model's weights: the hash of their files, or `state_hash`."""
     return model.hash or state_hash(model.state_dict())
 
 
 def state_hash(state):
-    """16 hex digits for tensors by name, of 64 values of each."""
+    """16 hex digits, a hash of names, shapes and 64 values of each tensor. state: {name: tensor}"""
     sha = hashlib.sha256()
     for name, value in sorted(state.items()):
         values = value.detach().flatten()[::max(1, value.numel() // 64)].float().cpu()

@@ -1,23 +1,24 @@
-"""The operations of a speculative step that have their own kernels, in Triton and in torch.
+"""Triton kernels for speculative decoding, each with a torch reference.
 
     tree_attention      attention of a token tree over the committed cache and itself
     project_topk        LM head + log-softmax + top-k, for drafting
     project_sample      LM head + argmax or Gumbel-argmax, for verifying
     commit_path         moves the accepted nodes' cache rows to the front
     add_norm            residual add + RMSNorm or LayerNorm
-    rope_cache          norm and rotation of queries and keys, write of keys and values
-    glu, cosine_mix     SiLU(gate) * up; the Attention Decoder's cosine and sum
-    select_candidates   the heads' best proposals of a depth
-    ngram_lookup        what followed the last earlier occurrence of the text's last tokens
-    best_tree           the likeliest of both, as a tree
-    accept_path         the walk down the tree
-    filtered_sample     a sample after top-k, top-p and min-p
+    rope_cache          norm and RoPE of queries and keys, then writes keys and values to the cache
+    glu, cosine_mix     act(gate) * up; z + cos(q, k) * v of the Attention Decoder
+    select_candidates   one depth of the draft heads' beam search
+    ngram_lookup        the tokens that followed the previous occurrence of the last few tokens
+    best_tree           the tree of the likeliest candidates of both drafters
+    accept_path         the accepted path of a tree
+    filtered_sample     sampling after top-k, top-p and min-p
 
-The first four move the bytes of a step, the others save launches. Each has its formula and bytes,
-its kernel, a function that launches it, and a torch reference (`*_reference`) of its signature. The
-function checks ranks, sizes, dtypes and devices (ValueError), but no values. It runs the kernel for
-CUDA tensors, and for CPU tensors if TRITON_INTERPRET=1 was set before the import; elsewhere, and
-where a gradient is wanted, the reference. Strides are free.
+The first four account for a step's memory traffic, the others save launches. Each section has the
+formula and its cost, the kernel, a function that launches it, and a torch reference (`*_reference`)
+with the same signature. The function checks ranks, sizes, dtypes and devices (ValueError), but not
+the values in tensors. It launches the kernel on CUDA tensors, and on CPU tensors if
+TRITON_INTERPRET=1 was set before the import; otherwise, in float64, and if a gradient is required,
+it calls the reference. Inputs may have any strides unless noted.
 
 Letters: B sequences, T tree nodes, L layers, S cache capacity, Hq and Hkv query and key/value
 heads, G = Hq / Hkv, D head size, C hidden size, V vocabulary, M rows (hidden states), P nodes of a
@@ -36,16 +37,16 @@ try:
     import triton
     import triton.language as tl
     HAS_TRITON = True
-except ImportError:  # macOS and Windows: @triton.jit leaves plain functions, which are never called
+except ImportError:  # macOS, Windows: stubs, so that the file imports; kernels are never called
     triton = SimpleNamespace(jit=lambda kernel=None, **_: kernel or (lambda kernel: kernel))
     tl = SimpleNamespace(constexpr=lambda value: SimpleNamespace(value=value))
     HAS_TRITON = False
 
 INTERPRETED = tl.constexpr(HAS_TRITON and os.environ.get("TRITON_INTERPRET") == "1")
 LOG2_E = tl.constexpr(math.log2(math.e))
-FINITE_MIN = tl.constexpr(-3.0e38)  # the maximum of no scores: -inf - -inf would be NaN
-NO_TOKEN = tl.constexpr(2**31 - 1)  # larger than every token id and column of the logits
-NO_ENTRY = tl.constexpr(-2**63)  # less than every entry of `_pack_entries`
+FINITE_MIN = tl.constexpr(-3.0e38)  # initial running maximum: -inf - -inf would be NaN
+NO_TOKEN = tl.constexpr(2**31 - 1)  # larger than any token id or column of the logits
+NO_ENTRY = tl.constexpr(-2**63)  # smaller than any entry of `_pack_entries`
 
 
 # --------------------------------------------------------------------------------------------------
@@ -54,31 +55,31 @@ NO_ENTRY = tl.constexpr(-2**63)  # less than every entry of `_pack_entries`
 #   out[b, i, h] = sum_s softmax_s(scale * q[b, i, h] . k[b, h // G, s]) v[b, h // G, s]
 #   over committed rows s < lengths[b], and lengths[b] + j for each set bit j of ancestors[b, i]
 #
-# ALiBi (arXiv 2108.12409) subtracts slopes[h] * (position(i) - position(s)) from each score; tree
-# node j has the position lengths[b] + its depth, the number of its ancestors. What is equal for all
-# s cancels in the softmax, so the kernel adds slopes[h] * (position(s) - lengths[b]). A window
-# hides all s with position(i) - position(s) >= window; reading begins where a root's window does.
+# ALiBi (arXiv 2108.12409) subtracts slopes[h] * (position(i) - position(s)) from each score. Tree
+# node j has position lengths[b] + its depth. Terms equal for all s cancel in the softmax, so the
+# kernel adds slopes[h] * (position(s) - lengths[b]). A window hides all s with position(i) -
+# position(s) >= window; the kernel starts reading where the root's window starts.
 #
-# Bytes: 2 * B * Hkv * (length + T) * D elements of K and V, read once, the floor; with a window
-# min(length, window - 1) for length. Each element meets T * G query rows, so 2 * T * G FLOPs: at T
-# = 16, G = 4, bf16 that is 64 FLOPs a byte, below the 200 to 300 at which a data-centre GPU stops
-# being memory-bound. Hence all T * G query rows of a kv head form one tile, and the cache is cut
-# into splits so that B * Hkv * splits programs fill the GPU (flash-decoding). A split's float32
-# partial sums are as many bytes as 2 * T * G of its bf16 rows, so many query rows make splits long.
+# Bytes: at least 2 * B * Hkv * (length + T) * D elements of K and V, each read once; with a window,
+# min(length, window - 1) instead of length. Each element is used by T * G query rows, 2 * T * G
+# FLOPs: at T = 16, G = 4, bf16 that is 64 FLOPs per byte, below the 200 to 300 at which a data-
+# centre GPU becomes compute-bound. Hence the T * G query rows of a kv head share a tile, and the
+# cache is split so that B * Hkv * splits programs fill the GPU (flash-decoding). A split's float32
+# partial sums take as many bytes as 2 * T * G of its bf16 rows, so more rows need longer splits.
 #
-# The number of splits depends on shapes alone, since a captured CUDA graph needs a fixed grid;
-# their size on each sequence's length, so that a text is cut alike in caches of any size.
+# The number of splits depends on shapes alone, since a captured CUDA graph needs a fixed grid. The
+# size of a split depends on the sequence's length, so that short sequences are split too.
 
 @triton.jit
 def _dot(a, b, acc):
-    if INTERPRETED:  # the interpreter would multiply the bit patterns of bfloat16 as integers
+    if INTERPRETED:  # the interpreter multiplies bfloat16 bit patterns as integers
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
 
 
 @triton.jit
 def _softmax_step(q, keys, values, visible, positions, slopes, scale, row_max, row_sum, acc):
-    """An online-softmax step in base 2: adds a tile of keys and values to row_max, row_sum, acc."""
+    """One online-softmax step in base 2: adds a tile of keys and values to the running results."""
     # [BLOCK_Q, BLOCK_S] = [BLOCK_Q, BLOCK_D] @ [BLOCK_D, BLOCK_S]
     scores = _dot(q, tl.trans(keys), tl.zeros([q.shape[0], keys.shape[0]], tl.float32)) * scale
     if slopes is not None:
@@ -95,8 +96,8 @@ def _softmax_step(q, keys, values, visible, positions, slopes, scale, row_max, r
 
 @triton.jit
 def _depth(bits):
-    """A node's depth, the number of its ancestors: one less than the bits of its bitmask are set;
-    -1 where that is 0. The masks make the sign bit harmless."""
+    """A node's depth: the number of set bits in its ancestor mask minus 1, so -1 for an empty mask.
+    The constants mask out the copies of the sign bit that >> makes."""
     bits = (bits & 0x5555555555555555) + ((bits >> 1) & 0x5555555555555555)
     bits = (bits & 0x3333333333333333) + ((bits >> 2) & 0x3333333333333333)
     bits = (bits & 0x0F0F0F0F0F0F0F0F) + ((bits >> 4) & 0x0F0F0F0F0F0F0F0F)
@@ -105,7 +106,7 @@ def _depth(bits):
 
 @triton.jit
 def _first_row(length, WINDOW: tl.constexpr):
-    """The first cache row that any node sees: the root's window reaches back the furthest."""
+    """The first cache row that any node sees, where the root's window starts."""
     return tl.maximum(length + 1 - WINDOW, 0) if WINDOW else 0
 
 
@@ -123,9 +124,9 @@ def _tree_attention_kernel(
     D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr,
     BLOCK_D: tl.constexpr, TAIL_STAGES: tl.constexpr,
 ):
-    """Program (sequence, kv head and tile of query rows; split): one split of the tile's keys."""
+    """Program (sequence, kv head and tile of query rows; split): attention over one split."""
     q_tiles = tl.cdiv(T * G, BLOCK_Q)
-    group = tl.program_id(0) // q_tiles  # neighbours read the same keys, while the L2 has them
+    group = tl.program_id(0) // q_tiles  # neighbouring programs share keys in the L2 cache
     kv_head = (group % Hkv).to(tl.int64)
     b = (group // Hkv).to(tl.int64)
     split = tl.program_id(1)
@@ -145,7 +146,7 @@ def _tree_attention_kernel(
     heads = rows % G
     dims = tl.arange(0, BLOCK_D).to(tl.int64)
     tile_rows = tl.arange(0, BLOCK_S)
-    dim_mask = (dims < D)[None, :]  # compiled away where D is a power of two
+    dim_mask = (dims < D)[None, :]  # compiled away if D is a power of two
 
     # [BLOCK_Q, BLOCK_D]
     q_ptr += b * stride_qb + kv_head * G * stride_qh
@@ -175,8 +176,8 @@ def _tree_attention_kernel(
         row_max, row_sum, acc = _softmax_step(
             q, keys, values, visible, positions, slopes, scale, row_max, row_sum, acc)
 
-    # The last committed rows and the tree: a tile or two, not worth a pipeline's start.
-    # Rows that no node sees are not loaded: 0 * NaN is NaN.
+    # The remaining committed rows and the tree: one or two tiles, too few to pipeline.
+    # Rows that no node sees are not loaded, since 0 * NaN is NaN.
     bits = tl.load(ancestors_ptr + b * T + nodes, mask=row_mask, other=0)
     low = bits.to(tl.int32)
     high = (bits >> 32).to(tl.int32)
@@ -204,7 +205,7 @@ def _tree_attention_kernel(
 
     empty = row_sum == 0.0
     acc = acc / tl.where(empty, 1.0, row_sum)[:, None]
-    out_rows = (b * T * Hkv + kv_head) * G + nodes * Hkv * G + heads  # of out [B, T, Hq, D]
+    out_rows = (b * T * Hkv + kv_head) * G + nodes * Hkv * G + heads  # rows of [B, T, Hq, D]
     out_rows = out_rows * splits + split
     tl.store(partial_ptr + out_rows[:, None] * D + dims[None, :],
              acc.to(partial_ptr.dtype.element_ty), mask=row_mask[:, None] & dim_mask)
@@ -218,13 +219,13 @@ def _combine_splits_kernel(
     partial_ptr, lse_ptr, lengths_ptr, out_ptr, T, Hq, S, splits, tile, min_split,
     D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):
-    """Program (sequence, node and head): combines the partial results of the splits it has."""
+    """Program (sequence, node and head): combines the partial results of its splits."""
     row = tl.program_id(0).to(tl.int64)
     b = row // (T * Hq)
     dims = tl.arange(0, BLOCK_D).to(tl.int64)
     length = tl.load(lengths_ptr + b)
     rows = tl.minimum(length + T, S) - _first_row(length, WINDOW)
-    n_splits = tl.cdiv(rows, _split_size(rows, splits, tile, min_split))  # the others wrote nothing
+    n_splits = tl.cdiv(rows, _split_size(rows, splits, tile, min_split))  # others wrote nothing
     row_max = FINITE_MIN
     row_sum = 0.0
     acc = tl.zeros([BLOCK_D], tl.float32)
@@ -246,11 +247,11 @@ def _combine_splits_kernel(
 
 
 def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=None, window=0):
-    """Attention of a tree's nodes over the committed cache and their ancestors -> [B, T, Hq, D].
-    Node j's keys and values are at cache row lengths[b] + j already; rows that no node sees may
-    hold anything. ancestors: bit j of node i is set when j is i or an ancestor of i. Nodes that see
-    nothing give zeros. scale: default D ** -0.5. slopes: ALiBi's, one per query head. window: a
-    node sees this many positions, its own too; 0: all. float64 caches: for the reference alone."""
+    """Attention of tree nodes over the committed cache and their ancestors: q [B, T, Hq, D], caches
+    [B, Hkv, S, D] -> [B, T, Hq, D]. Cache row lengths[b] + j must hold node j; rows that no node
+    sees may hold anything. ancestors: bit j of node i is set if j is i or an ancestor of i. A node
+    that sees nothing gives zeros. scale: default D ** -0.5. slopes [Hq]: for ALiBi. window: how
+    many positions a node sees, its own included; 0: all. float64 caches take the reference."""
     B, T, Hq, D = _sizes("q", q, 4, FLOATS)
     _, Hkv, S, _ = _sizes("k_cache", k_cache, 4, (q.dtype, torch.float64))
     _check(T <= min(S, 64) and 16 <= D <= 256 and Hq % Hkv == 0 and window >= 0,
@@ -272,14 +273,14 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     blocks = _attention_blocks(T * G, D, q.dtype, aligned, slopes is not None, window > 0)
     BLOCK_Q, BLOCK_S, BLOCK_D = blocks["BLOCK_Q"], blocks["BLOCK_S"], blocks["BLOCK_D"]
     grid_rows = B * Hkv * triton.cdiv(T * G, BLOCK_Q)
-    rows = min(S, window - 1 + T) if window else S  # that a sequence reads at most
+    rows = min(S, window - 1 + T) if window else S  # the most that a sequence reads
     min_split = max(BLOCK_Q, 2 * BLOCK_S)
     at_once = _programs_at_once(blocks, q.element_size(), _gpu(q.device))
-    # for a long text among short ones: about 1,024 rows a split, if partial sums fit 256 MiB
+    # for a long sequence among short ones: about 1,024 rows a split if partial sums fit 256 MiB
     fewest = max(1, min(triton.cdiv(rows, max(1024, 16 * BLOCK_Q)), 2**26 // q.numel()))
     splits = _splits(rows, min_split, BLOCK_Q, grid_rows, at_once, fewest)
     out = torch.empty_like(q, memory_format=torch.contiguous_format)
-    partial, lse = out, None  # one split writes the result
+    partial, lse = out, None  # a single split writes the output itself
     if splits > 1:
         partial = q.new_empty((B, T, Hq, splits, D), dtype=torch.float32)
         lse = q.new_empty((B, T, Hq, splits), dtype=torch.float32)
@@ -297,9 +298,9 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
 
 def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=None,
                              window=0):
-    """`tree_attention` by the formula, in float32, or in float64 where the caches are."""
+    """`tree_attention` by the formula, in float32, or in float64 if the caches are."""
     B, T, Hq, D = q.shape
-    S = min(int(lengths.max()) + T, k_cache.shape[2])  # no node sees what comes after
+    S = min(int(lengths.max()) + T, k_cache.shape[2])  # no node sees later rows
     dtype = torch.promote_types(k_cache.dtype, torch.float32)
     node = torch.arange(S, device=q.device) - lengths[:, None]  # (B, S), negative: committed
     bits = ancestors[:, :, None] >> torch.arange(64, device=q.device) & 1  # (B, T, 64)
@@ -325,20 +326,20 @@ def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None
 # project_topk and project_sample: one pass over the LM head
 #
 #   project_topk     logits = hidden @ weight.T; the k largest of logits - logsumexp(logits)
-#   project_sample   argmax_t(logits_t / temperature + gumbel(seed, sequence, position, t)), at
-#                    temperature 0 argmax_t(logits_t): a sample of softmax(logits / temperature)
+#   project_sample   argmax_t(logits_t / temperature + gumbel(seed, sequence, position, t)), which
+#                    samples softmax(logits / temperature); at temperature 0 argmax_t(logits_t)
 #
-# Bytes: V * C elements of weight, read once: the floor (V = 128256, C = 4096, bf16: 1.05 GB, 0.35
-# ms at 3 TB/s). FLOPs: 2 * M * V * C, so M per byte in bf16: memory-bound up to M = 64 and
-# beyond. To write the M * V logits and read them twice would be 10% more bytes at M = 64. So two
-# programs per multiprocessor walk the vocabulary in tiles, each with a running log-sum-exp and list
-# of its k best, and a small second kernel merges the lists. The search of a tile takes up to k
-# rounds; drafting asks for 4 to 8. NaN counts as -inf.
+# Bytes: at least V * C elements of weight, read once (V = 128256, C = 4096, bf16: 1.05 GB, 0.35 ms
+# at 3 TB/s). FLOPs: 2 * M * V * C, so M per byte in bf16: memory-bound up to M = 64 and beyond.
+# Writing the M * V logits and reading them twice would add 10% at M = 64. So two programs per
+# multiprocessor walk the vocabulary in tiles, each with a running log-sum-exp and a list of its k
+# best tokens, and a small second kernel merges the lists. Searching a tile takes up to k rounds;
+# drafting uses k = 4 to 8. NaN counts as -inf.
 #
-# The noise is a pure function of its arguments, made where it is added: a 64-bit key per row from
-# (seed, sequence, position) by the splitmix64 finalizer, then per token the 32-bit finalizer
-# lowbias32, with one half of the key mixed in before its multiplications and the other between
-# them. With one half only, two rows could share a shuffled copy of the same noise.
+# The noise is a pure function of its arguments, computed where it is added. The splitmix64
+# finalizer turns (seed, sequence, position) into a 64-bit key per row. The 32-bit finalizer
+# lowbias32 then runs per token, with one half of the key mixed in before its multiplications and
+# the other between them: with a single half, two rows could get the same noise in another order.
 
 @triton.jit
 def _splitmix64(x):
@@ -349,7 +350,7 @@ def _splitmix64(x):
 
 @triton.jit
 def _load_key(seed_ptr, sequence_ptr, position_ptr, b, m):
-    """The 64-bit key of the noise of row m, of sequence b, as two uint32."""
+    """The 64-bit noise key of row m in sequence b, as two uint32."""
     key = _splitmix64(tl.load(seed_ptr + b).to(tl.uint64) + 0x9E3779B97F4A7C15)
     key = _splitmix64(key + tl.load(sequence_ptr + b).to(tl.int64).to(tl.uint64))
     key = _splitmix64(key + tl.load(position_ptr + m).to(tl.int64).to(tl.uint64))
@@ -358,7 +359,7 @@ def _load_key(seed_ptr, sequence_ptr, position_ptr, b, m):
 
 @triton.jit
 def _gumbel(low, high, tokens):
-    """`gumbel` of row keys (low, high) and tokens, all uint32."""
+    """`gumbel` from row keys (low, high) and tokens, all uint32."""
     key = tokens ^ low
     key = (key ^ (key >> 16)) * 0x7FEB352D
     key = key ^ high
@@ -370,15 +371,15 @@ def _gumbel(low, high, tokens):
 
 @triton.jit
 def _add_noise(x, temperature, low, high, tokens):
-    """x + `gumbel`; x alone at temperature 0."""
+    """x + `gumbel`, or x at temperature 0."""
     return tl.where(temperature > 0, x + _gumbel(low, high, tokens), x)
 
 
 def gumbel(seed, sequence, position, tokens):
-    """Gumbel noise float32 [M, n], the same on every machine up to the logarithm, for positions int
-    [M] in texts of the numbers sequence, int [B], of M / B rows each, and tokens int [n] or [M, n].
-    seed: of at most 64 bits, or int64 [B]."""
-    # so mixed, seed 1, sequence 0 differs from seed 0, sequence 1
+    """Gumbel noise float32 [M, n], the same on every machine except for the logarithm's rounding.
+    seed: up to 64 bits, or int64 [B]. sequence: a number per sequence, int [B]; each sequence has
+    M / B rows. position: int [M]. tokens: int [n] or [M, n]."""
+    # mixed one by one, so that seed 1, sequence 0 differs from seed 0, sequence 1
     key = _splitmix64_torch(filled(seed, position) - 0x61C8864680B583EB)
     key = _splitmix64_torch(key + sequence.long())  # (B,)
     key = _splitmix64_torch(per_row(key, position) + position.long()[:, None])  # (M, 1)
@@ -391,48 +392,48 @@ def gumbel(seed, sequence, position, tokens):
 
 
 def _splitmix64_torch(x):
-    """On int64: masks remove the copies of the sign bit that >> makes."""
+    """`_splitmix64` on int64: the masks remove the copies of the sign bit that >> makes."""
     x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
     x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
     return x ^ ((x >> 31) & 0x1FFFFFFFF)
 
 
 def filled(x, rows, B=1):
-    """A number, or a tensor [B] -> a contiguous tensor [B] on the device of `rows`."""
+    """A number or a tensor [B] -> a contiguous tensor [B] on the device of `rows`."""
     if not isinstance(x, torch.Tensor):
-        x = (x + 2**63) % 2**64 - 2**63 if isinstance(x, int) else x  # a seed may be unsigned
+        x = (x + 2**63) % 2**64 - 2**63 if isinstance(x, int) else x  # wraps an unsigned seed
         x = torch.full((B,), x, device=rows.device)
     return x.contiguous()
 
 
 def per_row(x, rows):
-    """A number, or a tensor [B] for M / B rows each -> [M, 1], for rows [M, ...]."""
+    """A number, or a tensor [B] with one per M / B rows -> [M, 1]. rows: [M, ...]."""
     x = filled(x, rows)
     return x.repeat_interleave(len(rows) // len(x))[:, None]
 
 
 @triton.jit
 def _order(x):
-    """int32 that order as these float32 numbers do."""
+    """float32 -> int32 in the same order."""
     bits = tl.where(x == 0.0, 0, x.to(tl.int32, bitcast=True))  # -0.0 is 0.0
     return bits ^ ((bits >> 31) & 0x7FFFFFFF)
 
 
 @triton.jit
 def _value(order):
-    """The float32 number of an `_order`."""
+    """The inverse of `_order`."""
     return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
 
 
 @triton.jit
 def _pack_entries(scores, columns):
-    """int64 that order as the scores do, of equal scores the lower column first."""
+    """int64 entries, ordered by score; of equal scores the lower column is larger."""
     return (_order(scores).to(tl.int64) << 32) | (columns ^ NO_TOKEN)
 
 
 @triton.jit
 def _take_best(entries, best):
-    """Inserts the entries of a tile that beat the least of their row's list, the largest first."""
+    """Replaces the smallest entries of each row's list by larger ones of a tile, largest first."""
     largest = tl.max(entries, 1)
     if best.shape[1] == 1:
         return tl.maximum(best, largest[:, None])
@@ -451,15 +452,15 @@ def _project_kernel(
     k, programs, M, T, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
-    """Program (tile of rows; p): the k best of vocabulary tiles p, p + programs, ... and their
-    log-sum-exp. In one loop over (tile, channels) the next weights are loaded during a search."""
+    """Program (tile of rows; p): the k best and the log-sum-exp of vocabulary tiles p, p +
+    programs, ... One loop over (tile, channels) loads the next weights during a search."""
     program = tl.program_id(1)
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     row_mask = m < M
     row = tl.minimum(m, M - 1)[:, None]
     hidden_ptrs = hidden_ptr + row.to(tl.int64) * stride_hm
     slots = tl.arange(0, BLOCK_K).to(tl.int64)[None, :]
-    # Empty slots differ, or one entry would fill them all. Those beyond k hold the largest int64.
+    # Empty slots differ, or one entry would replace them all. Slots from k on are never replaced.
     empty = tl.where(slots < k, slots + NO_ENTRY, -1 - NO_ENTRY)
     best = tl.zeros([BLOCK_M, BLOCK_K], tl.int64) + empty
     row_max = tl.full([BLOCK_M], FINITE_MIN, tl.float32)
@@ -467,8 +468,8 @@ def _project_kernel(
     if sequence_ptr is not None:
         low, high = _load_key(seed_ptr, sequence_ptr, position_ptr, row // T, row)
 
-    # Hopper's wide tensor-core instructions need at least 64 rows in the first operand, so few
-    # hidden states go second.
+    # Hopper's wide tensor-core instructions need at least 64 rows in the first operand: if there
+    # are few hidden states, it is the weight.
     VOCABULARY_FIRST: tl.constexpr = BLOCK_M < 32
     CHUNKS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     acc = tl.zeros([BLOCK_V, BLOCK_M] if VOCABULARY_FIRST else [BLOCK_M, BLOCK_V], tl.float32)
@@ -497,7 +498,7 @@ def _project_kernel(
             acc = tl.zeros(acc.shape, tl.float32)
             if sequence_ptr is not None:
                 ids = token.to(tl.uint32)[None, :]
-                temperature = tl.load(temperature_ptr + row // T)  # here: registers are few
+                temperature = tl.load(temperature_ptr + row // T)  # late, to save registers
                 if lse_ptr is not None:
                     scores += temperature * _gumbel(low, high, ids)
                 else:
@@ -521,7 +522,7 @@ def _merge_lists_kernel(
     entries_ptr, lse_ptr, vocab_ids_ptr, logprobs_ptr, tokens_ptr, programs, k,
     BLOCK_ENTRIES: tl.constexpr,
 ):
-    """Program m: the k best of all lists of row m, of equals the lowest column."""
+    """Program m: the k best of all lists of row m; ties go to the lowest column."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK_ENTRIES)
     # [BLOCK_ENTRIES]
@@ -545,7 +546,7 @@ def _merge_lists_kernel(
 
 
 def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(None,) * 4):
-    """Launches both kernels -> tokens [M, k]; fills logprobs [M, k], if given."""
+    """Launches both kernels -> tokens [M, k]; fills logprobs [M, k] unless None."""
     M, C = hidden.shape
     vocab_ids = _contiguous(vocab_ids)
     T = 1 if noise[0] is None else M // len(noise[0])
@@ -556,8 +557,8 @@ def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(Non
         small_vocabulary=V < 128 * multiprocessors, noisy=noise[0] is not None)
     m_tiles = triton.cdiv(M, blocks["BLOCK_M"])
     tiles = triton.cdiv(V, blocks["BLOCK_V"])
-    at_once = min(max(2 * multiprocessors // m_tiles, 1), 512)  # no more lists can be merged
-    programs = triton.cdiv(tiles, triton.cdiv(tiles, at_once))  # as many tiles each, or one less
+    at_once = min(max(2 * multiprocessors // m_tiles, 1), 512)  # the merge takes up to 512 lists
+    programs = triton.cdiv(tiles, triton.cdiv(tiles, at_once))  # tile counts differ by at most 1
     entries = hidden.new_empty((M, programs, k), dtype=torch.int64)
     tokens = hidden.new_empty((M, k), dtype=torch.int64)
     lse = None if logprobs is None else logprobs.new_empty(M, programs)
@@ -573,11 +574,11 @@ def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(Non
 
 
 def project_topk(hidden, weight, k, vocab_ids=None, noise=None):
-    """The k most likely tokens of each row and their log-probabilities, best first, of equals the
-    lowest id first -> (logprobs float32 [M, k], tokens int64 [M, k]). vocab_ids: only these rows of
-    the weight count, in the normalisation too; of equals the one listed first wins (FR-Spec, arXiv
-    2502.14856). noise: (temperature, seed, sequence, position) of `project_sample`, whose noise is
-    added to the logits, times the temperature: what the sampler will choose is then likelier."""
+    """The k most likely tokens of each row of hidden [M, C], best first, ties by lower id ->
+    (logprobs float32 [M, k], tokens int64 [M, k]). weight: [V, C]. vocab_ids int32 [n]: a draft
+    vocabulary (FR-Spec, arXiv 2502.14856): only these rows of weight count; ties go to the one
+    listed first. noise: (temperature, seed, sequence, position) as in `project_sample`: adds
+    temperature * noise to the logits, which favours the tokens that the sampler will choose."""
     _check_head(hidden, weight)
     if noise is not None:
         _check_rows(hidden, *noise[2:], *noise[:2])
@@ -596,19 +597,21 @@ def project_topk_reference(hidden, weight, k, vocab_ids=None, noise=None):
 
 
 def best_tokens(logits, k, vocab_ids=None, noise=None):
-    """What `project_topk` gives, of the logits of all tokens, or of vocab_ids alone."""
+    """`project_topk` from logits [M, V], or [M, n] for vocab_ids."""
     tokens = vocab_ids
     if vocab_ids is None:
         tokens = torch.arange(logits.shape[1], device=logits.device)
-    logits = with_noise(logits, noise, tokens)
+    if noise is not None:
+        temperature, *key = noise
+        logits = logits + per_row(temperature, logits) * gumbel(*key, tokens)
     columns = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     return logits.log_softmax(-1).gather(1, columns), tokens[columns].long()
 
 
 def project_sample(hidden, weight, temperature, seed, sequence, position):
-    """The model's own next token of each row of hidden -> int64 [M], as rows of the weight: argmax
-    at temperature 0, else a sample. Of equals the lowest wins. temperature: a number, or float32
-    [B]; the others as in `gumbel`."""
+    """The model's next token for each row of hidden [M, C] -> int64 [M]: argmax at temperature 0,
+    otherwise a sample; ties go to the lowest id. weight: [V, C]. temperature: a number or float32
+    [B]. The rest as in `gumbel`."""
     _check_head(hidden, weight)
     _check_rows(hidden, sequence, position, temperature, seed)
     if not runs_triton(hidden):
@@ -616,7 +619,7 @@ def project_sample(hidden, weight, temperature, seed, sequence, position):
     if not isinstance(temperature, torch.Tensor) and temperature == 0:
         return _project_triton(hidden, weight, 1)[:, 0]
     noise = [filled(x, hidden, len(sequence)) for x in (temperature, seed, sequence, position)]
-    return _project_triton(hidden, weight, 1, None, None, noise)[:, 0]
+    return _project_triton(hidden, weight, 1, noise=noise)[:, 0]
 
 
 def project_sample_reference(hidden, weight, temperature, seed, sequence, position):
@@ -625,11 +628,11 @@ def project_sample_reference(hidden, weight, temperature, seed, sequence, positi
 
 
 def float_logits(hidden, weight, vocab_ids=None):
-    """Logits [M, V] of weight or its rows vocab_ids, in float32: rounding would make ties."""
+    """Logits [M, V] of weight, or of its rows vocab_ids, in float32: rounding would cause ties."""
     weight = weight if vocab_ids is None else weight[vocab_ids]
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-    return (weight.float() @ hidden.float().T).T.contiguous()  # on a CPU twice as fast for small M
+    return (weight.float() @ hidden.float().T).T.contiguous()  # twice as fast on a CPU for small M
 
 
 # --------------------------------------------------------------------------------------------------
@@ -638,7 +641,7 @@ def float_logits(hidden, weight, vocab_ids=None):
 #   kv[:, :, b, :, lengths[b] + j] = old kv[:, :, b, :, lengths[b] + path[b, j]]  for j < count[b]
 #
 # Bytes: 2 * L * Hkv * D elements read and written per moved row: 131 kB each way for 32 layers, 8
-# heads of 128, bf16. With few sequences launches dominate, so there is one for all layers.
+# heads of 128, bf16. With few sequences launches dominate, so a single one moves all layers.
 
 @triton.jit(do_not_specialize=["P", "S", "Hkv"])
 def _commit_path_kernel(
@@ -663,13 +666,13 @@ def _commit_path_kernel(
     slice_ptr = slice_ptr + b * stride_kvb + head * stride_kvh
     slice_ptrs = slice_ptr + dims[None, :] * stride_kvd
     tile = tl.load(slice_ptrs + source[:, None] * stride_kvs, mask=moved)  # [BLOCK_P, BLOCK_D]
-    tl.debug_barrier()  # a target row may be another's source: all warps read before any writes
+    tl.debug_barrier()  # all warps read before any writes: a target may be another row's source
     tl.store(slice_ptrs + target[:, None] * stride_kvs, tile, mask=moved)
 
 
 def commit_path(kv, lengths, path, count):
-    """Moves the accepted nodes' keys and values to the front of their tree, in place, for all
-    layers at once. path: rising node ids, the root (0) first; entries from count on are ignored."""
+    """Moves the accepted nodes' keys and values to the front of their tree, in place, in all layers
+    of kv [L, 2, B, Hkv, S, D]. path [B, P]: ascending node ids from 0, of which count[b] count."""
     L, sides, B, Hkv, S, D = _sizes("kv", kv, 6, REALS)
     _, P = _sizes("path", path, 2, INTS)
     _check(sides == 2 and P <= 64, "kv [L, 2, B, Hkv, S, D], path [B, P], P <= 64", kv, path)
@@ -689,20 +692,18 @@ def commit_path_reference(kv, lengths, path, count):
     index = torch.arange(path.shape[1], device=kv.device)
     moved = (path != index) & (index < count[:, None])  # (B, P)
     b, index = moved.nonzero(as_tuple=True)
-    if len(b) == 0:
-        return
     target = lengths[b] + index
     source = lengths[b] + path[b, index]
     kv[:, :, b, :, target] = kv[:, :, b, :, source]  # (moved rows, L, 2, Hkv, D)
 
 
 # ==================================================================================================
-# The rest can wait: how kernels are launched, a layer's and a tree's small operations, and checks.
+# The rest: launch settings, small operations on layers and trees, input checks.
 # --------------------------------------------------------------------------------------------------
 # Launch settings
 
 def runs_triton(*tensors):
-    """Whether functions of these tensors run kernels: not in float64, not for a gradient."""
+    """Whether to run the kernel on these tensors: not in float64, not if a gradient is required."""
     x = tensors[0]
     if not (HAS_TRITON and (x.is_cuda or INTERPRETED.value) and x.dtype != torch.float64):
         return False
@@ -711,7 +712,7 @@ def runs_triton(*tensors):
 
 @lru_cache
 def _gpu(device):
-    """Properties of a GPU; elsewhere an H200's, but with few multiprocessors, for the tests."""
+    """Properties of a GPU; off CUDA, in tests, those of an H200 with fewer multiprocessors."""
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device)
     return SimpleNamespace(multi_processor_count=4, shared_memory_per_multiprocessor=233472)
@@ -724,12 +725,12 @@ def _launch(kernel, grid, *args, **options):
 
 
 def _strides(x):
-    """Strides, with 0 for dimensions of size 1, whose stride must not select another kernel."""
+    """Strides, but 0 for dimensions of size 1: their strides must not specialise the kernel."""
     return tuple(stride if n > 1 else 0 for n, stride in zip(x.shape, x.stride()))
 
 
 def _aligned(*tensors):
-    """Whether rows load 16 bytes at a time: the last stride is 1, the others multiples of 16."""
+    """Whether rows can be loaded 16 bytes at a time: last stride 1, others multiples of 16."""
     return all(_strides(x)[-1] == 1 and x.data_ptr() % 16 == 0
                and all(stride % 16 == 0 for stride in _strides(x)[:-1]) for x in tensors)
 
@@ -742,12 +743,12 @@ def _num_warps(elements, per_warp):
     return min(max(elements // per_warp, 1), 16)
 
 
-def _attention_blocks(rows, D, dtype, aligned, alibi=False, windowed=False):
-    """Tile sizes and launch options by shape class; `pytest -m static` compiles each of them.
-    maxnreg keeps ptxas from spilling a few registers to fit one more program. From D = 64 on a tile
-    of keys or values is 8 kB. Each program keeps two or three pairs in flight, and up to 64 query
-    rows of D = 128 leave room for two programs: enough to hide memory latency. Exact float32 and
-    loads of single elements need small tiles; a bias or a window needs half the keys or rows."""
+def _attention_blocks(rows, D, dtype, aligned, alibi, windowed):
+    """Tile sizes and launch options by shape class; `pytest -m static` compiles every class.
+    maxnreg keeps ptxas from spilling a few registers to fit one more program. From D = 64 on, a
+    tile of keys or values is 8 kB; a program has two or three pairs of tiles in flight, and with up
+    to 64 query rows of D = 128 a multiprocessor runs two programs, enough to hide memory latency.
+    float32 and unaligned loads need small tiles; ALiBi or a window needs half the keys or rows."""
     BLOCK_D = max(16, triton.next_power_of_2(D))
     if dtype == torch.float32 or not aligned:
         return dict(BLOCK_Q=16, BLOCK_S=16, BLOCK_D=BLOCK_D, num_warps=4 if BLOCK_D <= 128 else 8,
@@ -764,7 +765,7 @@ def _attention_blocks(rows, D, dtype, aligned, alibi=False, windowed=False):
 
 
 def _programs_at_once(blocks, itemsize, gpu):
-    """How many programs a GPU runs: by a multiprocessor's 65536 registers and shared memory."""
+    """How many programs fit on a GPU by registers, 65536 per multiprocessor, and shared memory."""
     by_registers = 65536 // (32 * blocks["num_warps"] * (blocks["maxnreg"] or 255))
     rows = blocks["BLOCK_Q"] + 2 * blocks["BLOCK_S"] * blocks["num_stages"]
     by_memory = gpu.shared_memory_per_multiprocessor // (rows * blocks["BLOCK_D"] * itemsize)
@@ -772,24 +773,24 @@ def _programs_at_once(blocks, itemsize, gpu):
 
 
 @lru_cache
-def _splits(S, min_split, BLOCK_Q, grid_rows, at_once, fewest=1):
-    """The number of splits, from `fewest` on, for which a full cache takes the least time: waves *
-    rows. rows: of a split, plus 2 * BLOCK_Q for its partial sums and min_split for its start. A
-    partial wave counts as a whole one for latency, as a part for bandwidth: hence the mean. The
-    launch that combines them counts as 192 rows."""
+def _splits(rows, min_split, BLOCK_Q, grid_rows, at_once, fewest):
+    """The number of splits, at least `fewest`, that is fastest for `rows` cache rows. Estimated
+    time: waves * (rows of a split + 2 * BLOCK_Q for its partial sums + min_split for its start). A
+    partial wave takes the latency of a full one but only its part of the bandwidth, hence the mean
+    of both. The launch that combines splits counts as 192 rows."""
     def time(splits):
         waves = grid_rows * splits / at_once
         combine = 192 if splits > 1 else 0
-        return (math.ceil(waves) + waves) * (S / splits + 2 * BLOCK_Q + min_split) + combine
-    return min(range(fewest, triton.cdiv(S, min_split) + 1), key=time)
+        return (math.ceil(waves) + waves) * (rows / splits + 2 * BLOCK_Q + min_split) + combine
+    return min(range(fewest, triton.cdiv(rows, min_split) + 1), key=time)
 
 
 def _project_blocks(M, k, dtype, aligned, gathered, small_vocabulary, noisy):
-    """A tile of weights is 16 kB, or 8 kB where there would be few. Gathered rows wait for their
-    indices: one stage more. Above 64 rows arithmetic counts: a tile of 128 rows and 128 tokens; of
-    64 for the one best of 128 rows, where that is faster on an H100, and for noise, which would
-    spill on an A100. Two programs of 8 warps fit a multiprocessor in 128 registers each; gathered,
-    or with longer lists, they would spill."""
+    """A tile of weights is 16 kB, or 8 kB if a small vocabulary would give few tiles. Gathered rows
+    wait for their indices, so they get one more stage. Above 64 rows arithmetic matters: tiles are
+    128 rows by 128 tokens, or by 64 for the argmax of 128 rows, which is faster on an H100, and for
+    noise, which would spill on an A100. Two programs of 8 warps fit on a multiprocessor with 128
+    registers each; with gathered rows or longer lists they would spill."""
     rows = max(16, triton.next_power_of_2(M))
     BLOCK_M = min(rows, 64)
     num_warps = 8 if BLOCK_M == 64 else 4
@@ -808,7 +809,7 @@ def _project_blocks(M, k, dtype, aligned, gathered, small_vocabulary, noisy):
 
 
 def _pair_blocks(n, tokens):
-    """Room, tile sizes and launch options to compare n entries of each sequence in pairs."""
+    """Scratch memory and launch options for comparing n entries of each sequence pairwise."""
     BLOCK_N = max(64, triton.next_power_of_2(n))
     return dict(entries_ptr=tokens.new_empty(len(tokens), 2, BLOCK_N), BLOCK_N=BLOCK_N,
                 BLOCK_J=min(16, 8192 // BLOCK_N),
@@ -823,7 +824,7 @@ def _pair_blocks(n, tokens):
 #   LayerNorm (arXiv 1607.06450)  normed = (sum - mean(sum)) * rsqrt(var(sum) + eps) * weight + bias
 #
 # Bytes: 4 * M * C elements: x and delta read, sum and normed written. Here and in all operations
-# below the launch costs most: 16 rows of C = 4096 in bf16 are 0.5 MB, 0.1 us.
+# below the launch dominates: 16 rows of C = 4096 in bf16 are 0.5 MB, below 0.2 us.
 
 @triton.jit
 def _add_norm_kernel(
@@ -835,7 +836,7 @@ def _add_norm_kernel(
     mask = columns < C
     offsets = tl.program_id(0).to(tl.int64) * C + columns
     x = tl.load(x_ptr + offsets, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_C]
-    if weight_ptr is not None:  # loaded before the sums, which wait for x
+    if weight_ptr is not None:  # loaded before the reductions, which wait for x
         weight = tl.load(weight_ptr + columns, mask=mask, other=0.0).to(tl.float32)
     if bias_ptr is not None:
         bias = tl.load(bias_ptr + columns, mask=mask, other=0.0).to(tl.float32)
@@ -855,8 +856,8 @@ def _add_norm_kernel(
 
 
 def add_norm(x, delta, weight, bias=None, eps=1e-5):
-    """A residual connection and the norm after it -> (norm of x + delta, x + delta), each [..., C].
-    delta: None for x alone. weight: None for ones. bias: given for LayerNorm, None for RMSNorm."""
+    """Residual add, then norm -> (norm(x + delta), x + delta), each [..., C]. delta: None for 0.
+    weight [C]: None for ones. bias [C]: selects LayerNorm; None: RMSNorm."""
     C = x.shape[-1]
     _check(x.dtype in REALS and C <= 16384 and x.numel(), "x of 1 to 16384 real channels", x)
     _check_tensors("delta", x.shape, x, (x.dtype,), delta)
@@ -879,7 +880,7 @@ def add_norm_reference(x, delta, weight, bias=None, eps=1e-5):
     if x.dtype == torch.float64 or torch.is_grad_enabled():
         weight = None if weight is None else weight.to(x.dtype)
         return F.rms_norm(x, x.shape[-1:], weight, eps), x
-    exact = x.float()  # by hand, since rms_norm is twice as many operations
+    exact = x.float()  # by hand, since F.rms_norm takes twice as many operations
     length = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
     mean = torch.addcmul(exact.new_full((), eps), length, length, value=1 / x.shape[-1])
     normed = exact * mean.rsqrt_()
@@ -889,14 +890,14 @@ def add_norm_reference(x, delta, weight, bias=None, eps=1e-5):
 # --------------------------------------------------------------------------------------------------
 # rope_cache
 #
-#   RMSNorm of each query and key head, times q_weight and k_weight, where the model has it
+#   RMSNorm of each query and key head, times q_weight and k_weight, if given
 #   RoPE (arXiv 2104.09864): (x, y) -> (x cos - y sin, y cos + x sin) for the halves x, y of a head
 #   keys and values of token t of sequence b -> cache row lengths[b] + t
 #
-# Bytes: B * T * (Hq + 2 * Hkv) * D elements, read and written. Queries stay where they are.
+# Bytes: B * T * (Hq + 2 * Hkv) * D elements, read and written. Queries are updated in place.
 
 def rotate(x, rope):
-    """Rotates x [B, T, H, D] by rope [B, T, 2, D]: cos, and sin with a minus in the first half."""
+    """Rotates x [B, T, H, D] by rope [B, T, 2, D]: cos, and sin with its first half negated."""
     cos, sin = rope.split(1, dim=2)  # (B, T, 1, D)
     return torch.addcmul(x * cos, x.roll(x.shape[-1] // 2, -1), sin)
 
@@ -908,8 +909,8 @@ def _rope_cache_kernel(
     stride_kvside, stride_kvb, stride_kvh, stride_kvs, stride_kvd,
     eps, T, S, Hq, Hkv, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
-    """Program (token, block of heads), as two tiles: the heads' first and second halves."""
-    HALF: tl.constexpr = (D + 1) // 2  # without a rotation D may be odd
+    """Program (token; block of heads): two tiles, the first and second halves of the heads."""
+    HALF: tl.constexpr = (D + 1) // 2  # D may be odd without rope
     token = tl.program_id(0).to(tl.int64)
     b = token // T
     t = token % T
@@ -950,10 +951,10 @@ def _rope_cache_kernel(
 
 
 def rope_cache(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5):
-    """Rotates queries and keys by position, writes keys and values to the cache, and returns the
-    queries [B, T, Hq, D], a view of qkv. qkv: H = Hq + 2 Hkv query, key and value heads, in this
-    order; its queries are overwritten. rope: as in `rotate`, or None. kv: one layer of a cache,
-    float64 beside another dtype for the reference alone. q_weight, k_weight: of the heads' norm."""
+    """Applies RoPE to queries and keys and writes keys and values to cache rows lengths, lengths +
+    1, ... -> the queries [B, T, Hq, D], a view of qkv. qkv [B, T, H, D]: H = Hq + 2 Hkv query, key
+    and value heads in this order, overwritten. rope: as in `rotate`, or None. kv [2, B, Hkv, S, D]:
+    a layer's cache; float64 takes the reference. q_weight, k_weight [D]: RMSNorm, or None."""
     B, T, H, D = _sizes("qkv", qkv, 4, REALS)
     _, _, Hkv, S, _ = _sizes("kv", kv, 5, (qkv.dtype, torch.float64))
     _check(H > 2 * Hkv and T <= S and (rope is None or D % 2 == 0),
@@ -1012,7 +1013,7 @@ def _glu_kernel(x_ptr, out_ptr, N, GELU: tl.constexpr, BLOCK_N: tl.constexpr):
 
 
 def glu(x, activation="silu"):
-    """act(gate) * up of x = [gate, up] -> [..., C / 2]. activation: "silu" or "gelu"."""
+    """act(gate) * up for x [..., 2 N] = [gate, up] -> [..., N]. activation: "silu" or "gelu"."""
     _check(x.dtype in REALS and x.numel() and x.shape[-1] % 2 == 0, "x [..., 2 N] of reals", x)
     _check(activation in ("silu", "gelu"), "silu or gelu", activation)
     if not runs_triton(x):
@@ -1034,7 +1035,7 @@ def glu_reference(x, activation="silu"):
 # --------------------------------------------------------------------------------------------------
 # cosine_mix: the Attention Decoder of Clover (arXiv 2405.00263)
 #
-#   out = z + cos(q, k) * v in each attention head, cos(q, k) = q . k / (|q| |k|)
+#   out = z + cos(q, k) * v per attention head, cos(q, k) = q . k / (|q| |k|)
 #   bytes: 5 * M * C elements
 
 @triton.jit
@@ -1055,7 +1056,7 @@ def _cosine_mix_kernel(z_ptr, q_ptr, kv_ptr, out_ptr, C, D: tl.constexpr, BLOCK_
 
 
 def cosine_mix(z, q, kv, n_head):
-    """z + cos(q, k) * v in each of n_head parts of the C channels -> [..., C]; kv = [k, v]."""
+    """z + cos(q, k) * v per head -> [..., C]. z, q: [..., C]; kv [..., 2 C] = [k, v]."""
     C = z.shape[-1]
     D = C // max(n_head, 1)
     _check(z.dtype in REALS and z.numel() and D * n_head == C and D <= 16384,
@@ -1074,35 +1075,35 @@ def cosine_mix(z, q, kv, n_head):
 
 def cosine_mix_reference(z, q, kv, n_head):
     q = q.unflatten(-1, (n_head, -1))                       # (..., n_head, C / n_head)
-    k, v = kv.unflatten(-1, (2, n_head, -1)).unbind(-3)     # likewise
+    k, v = kv.unflatten(-1, (2, n_head, -1)).unbind(-3)     # the same
     return z + (F.cosine_similarity(q, k, dim=-1).unsqueeze(-1) * v).flatten(-2)
 
 
 # --------------------------------------------------------------------------------------------------
-# select_candidates: the heads' candidates, by beam search (after EAGLE-2, arXiv 2406.16858)
+# select_candidates: one depth of the draft heads' beam search (after EAGLE-2, arXiv 2406.16858)
 #
-#   the n proposals of a depth of highest joint log-probability, best first
+#   the n proposals with the highest joint log-probability, best first
 #
-# Of equals the lower token comes first, then the child of the better beam. An entry's place is the
-# number of entries before it: all pairs of entries are compared at once.
+# Ties go to the lower token, then to the child of the better beam. An entry's place is the number
+# of entries before it, from a comparison of all pairs at once.
 
 class Candidates(NamedTuple):
-    """The n best proposals of each depth, each [B, K, n], contiguous; -inf, 0, -1 for none."""
+    """The n best proposals of each depth, [B, K, n], contiguous; unused ones are -inf, 0, -1."""
     joint: torch.Tensor    # float32: log-probability of the path from the root
     tokens: torch.Tensor   # int64
-    parents: torch.Tensor  # int64: the beam that proposed it, an index into the depth before
+    parents: torch.Tensor  # int64: the beam that proposed it, an index into the previous depth
 
     @classmethod
     def empty(cls, root, K, n):
-        """Room for `select_candidates` to fill, for root [B]."""
+        """Uninitialised memory for `select_candidates`. root: [B]."""
         dtypes = torch.float32, torch.int64, torch.int64
         return cls(*(root.new_empty(len(root), K, n, dtype=dtype) for dtype in dtypes))
 
 
 @triton.jit
 def _places(rank, token, entries_ptr, BLOCK_J: tl.constexpr):
-    """The number of entries before each: of higher rank, or equal with a lower token, then index.
-    entries_ptr: 2 N int64, through which the threads see each other's entries."""
+    """The number of entries before each: higher rank first, then lower token, then lower index.
+    entries_ptr: scratch of 2 N int64, through which threads read each other's entries."""
     N: tl.constexpr = rank.shape[0]
     index = tl.arange(0, N)
     key = token * N + index
@@ -1133,7 +1134,7 @@ def _select_candidates_kernel(
     joint = tl.where(logprob > 0, 0.0, tl.where(logprob <= 0, logprob, float("-inf")))  # NaN: -inf
     out = (b * K + depth) * n
     beams_ptr = joint_ptr + out - n
-    joint += tl.load(beams_ptr + column // W, mask=valid & (depth > 0), other=0.0)  # the root has 0
+    joint += tl.load(beams_ptr + column // W, mask=valid & (depth > 0), other=0.0)  # root: 0
     place = _places(_order(joint).to(tl.int64), token, entries_ptr + b * 2 * BLOCK_N, BLOCK_J)
     mask = place < n
     out += place
@@ -1143,9 +1144,9 @@ def _select_candidates_kernel(
 
 
 def select_candidates(logprobs, tokens, candidates, depth):
-    """Fills [:, depth] of the `Candidates` with its best proposals. logprobs, tokens [B, w, W]: the
-    W best next tokens of each beam; those above 0 count as 0, NaN as -inf. Beams: the root, then
-    the first W candidates of the depth before; w: their number, or 1 if all propose the same."""
+    """Fills [:, depth] of `Candidates` with the best proposals. logprobs, tokens [B, w, W]: the W
+    best next tokens of w beams; a logprob above 0 counts as 0, NaN as -inf. Beams: the root, then
+    the first W candidates of the previous depth; w = 1 if all of these propose the same."""
     B, w, W = _sizes("logprobs", logprobs, 3, FLOAT32)
     K, n = _check_candidates(candidates, B, logprobs)
     _check((w == 1 or w == W and depth > 0) and W <= min(n, 32) and 0 <= depth < K, "w = 1 or, "
@@ -1166,7 +1167,7 @@ def select_candidates_reference(logprobs, tokens, candidates, depth):
         joint = candidates.joint[:, depth - 1, :W, None] + joint  # (B, W, W)
     tokens = tokens.expand_as(joint).flatten(1)
     joint = joint.flatten(1)
-    order = tokens.argsort(dim=1, stable=True)  # of equals by token, then column
+    order = tokens.argsort(dim=1, stable=True)  # ties by token, then column
     ranked = joint.gather(1, order).argsort(dim=1, descending=True, stable=True)
     best = order.gather(1, ranked[:, :candidates.joint.shape[2]])
     selected = joint.gather(1, best), tokens.gather(1, best), best // W
@@ -1176,14 +1177,14 @@ def select_candidates_reference(logprobs, tokens, candidates, depth):
 
 
 # --------------------------------------------------------------------------------------------------
-# ngram_lookup: drafting from the text itself (prompt lookup decoding)
+# ngram_lookup: drafting by n-gram lookup in the sequence itself (prompt lookup decoding)
 #
-#   what followed the latest earlier occurrence of the text's longest suffix (4 tokens down to 1)
+#   the tokens that followed the latest earlier occurrence of the longest suffix, 4 tokens down to 1
 #
-# A match may overlap the suffix. Where the text ends before the chain does, the chain repeats
-# itself from the match on, so that a run of one token proposes more of it.
+# A match may overlap the suffix. If the sequence ends before the chain is full, the chain repeats
+# the tokens from the match on: a run of one token proposes more of it.
 #
-# Bytes: 4 * length of history per sequence, read once, by one program, which saves a launch.
+# Bytes: 4 * length per sequence, read once, by a single program, which saves a launch.
 
 @triton.jit(do_not_specialize=["S", "n"])
 def _ngram_lookup_kernel(history_ptr, lengths_ptr, chain_ptr, S, n,
@@ -1192,7 +1193,7 @@ def _ngram_lookup_kernel(history_ptr, lengths_ptr, chain_ptr, S, n,
     b = tl.program_id(0).to(tl.int64)
     history_ptr += b * S
     last = tl.load(lengths_ptr + b)  # the newest token's index
-    best = tl.zeros([BLOCK_S], tl.int32)  # the length of a match, then its last index
+    best = tl.zeros([BLOCK_S], tl.int32)  # the length of a match, << 28, plus its last index
     for start in range(0, last, BLOCK_S):
         index = start + tl.arange(0, BLOCK_S)
         matched = index < last
@@ -1214,9 +1215,9 @@ def _ngram_lookup_kernel(history_ptr, lengths_ptr, chain_ptr, S, n,
 
 
 def ngram_lookup(history, lengths, n):
-    """The n tokens that the text itself suggests next -> int64 [B, 1 + n]: the length of the match,
-    0 to 4, then the tokens, all -1 where the newest token did not occur before, a match of 0.
-    lengths: the index of each newest token."""
+    """Proposes n tokens by n-gram lookup -> int64 [B, 1 + n]: the length of the match, 0 to 4, then
+    the tokens, which are -1 if there is no match. history: int32 [B, S]. lengths: the index of the
+    newest token, int32 [B]."""
     B, S = _sizes("history", history, 2, INT32)
     _check(S < 2**28 and 1 <= n <= 63, "texts under 2^28 tokens and 1 <= n <= 63", history, n)
     _check_tensors("lengths", (B,), history, INT32, lengths)
@@ -1245,16 +1246,16 @@ def ngram_lookup_reference(history, lengths, n):
 #
 #   head candidate       p = a + (b - a) * (x - i), x = -4 * joint log-probability, i = floor(x),
 #                        a = chances[mode, i], b = chances[mode, i + 1]
-#   j-th token of chain  p = chances[mode, BINS + match] ** j; match: the length of it
+#   j-th token of chain  p = chances[mode, BINS + match] ** j, match: its length
 #
-# p estimates how often such a node is accepted; mode is 1 where temperature > 0. The same token
-# under the same parent is one node, with the larger p. Of equals the shallower comes first, then
-# the lower token, then the earlier: the heads' by depth and column, then the chain's. No p is above
-# its parent's, so parents come first: chances fall along the bins (their running minimum counts),
-# joint log-probabilities along a path, and rounding keeps the order.
+# p estimates the acceptance probability; mode is 1 if temperature > 0. The same token under the
+# same parent is one node, with the larger p. Ties go to the shallower node, then to the lower
+# token, then to the earlier candidate: the heads' by depth and column, then the chain's. No p
+# exceeds its parent's, so parents come first: chances fall along the bins (the running minimum is
+# used), joint log-probabilities fall along a path, and rounding keeps the order.
 
-BINS = 41  # of a quarter nat of the joint log-probability; the last has all from -10 on
-SOURCES = BINS + 5  # and one for each length of a match, 0 to 4
+BINS = 41  # of joint log-probability, a quarter nat each; the last one holds all from -10 down
+SOURCES = BINS + 5  # bins, and the match lengths 0 to 4
 
 
 @triton.jit(do_not_specialize=["count", "n", "n_chain", "T"])
@@ -1275,7 +1276,7 @@ def _best_tree_kernel(
     offsets = b * count + column
     beam = tl.load(parents_ptr + offsets, mask=column < count, other=-1).to(tl.int32)
     proposed = beam >= 0
-    above = tl.where(proposed & (depth > 1), (depth - 2) * n + beam, count)  # the parent's column
+    above = tl.where(proposed & (depth > 1), (depth - 2) * n + beam, count)  # parent's column
     token = tl.load(tokens_ptr + offsets, mask=proposed, other=0)
     token = tl.where(is_root, tl.load(root_ptr + b), token)
     joint = tl.load(joint_ptr + offsets, mask=proposed, other=0.0)
@@ -1285,19 +1286,19 @@ def _best_tree_kernel(
     p = tl.gather(falling, low, 0)
     q = tl.gather(falling, low + 1, 0)
     p = tl.maximum(p + (q - p) * (x - low.to(tl.float32)), q)
-    chance = tl.where(proposed, p, tl.where(is_root, 1.0, -1.0))  # below 0: no candidate
+    chance = tl.where(proposed, p, tl.where(is_root, 1.0, -1.0))  # -1: no candidate
     source = tl.where(proposed, x.to(tl.int32), -1)
 
     lookup_ptr += b * (n_chain + 1)
     match = tl.load(lookup_ptr).to(tl.int32)
     factor = tl.sum(tl.where(bins == BINS + match, chances, 0.0), 0)
     power = 1.0
-    last = count  # the column of the chain's node above
+    last = count  # column of the chain's previous node
     for step in range(1, tl.where(match > 0, n_chain, 0) + 1):
         power *= factor
         guess = tl.load(lookup_ptr + step)
         same = (chance >= 0) & (depth == step) & (above == last) & (token == guess)
-        twin = tl.max(tl.where(same, column, -1), 0)  # a candidate of the heads
+        twin = tl.max(tl.where(same, column, -1), 0)  # the heads' candidate for the same node
         own = (column == count + step) & (twin < 0)
         above = tl.where(own, last, above)
         token = tl.where(own, guess, token)
@@ -1310,7 +1311,7 @@ def _best_tree_kernel(
     node = _places(rank, token, entries_ptr + b * 2 * BLOCK_N, BLOCK_J)
     parent = tl.gather(node, above, 0)
     ancestors = tl.full([BLOCK_N], 1, tl.int64) << (node & 63).to(tl.int64)
-    for _ in tl.static_range(6):  # each doubles how far up they go
+    for _ in tl.static_range(6):  # each round doubles how far up the tree the masks reach
         ancestors |= tl.gather(ancestors, above, 0)
         above = tl.gather(above, above, 0)
     used = chance >= 0
@@ -1326,11 +1327,11 @@ def _best_tree_kernel(
 
 
 def best_tree(root, candidates, lookup, chances, temperature, tree_size):
-    """The likeliest tree of T nodes -> tokens, parents, depths, ancestors, sources, int64 [B, T],
-    and acceptance probabilities, float32 [B, T]. candidates: of `select_candidates`, lookup: of
-    `ngram_lookup`; one may be None. chances: float32 [2, SOURCES]. Node 0 is the root, then the
-    likeliest first; ancestors are bitmasks as in `tree_attention`; sources: a head's bin, BINS +
-    match, or -1 for the root and spare nodes, for which there is no candidate: 0 in all else."""
+    """The tree of the T - 1 likeliest candidates -> tokens, parents, depths, ancestors, sources,
+    int64 [B, T], and acceptance probabilities, float32 [B, T]. Node 0 is the root, then come the
+    likeliest; padding is 0 in all but sources. ancestors: as in `tree_attention`. sources: a bin
+    for heads, BINS + match for the chain, -1 for the root and padding. candidates: from
+    `select_candidates`; lookup: from `ngram_lookup`; one may be None. chances: [2, SOURCES]."""
     B, = _sizes("root", root, 1, INT64)
     _check(candidates or lookup is not None, "candidates or lookup", candidates, lookup)
     K, n = _check_candidates(candidates, B, root) if candidates else (0, 1)
@@ -1349,7 +1350,7 @@ def best_tree(root, candidates, lookup, chances, temperature, tree_size):
     inputs = map(_contiguous, (root, *candidates, lookup, chances, temperature))
     _launch(_best_tree_kernel, (B,), *inputs, tree, probabilities, K * n, n, n_chain, tree_size,
             BINS=BINS, SOURCES=SOURCES, **_pair_blocks(max(K * n + 1 + n_chain, tree_size), root),
-            enable_fp_fusion=False)  # unfused, a sum is the same everywhere
+            enable_fp_fusion=False)  # fused sums would round differently from the reference's
     return *tree.unbind(), probabilities
 
 
@@ -1362,11 +1363,11 @@ def best_tree_reference(root, candidates, lookup, chances, temperature, tree_siz
     falling = chances[:, :BINS].cummin(1).values
     p, q = (falling.gather(1, low + i) for i in (0, 1))
     p = torch.maximum(p + (q - p) * (x - low), q)
-    columns = [y.flatten(1).tolist() for y in (tokens, parents, p, x.long())]
+    columns = [y.flatten(1).tolist() for y in (tokens, parents, x.long(), p)]
     trees = []
     for b, root_token in enumerate(root.tolist()):
-        paths = [(root_token,)] * n  # of tokens; from n on the candidates'
-        pool = {paths[0]: (1.0, -1)}  # probability and source
+        paths = [(root_token,)] * n  # of tokens: n times the root's, then each candidate's
+        pool = {paths[0]: (-1, 1.0)}  # path: (source, probability)
         for i, (token, parent, *node) in enumerate(zip(*(column[b] for column in columns))):
             paths.append((*paths[i - i % n + parent], token))
             if parent >= 0:
@@ -1376,9 +1377,9 @@ def best_tree_reference(root, candidates, lookup, chances, temperature, tree_siz
         for j in range(1, 1 + len(chain) * (match > 0)):
             chance = chance * chances[b, BINS + match]
             path = root_token, *chain[:j]
-            if chance > pool.get(path, (-1.0,))[0]:
-                pool[path] = chance.item(), BINS + match
-        rank = lambda path: (-pool[path][0], len(path), path[-1])
+            if path not in pool or chance > pool[path][1]:
+                pool[path] = BINS + match, chance.item()
+        rank = lambda path: (-pool[path][1], len(path), path[-1])
         node_of = {(): 0}
         tree = []
         for path in sorted(pool, key=rank)[:tree_size]:
@@ -1386,7 +1387,7 @@ def best_tree_reference(root, candidates, lookup, chances, temperature, tree_siz
             parent = node_of[path[:-1]]
             ancestors = 1 << node | (tree[parent][3] if tree else 0)
             ancestors -= ancestors >> 63 << 64  # bit 63 is the sign
-            tree.append((path[-1], parent, len(path) - 1, ancestors, *reversed(pool[path])))
+            tree.append((path[-1], parent, len(path) - 1, ancestors, *pool[path]))
         trees.append(tree + [(0, 0, 0, 0, -1, 0.0)] * (tree_size - len(tree)))
     return tuple(torch.tensor([[node[i] for node in tree] for tree in trees], device=root.device)
                  for i in range(6))
@@ -1395,12 +1396,12 @@ def best_tree_reference(root, candidates, lookup, chances, temperature, tree_siz
 # --------------------------------------------------------------------------------------------------
 # accept_path
 #
-#   A node is accepted when its parent is and its token is its parent's target token; the root is.
+#   a node is accepted if its parent is and its token is its parent's target token; the root always
 #
-# Children of one parent differ in their tokens, so one node per depth at most: they form a path.
+# Children of one parent have different tokens, so the accepted nodes form a path.
 #
-# counts[mode, source] += (right, proposed) for `chances`: of the heads' nodes, those accepted and
-# all; of a chain, the tokens that were emitted, and with them the first that was not.
+# counts[mode, source] += (right, proposed), from which `chances` are estimated. Heads: accepted and
+# proposed nodes. Chain: emitted tokens, and those plus the first wrong one.
 
 @triton.jit(do_not_specialize=["T", "P", "n"])
 def _accept_path_kernel(
@@ -1420,7 +1421,7 @@ def _accept_path_kernel(
     target = tl.load(target_ptr + offsets, mask=mask, other=0)
     mismatch = mask & (depth > 0)
     mismatch &= token != tl.load(target_ptr + b * T + parent, mask=mask, other=0)
-    rejected = tl.sum(mismatch.to(tl.int64) << node.to(tl.int64), 0)  # a set of nodes, one bit each
+    rejected = tl.sum(mismatch.to(tl.int64) << node.to(tl.int64), 0)  # bitmask of nodes
     on_path = (ancestors != 0) & ((ancestors & rejected) == 0) & (depth < P)
     active = tl.load(active_ptr + b)
     last = tl.max(tl.where(on_path, depth, 0), 0)
@@ -1457,11 +1458,11 @@ def _accept_path_kernel(
 
 def accept_path(tokens, parents, depths, ancestors, sources, target, active, max_path, temperature,
                 counts, lookup=None):
-    """The accepted nodes of `best_tree`s -> int64 [B, 3 P + 2], P = max_path: their targets, which
-    are emitted (P), these nodes, root first (P), their sources (P), their number, and the index of
-    the last. target: the model's own next token at each node. active: 1, or 0 for an idle sequence,
-    whose number and index are 0. A path ends after P nodes; a shorter one is filled with the root.
-    temperature: [B]. counts [2, SOURCES, 2], in place, and lookup: see above."""
+    """The accepted path of each tree of `best_tree`, at most P = max_path nodes -> int64 [B, 3 P +
+    2]: the path's target tokens, which are emitted (P), its nodes, root first (P), their sources
+    (P), their number, and the index of the last. A shorter path is padded with the root. target:
+    the model's own next token at each node. active: 1, or 0 for an idle sequence, whose number and
+    index are 0. temperature: [B]. counts [2, SOURCES, 2] is updated in place, see above."""
     B, T = _sizes("tokens", tokens, 2, INT64)
     n = _sizes("lookup", lookup, 2, INT64)[1] - 1 if lookup is not None else 0
     _check(T <= 64 and 1 <= max_path <= 64, "T <= 64 and 1 <= max_path <= 64", tokens, max_path)
@@ -1510,20 +1511,20 @@ def accept_path_reference(tokens, parents, depths, ancestors, sources, target, a
 
 
 # --------------------------------------------------------------------------------------------------
-# filtered_sample: a sample after top-k, top-p and min-p
+# filtered_sample: sampling after top-k, top-p and min-p
 #
-#   x = logits / temperature. Kept are, in this order: the top_k largest; of these the fewest whose
-#   mass, a sum of exp(x), reaches top_p of theirs (arXiv 1904.09751); of these what has at least
-#   min_p times the mass of the largest (arXiv 2407.01082). Of what is kept
+#   x = logits / temperature. Keep the top_k largest; of these the fewest whose mass, the sum of
+#   exp(x), reaches top_p of the total (arXiv 1904.09751); of these the tokens with at least min_p
+#   times the largest mass (arXiv 2407.01082). Among the kept tokens take
 #   argmax(x + gumbel(seed, sequence, position, token)); at temperature 0 argmax(logits).
 #
-# Bytes: M * V float32 logits, read once for the mass and the largest x of up to 1,024 groups. Those
-# give a floor below which nothing is kept, and then only the groups that reach it are read: few, in
-# a peaked row. top_k's cut is bisected. Of what reaches the floor the best token wins if less than
-# top_p of the mass is above it; otherwise all that is kept is, and the floor rises above it. If a
-# share s of the mass that reaches the first floor is kept, it rises -ln(s) times on average.
+# Bytes: M * V float32 logits, read once for the mass and the largest x of up to 1,024 groups. These
+# give a floor below which no token is kept, and then only groups that reach it are read: few, if
+# the distribution is peaked. The top_k cut is found by bisection. The best token from the floor up
+# wins if less than top_p of the mass is above it. Otherwise all kept tokens are above it, and the
+# floor rises above it: -ln(s) times on average, if a share s of the first floor's mass is kept.
 
-MASS_UNIT = tl.constexpr(2.0 ** 40)  # masses are integers: sums are exact, of up to 2^22 tokens
+MASS_UNIT = tl.constexpr(2.0 ** 40)  # masses are integers, so sums of up to 2^22 tokens are exact
 
 
 @triton.jit
@@ -1536,8 +1537,8 @@ def _load_logits(logits_ptr, columns, V, temperature):
 
 @triton.jit
 def _look(row, groups, floor, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The number, the mass and the best entry of the tokens with _order(x) >= floor; what a caller
-    drops of these is compiled away. groups: the entries of their largest x, in order."""
+    """The number, the mass and the best entry of the tokens with _order(x) >= floor; a result that
+    the caller ignores is compiled away. groups: sorted entries of each group's largest x."""
     logits_ptr, V, temperature, low, high, row_max = row
     column = tl.arange(0, COLUMNS)[None, :]
     number = tl.zeros([ROWS, COLUMNS], tl.int64)
@@ -1561,7 +1562,7 @@ def _filtered_sample_kernel(
     position_ptr, tokens_ptr, T, V,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
-    """Program m: a row's sample. Group g has columns 8 g to 8 g + 7 of every 8 * GROUPS."""
+    """Program m: samples row m. Group g has columns 8 g to 8 g + 7 of every 8 * GROUPS."""
     m = tl.program_id(0).to(tl.int64)
     b = m // T
     logits_ptr += m * V
@@ -1584,7 +1585,7 @@ def _filtered_sample_kernel(
 
     floor = tl.full([], -2147483648, tl.int64)
     top_k = tl.load(top_k_ptr + b)
-    if (top_k > 0) & (top_k < V):  # the largest of top_k groups are enough; the cut is before `end`
+    if (top_k > 0) & (top_k < V):  # bisects between the top_k-th largest group and `end`
         floor = tl.max(tl.where(group >= top_k - 1, orders, floor), 0)
         end = tl.max(orders, 0) + 1
         middle = floor
@@ -1598,15 +1599,15 @@ def _filtered_sample_kernel(
     top_p = tl.load(top_p_ptr + b)
     wanted = tl.maximum((mass.to(tl.float32) * top_p).to(tl.int64), 1)
     masses = (tl.exp(_value(orders.to(tl.int32)) - row_max) * MASS_UNIT).to(tl.int64)
-    reached = tl.cumsum(masses, 0) >= tl.where(top_p < 1, wanted, 2**62)  # by these alone
+    reached = tl.cumsum(masses, 0) >= tl.where(top_p < 1, wanted, 2**62)  # by the largest x alone
     floor = tl.maximum(floor, tl.max(tl.where(reached, orders, floor), 0))
-    reach = tl.log(tl.maximum(tl.load(min_p_ptr + b), 2e-9))  # noise spans < 20, so lower x lose
+    reach = tl.log(tl.maximum(tl.load(min_p_ptr + b), 2e-9))  # noise spans < 20: lower x never win
     least = row_max + tl.where(temperature > 0, reach, 0.0)
     floor = tl.maximum(floor, _order(least).to(tl.int64))
     above = wanted
     while above >= wanted:
         _, _, best = _look(row, groups, floor, ROWS, COLUMNS)
-        token = tl.minimum(best.to(tl.int32) ^ NO_TOKEN, V - 1)  # some token where all are NaN
+        token = tl.minimum(best.to(tl.int32) ^ NO_TOKEN, V - 1)  # a valid id even if all are NaN
         tl.store(tokens_ptr + m, token.to(tl.int64))
         x = _load_logits(logits_ptr, token, V, temperature)
         floor = tl.where(top_p < 1, _order(x), NO_TOKEN).to(tl.int64) + 1
@@ -1614,9 +1615,9 @@ def _filtered_sample_kernel(
 
 
 def filtered_sample(logits, *, temperature, top_k, top_p, min_p, seed, sequence, position):
-    """The model's own next token of each row -> int64 [M]: a sample of softmax(logits /
-    temperature) among the tokens that `filter_logits` keeps, with the noise of `project_sample`;
-    argmax at temperature 0. All but position are numbers, or tensors [B] of M / B rows each."""
+    """The model's next token for each row of logits [M, V] -> int64 [M]: a sample of softmax(logits
+    / temperature) over the tokens that `filter_logits` keeps, with the noise of `project_sample`;
+    argmax at temperature 0. sequence, position: as in `gumbel`. Others: numbers or tensors [B]."""
     M, V = _sizes("logits", logits, 2, (torch.float32, torch.float64))
     _check_rows(logits, sequence, position, temperature, seed, top_k, top_p, min_p)
     parameters = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
@@ -1640,18 +1641,9 @@ def filtered_sample_reference(logits, *, temperature, top_k, top_p, min_p, seed,
     return gumbel_argmax(logits, 1.0 * (temperature > 0), seed, sequence, position)
 
 
-def with_noise(logits, noise, tokens):
-    """logits [M, n] + temperature * `gumbel`, as heads draft. noise: as in `project_topk`, or None;
-    tokens: int [n] or [M, n]."""
-    if noise is None:
-        return logits
-    temperature, *key = noise
-    return logits + per_row(temperature, logits) * gumbel(*key, tokens)
-
-
 def gumbel_argmax(logits, temperature, seed, sequence, position):
-    """A sample of softmax(logits / temperature), or the first argmax at temperature 0, of logits
-    [M, V] -> int64 [M]."""
+    """Samples softmax(logits / temperature) for logits [M, V] -> int64 [M]; at temperature 0 the
+    first argmax."""
     if not isinstance(temperature, torch.Tensor) and temperature == 0:
         return logits.argmax(-1)
     tokens = torch.arange(logits.shape[1], device=logits.device)
@@ -1660,8 +1652,8 @@ def gumbel_argmax(logits, temperature, seed, sequence, position):
 
 
 def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0):
-    """logits [M, V] / temperature, undivided where that is 0, with -inf for what is not kept, see
-    above; ties with the last kept stay."""
+    """logits [M, V] / temperature (undivided at 0), with -inf for tokens that top-k, top-p and
+    min-p remove, see above; ties with the last kept token are kept."""
     top_k, top_p, min_p, temperature = (
         per_row(x, logits) for x in (top_k, top_p, min_p, temperature))
     logits = logits / torch.where(temperature > 0, temperature, 1.0)
@@ -1672,13 +1664,13 @@ def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0):
         logits = logits.masked_fill((logits < kth) & (top_k > 0), -math.inf)
     if (top_p < 1).any():
         total = logits.logsumexp(dim=-1, keepdim=True)
-        for n in (min(1024, V), V):  # of the 1,024 likeliest, and of all where some row needs more
+        for n in (min(1024, V), V):  # the 1,024 likeliest, or all if some row needs more
             ranked = logits.topk(n).values
             probs = (ranked - total).exp()
             kept = probs.cumsum(dim=-1) - probs < top_p
             if not (kept[:, -1:] & (top_p < 1)).any():
                 break
-        last = (kept.sum(dim=-1, keepdim=True) - 1).clamp(min=0)  # where all is NaN, none is kept
+        last = (kept.sum(dim=-1, keepdim=True) - 1).clamp(min=0)  # if all is NaN, none is kept
         cut = ranked.gather(1, last)
         logits = logits.masked_fill((logits < cut) & (top_p < 1), -math.inf)
     if (min_p > 0).any():
@@ -1688,7 +1680,7 @@ def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0):
 
 
 # --------------------------------------------------------------------------------------------------
-# Checks. Each raises ValueError; its message is built only then: a step calls some hundred of them.
+# Input checks (ValueError). A step runs about a hundred, so messages are built only on failure.
 
 FLOATS = torch.float32, torch.float16, torch.bfloat16
 REALS = *FLOATS, torch.float64
@@ -1706,7 +1698,7 @@ def _check(condition, expected, *got):
 
 
 def _sizes(name, x, rank, dtypes):
-    """The shape of a tensor of this rank and one of these dtypes that is not empty."""
+    """The shape of x, which must have this rank and one of these dtypes, and not be empty."""
     if x.dim() != rank or x.dtype not in dtypes or 0 in x.shape:
         kinds = " or ".join(map(str, dtypes))
         _check(False, f"{name} of {rank} dimensions of {kinds}, not empty", x)
@@ -1714,7 +1706,7 @@ def _sizes(name, x, rank, dtypes):
 
 
 def _check_tensors(names, shape, like, dtypes, *tensors):
-    """Each has this shape, one of the dtypes, and the device of `like`; or is None, or a number."""
+    """Each tensor has this shape, one of the dtypes, and like's device. None and numbers pass."""
     for x in tensors:
         if isinstance(x, torch.Tensor) and (
                 x.shape != shape or x.dtype not in dtypes or x.device != like.device):
@@ -1723,13 +1715,13 @@ def _check_tensors(names, shape, like, dtypes, *tensors):
 
 
 def _check_head(hidden, weight):
-    """hidden [M, C] and an LM head [V, C]."""
+    """Checks hidden [M, C] and an LM head [V, C]."""
     _, C = _sizes("hidden", hidden, 2, FLOATS)
     _check_tensors("weight", (len(weight), C), hidden, (hidden.dtype,), weight)
 
 
 def _check_rows(rows, sequence, position, temperature, seed, top_k=0, top_p=1.0, min_p=0.0):
-    """A position for each row; sequence [B], where B divides them; the others [B] or numbers."""
+    """Checks position [M]; sequence [B], where B divides M; the others, [B] or numbers."""
     B = max(sequence.numel(), 1)
     _check(len(rows) % B == 0, f"sequence [B], where B divides {len(rows)}", sequence)
     _check_tensors("sequence", (B,), rows, INTS, sequence)
@@ -1743,7 +1735,7 @@ def _check_rows(rows, sequence, position, temperature, seed, top_k=0, top_p=1.0,
 
 
 def _check_candidates(candidates, B, like):
-    """`Candidates` of B sequences, on the device of `like` -> (K, n)."""
+    """Checks `Candidates` of B sequences, on like's device -> (K, n)."""
     _, K, n = _sizes("candidates", candidates.joint, 3, FLOAT32)
     for x, dtypes in zip(candidates, (FLOAT32, INT64, INT64)):
         _check_tensors("candidates", (B, K, n), like, dtypes, x)

@@ -1,15 +1,15 @@
-"""A causal language model in one file: Llama, GPT-2 and ALiBi shapes by config, and a KV cache.
+"""A causal language model in one file: Llama, GPT-2 and ALiBi variants by config, with a KV cache.
 
-    python model.py FOLDER        says what a Hugging Face checkpoint folder holds
+    python model.py FOLDER        prints what a Hugging Face checkpoint folder holds
 
-It is one process and plain layers, which backends/ replaces from outside.
+One process and plain PyTorch layers, which backends/ replaces from outside.
 
 Letters: B sequences, T tokens or tree nodes, C hidden size, V vocabulary, L layers, S cache
 capacity in tokens, D head size, Hq query heads, Hkv key/value heads."""
 
 import sys
 
-if __name__ == "__main__":  # before torch is loaded, so that a typo in a flag is told at once
+if __name__ == "__main__":  # before importing torch, so that a mistyped flag is reported at once
     from tools.cli import describe
     sys.exit(describe())
 
@@ -29,19 +29,19 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 import kernels
 from kernels import add_norm, glu, rope_cache, rotate, tree_attention
 
-MAX_TREE = 64  # T: the ancestors of a node are the bits of an int64
+MAX_TREE = 64  # largest T: a node's ancestors are the bits of an int64
 ACTIVATIONS = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
-# not cuDNN's: it rebuilds its plan for every length, and its gradient with a mask may be NaN
+# without cuDNN, which rebuilds its plan for every length and may give NaN gradients with a mask
 CUDA_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
 
 
 class InputError(ValueError):
-    """Bad input that the user can fix. Its line: what was expected, what came, what to do."""
+    """Bad input that the user can fix. One line: what was expected, what we got, what to do."""
 
 
 @dataclass
 class GPTConfig:
-    family: str = "llama"      # a key of hf.families.FAMILIES: how folders spell names
+    family: str = "llama"      # key of hf.families.FAMILIES, which has the checkpoint's names
     vocab_size: int = 4096     # V
     block_size: int = 1024     # longest sequence, in tokens
     n_layer: int = 12          # L
@@ -54,22 +54,22 @@ class GPTConfig:
     norm_eps: float = 1e-5
     positions: str = "rope"    # "rope", "learned" as in GPT-2, or "alibi"
     rope_theta: float = 10000.0
-    rope_scaling: dict | None = None  # rope_type "linear", "yarn", "llama3" or "longrope", numbers
+    rope_scaling: dict | None = None  # rope_type "linear", "yarn", "llama3", "longrope"; parameters
     activation: str = "silu"   # "silu" or "gelu" (the tanh approximation)
     gated: bool = True         # MLP: act(gate(x)) * up(x) instead of act(up(x))
     qkv_bias: bool = False
     proj_bias: bool = False    # bias of the attention's output projection
     mlp_bias: bool = False
-    qk_norm: str | None = None # RMSNorm of each query and key "head", or of "all", then rotation
-    norm_at: str = "before"    # attention and MLP: "before", "after" as in OLMo 2, "both": Gemma 3
-    windows: tuple = ()        # by layer: how many tokens it sees, its own too; 0: all. (): all do
-    window_theta: float | None = None  # of layers with a window, unscaled; None: as the others
-    unrotated: tuple = ()      # the layers without a rotation, by number: every fourth of SmolLM3
-    rotary_size: int | None = None     # dimensions of a head that are rotated, None: D
-    embed_scale: float = 1.0   # of the embeddings: Gemma 3
-    attn_scale: float | None = None    # of the scores, None: D ** -0.5
+    qk_norm: str | None = None # RMSNorm of queries and keys before RoPE, per "head" or over "all"
+    norm_at: str = "before"    # attention and MLP: "before", "after" (OLMo 2) or "both" (Gemma 3)
+    windows: tuple = ()        # tokens that each layer attends to, 0: all; (): all in all layers
+    window_theta: float | None = None  # rope_theta of windowed layers, unscaled; None: as others
+    unrotated: tuple = ()      # indices of layers without RoPE, e.g. every fourth (SmolLM3)
+    rotary_size: int | None = None     # rotated dimensions of a head; None: D
+    embed_scale: float = 1.0   # multiplies the embeddings (Gemma 3)
+    attn_scale: float | None = None    # multiplies attention scores; None: D ** -0.5
     tied: bool = True          # the LM head is the embedding table
-    unit_head: bool = False    # the LM head's rows are scaled to length 1 when read: Baichuan 2
+    unit_head: bool = False    # LM head rows are normalised when loaded (Baichuan 2)
 
     def __post_init__(self):
         self.head_size = self.head_size or self.n_embd // self.n_head
@@ -83,25 +83,26 @@ class GPTConfig:
 class KVCache:
     """Keys and values of B sequences."""
     kv: torch.Tensor       # [L, 2, B, Hkv, S, D]
-    lengths: torch.Tensor  # int32 [B]: the committed rows
+    lengths: torch.Tensor  # int32 [B]: committed rows
 
     def slots(self, first, count=1):
-        """A cache of `count` sequences that shares the memory of sequences first, first + 1, ..."""
+        """A view of `count` sequences, starting with sequence `first`."""
         rows = slice(first, first + count)
         return KVCache(self.kv[:, :, rows], self.lengths[rows])
 
 
 @dataclass(eq=False)
 class TreeMask:
-    """What the nodes of a tree see of its sequence, as `kernels.tree_attention` takes it."""
+    """The attention mask of tree nodes, as in `kernels.tree_attention`."""
     ancestors: torch.Tensor      # int64 [B, T]
-    slopes: torch.Tensor | None  # float32 [Hq], of ALiBi
+    slopes: torch.Tensor | None  # float32 [Hq], for ALiBi
 
 
 def causal_mask(hidden, start=0, window=0, documents=None, slopes=None):
-    """What T tokens, of hidden [B, T, C] at rows start, start + 1, ... of their sequences, see of
-    the n rows up to the last one's: bool [B or 1, 1, T, n], or with ALiBi's slopes what is added to
-    the scores [B or 1, Hq, T, n]. None: all up to their own. window: of the layer, 0: none."""
+    """The causal mask of T tokens, hidden [B, T, C], at rows start, start + 1, ... of their
+    sequences, over the last n rows: bool [B or 1, 1, T, n], True where a token attends; with ALiBi
+    slopes [Hq] the bias of the scores, [B or 1, Hq, T, n]. None if plain causal attention will do.
+    window: the layer's, 0 for none. documents: as in `token_positions`."""
     T = hidden.shape[1]
     end = start + T
     window = window or end
@@ -120,18 +121,18 @@ def causal_mask(hidden, start=0, window=0, documents=None, slopes=None):
 
 
 def causal_attention(q, k, v, mask=None, scale=None):
-    """Attention of prompts: q [B, T, Hq, D] of their last T tokens, k and v [B, Hkv, S, D] of all
-    -> [B, T, Hq, D]. mask: what `causal_mask` gives. scale: default D ** -0.5."""
+    """Causal attention: q [B, T, Hq, D] of the last T tokens, k and v [B, Hkv, S, D] of all tokens
+    -> [B, T, Hq, D]. mask: from `causal_mask`. scale: default D ** -0.5."""
     T = q.shape[1]
     G = q.shape[2] // k.shape[1]
     if mask is not None:
-        n = mask.shape[-1]  # earlier rows are behind the window of all the tokens
+        n = mask.shape[-1]  # earlier rows are outside every token's window
         k, v = (x[:, :, -n:] for x in (k, v))
     if q.is_cuda and G > 1 and (q.dtype == torch.float32 or mask is not None):
-        # flash attention alone takes grouped heads, and it takes neither float32 nor a mask
+        # only flash attention takes grouped heads, and it takes neither float32 nor a mask
         k, v = (x.repeat_interleave(G, dim=1) for x in (k, v))
     if mask is None and T < k.shape[2]:
-        from torch.nn.attention import bias  # takes a second to import
+        from torch.nn.attention import bias  # the import takes a second
         mask = bias.causal_lower_right(T, k.shape[2])
     y = F.scaled_dot_product_attention(
         q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None, scale=scale,
@@ -140,8 +141,8 @@ def causal_attention(q, k, v, mask=None, scale=None):
 
 
 def token_positions(tokens, start=0, documents=None):
-    """Positions int64 [B, T] of tokens [B, T, ...]: start, start + 1, ... documents int64 [B, T]:
-    which document each token belongs to; positions begin at 0 again where it changes."""
+    """Positions int64 [B, T] of tokens [B, T, ...]: start, start + 1, ... documents: the document
+    id of each token, int64 [B, T]; positions restart at 0 where it changes."""
     B, T = tokens.shape[:2]
     index = torch.arange(start, start + T, device=tokens.device).expand(B, T)
     if documents is None:
@@ -151,8 +152,8 @@ def token_positions(tokens, start=0, documents=None):
 
 
 def alibi_slopes(n_head):
-    """float32 [n_head]: 2^(-8/n), 2^(-16/n), ... for n heads; where n is not a power of two, those
-    of the power below it, then every other one of the power above (ALiBi, arXiv 2108.12409)."""
+    """ALiBi slopes (arXiv 2108.12409), float32 [n_head]: 2^(-8/n), 2^(-16/n), ... for n heads. If
+    n is no power of two: those of the power below, then every other one of the power above."""
     n = 2 ** math.floor(math.log2(n_head))
     slopes = [2 ** (-8 * (i + 1) / n) for i in range(n)]
     slopes += [2 ** (-4 * (2 * i + 1) / n) for i in range(n_head - n)]
@@ -175,15 +176,15 @@ class Norm(nn.Module):
         return self.add_and_norm(x, None)[0]
 
     def add_and_norm(self, hidden, residual):
-        """(the norm of hidden + residual, that sum), each [..., C]; residual None: hidden alone."""
+        """(norm(hidden + residual), hidden + residual), each [..., C]. residual: None for 0."""
         if residual is None:
             return add_norm(hidden, None, self.weight, self.bias, self.eps)
-        delta = hidden.to(residual.dtype)  # autocast changes it
+        delta = hidden.to(residual.dtype)  # they differ under autocast
         return add_norm(residual, delta, self.weight, self.bias, self.eps)
 
 
 class NoNorm(nn.Identity):
-    """Stands where a model has no norm."""
+    """Takes the place of a norm that the model does not have."""
 
     def add_and_norm(self, hidden, residual):
         total = hidden if residual is None else residual + hidden.to(residual.dtype)
@@ -191,9 +192,9 @@ class NoNorm(nn.Identity):
 
 
 def rope_frequencies(config):
-    """(radians per token for each pair of rotated dimensions, a factor for cos and sin): RoPE
-    (arXiv 2104.09864), scaled by position interpolation (2306.15595), YaRN (2309.00071), LongRoPE
-    (2402.13753), or as in Llama 3.1."""
+    """RoPE (arXiv 2104.09864), scaled by position interpolation (2306.15595), YaRN (2309.00071),
+    LongRoPE (2402.13753) or as in Llama 3.1 -> (radians per token of each pair of dimensions, a
+    factor for cos and sin)."""
     D = config.rotary_size or config.head_size
     scaling = config.rope_scaling or dict(rope_type="default")
     plain = config.rope_theta ** -(torch.arange(0, D, 2, dtype=torch.float32) / D)
@@ -202,14 +203,14 @@ def rope_frequencies(config):
             return plain / scaling["factor"], 1.0
         case "longrope":
             return plain / torch.tensor(scaling["short_factor"]), scaling["attention_factor"]
-        case "llama3":  # stretches long waves, keeps short ones, and blends the two in between
+        case "llama3":  # stretches long wavelengths, keeps short ones, interpolates in between
             turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
             low = scaling["low_freq_factor"]
             high = scaling["high_freq_factor"]
             keep = ((turns - low) / (high - low)).clamp(0, 1)
             stretch = torch.tensor(1 / scaling["factor"])
             return plain * torch.lerp(stretch, torch.tensor(1.0), keep), 1.0
-        case "yarn":  # likewise, but blended over dimensions (arXiv 2309.00071, section 3)
+        case "yarn":  # the same, but interpolates over dimensions (arXiv 2309.00071, section 3)
             context = scaling["original_max_position_embeddings"]
             wave = lambda turns: context / (turns * 2 * math.pi)
             dim = lambda turns: D * math.log(wave(turns)) / (2 * math.log(config.rope_theta))
@@ -224,10 +225,10 @@ def rope_frequencies(config):
 
 
 def rope_table(config, dtype, device):
-    """cos and signed sin of each position, [positions, 2, D], for `kernels.rotate` (halves layout).
-    Trees may reach past the context's end. Dimensions that are not rotated end each half."""
+    """cos and signed sin of each position, [positions, 2, D], for `kernels.rotate`. Unrotated
+    dimensions are at the end of each half."""
     frequencies, scale = rope_frequencies(config)
-    positions = torch.arange(config.block_size + MAX_TREE, device=device)
+    positions = torch.arange(config.block_size + MAX_TREE, device=device)  # trees may exceed it
     angles = positions[:, None] * frequencies.to(device)  # (positions, rotary_size/2)
     cos, sin = (x.mul_(scale).to(dtype) for x in (angles.cos(), angles.sin()))
     if config.rotary_size:
@@ -242,7 +243,7 @@ class Attention(nn.Module):
     def __init__(self, config, layer):
         super().__init__()
         c = self.config = config
-        self.query_heads = slice(None)  # those that it holds of the model's
+        self.query_heads = slice(None)  # its share of the model's query heads
         self.window = c.windows[layer] if c.windows else 0
         self.rotates = layer % c.n_layer not in c.unrotated
         self.has_own_rope = self.window > 0 and c.window_theta is not None
@@ -255,8 +256,8 @@ class Attention(nn.Module):
 
     def forward(self, x, rope, mask, cache=None):
         """x [B, T, C] -> [B, T, C]. rope: as in `kernels.rotate`, or None. mask: a `TreeMask`, or
-        what `causal_mask` gives. cache: this layer's, with kv [2, B, Hkv, S, D]; the tokens' keys
-        and values go to its rows lengths, lengths + 1, ..."""
+        from `causal_mask`. cache: this layer's, kv [2, B, Hkv, S, D]; the tokens' keys and values
+        are written to rows lengths, lengths + 1, ..."""
         B, T, _ = x.shape
         q, k, v = self.project(x, rope, cache)
         scale = self.config.attn_scale
@@ -268,8 +269,8 @@ class Attention(nn.Module):
         return self.proj(y.reshape(B, T, -1))  # (B, T, Hq D)
 
     def project(self, x, rope, cache):
-        """The tokens' queries [B, T, Hq, D], and keys and values [B, Hkv, S, D]: those of the cache
-        with theirs, or without one theirs alone."""
+        """Queries [B, T, Hq, D] of the tokens; keys and values [B, Hkv, S, D] of the whole cache,
+        with the tokens' written to it, or without a cache those of the tokens (S = T)."""
         c = self.config
         n_heads = c.n_head, c.n_kv_head, c.n_kv_head
         qkv = self.qkv(x)
@@ -282,7 +283,7 @@ class Attention(nn.Module):
             if c.qk_norm == "head":
                 norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
             return rope_cache(qkv, rope, cache.kv, cache.lengths, *norms), *cache.kv
-        q, k, v = qkv.split(n_heads, dim=2)  # from here on as `rope_cache`, but with a gradient
+        q, k, v = qkv.split(n_heads, dim=2)  # from here on a differentiable `rope_cache`
         if c.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
         if rope is not None:
@@ -307,7 +308,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Layer number `layer` of a model, by default the last."""
+    """Transformer block number `layer` of a model, by default the last."""
 
     def __init__(self, c, layer=-1):
         super().__init__()
@@ -321,8 +322,8 @@ class Block(nn.Module):
         self.mlp_post_norm = norm("after")
 
     def forward(self, hidden, residual, rope, mask, cache=None):
-        """(hidden, residual) -> (hidden, residual), each [B, T, C]: the residual stream is their
-        sum, or hidden alone where residual is None. The next norm adds the two."""
+        """(hidden, residual) -> (hidden, residual), each [B, T, C]. The residual stream is their
+        sum, or hidden alone if residual is None; the next norm adds the two."""
         hidden, residual = self.attn_norm.add_and_norm(hidden, residual)
         hidden = self.attn_post_norm(self.attn(hidden, rope, mask, cache))
         hidden, residual = self.mlp_norm.add_and_norm(hidden, residual)
@@ -330,43 +331,40 @@ class Block(nn.Module):
 
 
 class LMHead(nn.Linear):
-    """The projection onto the vocabulary. Its methods take hidden states after the final norm,
-    [M, C] unless they say otherwise."""
+    """The output projection. Its methods take hidden states after the final norm, [M, C] unless
+    noted otherwise."""
+    filtered_sample = staticmethod(kernels.filtered_sample)  # of `logits`
 
     def topk(self, hidden, k, vocab_ids=None, noise=None):
-        """As `kernels.project_topk` -> logprobs float32, tokens int64 [M, k]."""
+        """`kernels.project_topk` -> logprobs float32, tokens int64 [M, k]."""
         return kernels.project_topk(hidden, self.weight, k, vocab_ids, noise)
 
     def sample(self, hidden, temperature, seed, sequence, position):
-        """What follows hidden [B, T, C] of tokens at position [B, T] -> tokens int64 [B, T]. The
-        rest as in `kernels.project_sample`."""
-        if isinstance(temperature, torch.Tensor) or temperature:  # else there is no noise
+        """The next token after each of the tokens at position [B, T], from their hidden [B, T, C]
+        -> int64 [B, T]. The rest as in `kernels.project_sample`."""
+        if isinstance(temperature, torch.Tensor) or temperature:  # greedy needs no position
             position = position + 1
         return kernels.project_sample(hidden.flatten(0, 1), self.weight, temperature, seed,
                                       sequence, position.view(-1)).view_as(position)
 
     def logits(self, hidden):
-        """float32 [M, V]: half precision would make ties."""
+        """float32 [M, V]: rounding to half precision would cause ties."""
         return kernels.float_logits(hidden, self.weight)
 
-    def filtered_sample(self, logits, **sampling):
-        """As `kernels.filtered_sample`, of what `logits` gives."""
-        return kernels.filtered_sample(logits, **sampling)
-
     def embedding(self, tokens):
-        """The rows of token ids [...] -> [..., C]."""
+        """Token ids [...] -> their rows of the weight [..., C]."""
         return F.embedding(tokens, self.weight)
 
 
 class Blocks(nn.ModuleList):
-    """The blocks of a model, or of draft heads. A backend puts one of its own in their place."""
-    is_packed = False  # whether they only decode: their weights cannot be read, changed or trained
-    decoding_context = contextlib.nullcontext  # that steps run in
+    """The blocks of a model or of draft heads. A backend may replace this with its own class."""
+    is_packed = False  # True: inference only; weights cannot be read, changed or trained
+    decoding_context = contextlib.nullcontext  # entered around each decoding step
 
     def forward(self, hidden, tables, positions, cache=None, ancestors=None, start=0,
                 documents=None):
-        """hidden [B, T, C] -> (hidden, residual) as `Block` gives them. tables: `GPT.tables`. The
-        rest as in `GPT.forward`."""
+        """hidden [B, T, C] -> (hidden, residual), as in `Block`. tables: `GPT.tables`. The rest as
+        in `GPT.forward`."""
         *ropes, slopes = tables
         ropes = [x if x is None else x[positions] for x in ropes]
         if slopes is not None:
@@ -377,7 +375,7 @@ class Blocks(nn.ModuleList):
         else:
             masks = {window: causal_mask(hidden, start, window, documents, slopes)
                      for window in windows}
-            if cache is not None:  # its rows up to the last token's
+            if cache is not None:  # only the rows up to the last token
                 cache = KVCache(cache.kv[..., :start + hidden.shape[1], :], positions[:, 0])
         residual = None
         with sdpa_kernel(CUDA_ATTENTION) if hidden.is_cuda else contextlib.nullcontext():
@@ -389,27 +387,27 @@ class Blocks(nn.ModuleList):
         return hidden, residual
 
     def decoder_class(self, heads):
-        """The backend's class that decodes with these blocks and heads; None: generate.Decoder."""
+        """The backend's Decoder class for these blocks and heads; None: generate.Decoder."""
         return None
 
     def prepare(self, module):
-        """Applies these blocks' backend to another module, such as draft heads. Here: nothing."""
+        """Applies the backend of these blocks to another module, such as draft heads."""
 
 
 # --------------------------------------------------------------------------------------------------
 # The model
 
 class GPT(nn.Module):
-    """A decoder-only transformer with random weights; `from_pretrained` reads a checkpoint's. hash:
-    16 hex digits of the files it came from, else None. group: a `tensor_parallel.Group` of the
-    processes that hold a part of it each, None for one process."""
+    """A decoder-only transformer with random weights; `from_pretrained` loads a checkpoint. hash:
+    16 hex digits of the checkpoint's files, or None. group: the `tensor_parallel.Group` of
+    processes that the model is split across, or None."""
 
     def __init__(self, config):
         super().__init__()
         c = self.config = config
         self.hash = None
         self.group = None
-        # nn.Embedding(...) draws random numbers: on the meta device that takes a second of imports
+        # nn.Embedding(...) draws random numbers, which on the meta device costs a second of imports
         embedding = lambda n: nn.Embedding.from_pretrained(torch.zeros(n, c.n_embd), freeze=False)
         self.embed = embedding(c.vocab_size)
         self.embed_positions = embedding(c.block_size) if c.positions == "learned" else None
@@ -417,54 +415,53 @@ class GPT(nn.Module):
         self.norm = Norm(c.norm, c.n_embd, c.norm_eps)
         self.head = LMHead(c.n_embd, c.vocab_size, bias=False)
         self.tie_and_place()
-        if not self.norm.weight.is_meta:  # else its weights are read from a folder
+        if not self.norm.weight.is_meta:  # on meta: a checkpoint's weights come later
             self.init_weights()
 
     def tie_and_place(self):
-        """Sets what is derived, not stored: the tied head, tables of positions, a scale."""
+        """Ties the head and makes what no checkpoint stores: position tables, embedding scale."""
         c = self.config
         if c.tied:
             self.head.weight = self.embed.weight
         if self.norm.weight.is_meta:
-            return  # there the tables would take half a second of imports, for nothing
+            return  # the tables would cost half a second of imports, for nothing
         table = lambda config: rope_table(config, self.dtype, self.device)
-        own = replace(c, rope_theta=c.window_theta, rope_scaling=None)  # of layers with a window
+        windowed = replace(c, rope_theta=c.window_theta, rope_scaling=None)
         slopes = alibi_slopes(c.n_head).to(self.device)
         scale = torch.tensor(c.embed_scale, dtype=self.dtype, device=self.device)
         buffer = partial(self.register_buffer, persistent=False)
         buffer("rotations", table(c) if c.positions == "rope" else None)
-        buffer("window_rotations", table(own) if c.window_theta else None)
+        buffer("window_rotations", table(windowed) if c.window_theta else None)
         buffer("slopes", slopes if c.positions == "alibi" else None)
         buffer("embed_scale", scale if c.embed_scale != 1 else None)
 
     def _apply(self, fn, *args, **kwargs):
         self.check_plain("moved or cast")
         super()._apply(fn, *args, **kwargs)
-        self.tie_and_place()  # the tables are made in float32
+        self.tie_and_place()  # computes the tables again in float32, instead of casting them
         return self
 
     @torch.no_grad()
     def init_weights(self, generator=None):
-        """GPT-2's start: normal(0, 0.02), projections into the stream smaller by sqrt(2 L)."""
+        """GPT-2's initialisation: normal(0, 0.02), residual projections divided by sqrt(2 L)."""
         for name, p in self.named_parameters():
             if p.dim() == 2:
-                shrink = math.sqrt(2 * self.config.n_layer)
-                into_stream = name.endswith(("proj.weight", "down.weight"))
-                p.normal_(0, 0.02 / shrink if into_stream else 0.02, generator=generator)
+                is_residual = name.endswith(("proj.weight", "down.weight"))
+                shrink = math.sqrt(2 * self.config.n_layer) if is_residual else 1
+                p.normal_(0, 0.02 / shrink, generator=generator)
             elif name.endswith("bias"):
                 p.zero_()
         return self
 
     def check_plain(self, use):
-        """Raises InputError for a model whose layers only decode."""
+        """Raises InputError if the layers are packed for decoding. use: such as "saved"."""
         if self.blocks.is_packed:
             raise InputError(f"this model is packed for decoding, so it cannot be {use}; load it "
                              "with packed=False")
 
     @property
     def tables(self):
-        """What blocks read of positions: rotations, those of layers with a window, ALiBi's slopes;
-        each a tensor or None."""
+        """Position tables: RoPE, RoPE of windowed layers, ALiBi slopes; each a tensor or None."""
         return self.rotations, self.window_rotations, self.slopes
 
     @property
@@ -476,33 +473,32 @@ class GPT(nn.Module):
         return self.norm.weight.dtype
 
     def weight_bytes(self):
-        """Bytes of the weights, those included that a layer counts by itself."""
+        """Bytes of all weights, packed ones included: their layers have an `nbytes`."""
         tensors = *self.parameters(), *self.buffers()
         return sum(x.nbytes for x in tensors) + sum(getattr(x, "nbytes", 0) for x in self.modules())
 
-    def free_memory(self):
-        free = free_memory(self.device)
-        return free if self.group is None else self.group.min(free)
-
     def new_cache(self, batch, capacity, blocks=None):
-        """A `KVCache` for blocks, default the model's; InputError where memory has no room."""
+        """A `KVCache` for blocks, default the model's. Raises InputError if memory is short."""
         blocks = self.blocks if blocks is None else blocks
         config = blocks[0].attn.config if len(blocks) else self.config
         shape = len(blocks), 2, batch, config.n_kv_head, capacity, config.head_size
+        free = free_memory(self.device)
+        if self.group is not None:
+            free = self.group.min(free)
         check_memory(f"a cache of {batch} sequences of {capacity} tokens takes",
-                     math.prod(shape) * self.dtype.itemsize, self.free_memory(), self.device,
-                     "take a smaller batch size or fewer new tokens")
-        # zeros: rows never written still pass through masked products, where 0 * nan is nan
+                     math.prod(shape) * self.dtype.itemsize, free, self.device,
+                     "use a smaller batch size or fewer new tokens")
+        # not empty: masked products also read unwritten rows, and 0 * NaN is NaN
         return KVCache(torch.zeros(shape, dtype=self.dtype, device=self.device),
                        torch.zeros(batch, dtype=torch.int32, device=self.device))
 
     def forward(self, tokens, positions=None, cache=None, ancestors=None, start=0, documents=None):
         """tokens int64 [B, T] -> hidden [B, T, C], the last block's output, before the final norm.
 
-        Without a cache this is a causal pass over whole sequences, as in training, in which
-        documents (int64 [B, T], numbered) do not see one another. With one, keys and values are
-        written to it, and its `lengths` stay. The tokens are those after `start` rows of each
-        sequence; or tree nodes after `lengths` rows, with positions and ancestors int64 [B, T]."""
+        Without a cache: a causal pass over whole sequences, as in training; tokens attend only
+        within their document (documents: ids, int64 [B, T]). With a cache: keys and values are
+        written to it, but its `lengths` do not change. The tokens follow `start` rows of each
+        sequence, or are tree nodes after `lengths` rows (positions, ancestors: int64 [B, T])."""
         if positions is None:
             positions = token_positions(tokens, start, documents)
         hidden, residual = self.blocks(self.embeddings(tokens, positions), self.tables, positions,
@@ -510,7 +506,7 @@ class GPT(nn.Module):
         return hidden if residual is None else residual + hidden.to(residual.dtype)
 
     def embeddings(self, tokens, positions):
-        """What the first block reads of tokens [B, T] -> [B, T, C]."""
+        """tokens [B, T] -> the first block's input [B, T, C]."""
         hidden = self.embed(tokens)
         if self.embed_scale is not None:
             hidden = hidden * self.embed_scale
@@ -525,22 +521,22 @@ class GPT(nn.Module):
     @torch.no_grad()
     def prefill(self, tokens, cache, start=0):
         """Appends tokens [B, T] to a cache whose sequences have `start` rows -> hidden [B, T, C].
-        Long prompts come in chunks: scores take T x (start + T) numbers per head."""
+        Call it on chunks of a long prompt: each head computes T x (start + T) scores."""
         hidden = self(tokens, cache=cache, start=start)
         cache.lengths.fill_(start + tokens.shape[1])
         return hidden
 
     @classmethod
     def from_pretrained(cls, path, dtype=None, device=None, packed=None):
-        """Reads a Hugging Face folder, by path or name, or a GGUF file: `hf.checkpoint.load`. On a
-        CPU with a C compiler its layers only decode, several times as fast; packed=False gives
-        plain ones, to train, read or change."""
+        """Loads a Hugging Face folder, by path or name, or a GGUF file: `hf.checkpoint.load`. On a
+        CPU with a C compiler the layers are packed for decoding, which is several times as fast;
+        packed=False gives plain layers, to train, read or change."""
         with needs_folders():
             from hf.checkpoint import load
         return load(path, dtype, device, packed=packed)
 
     def save_pretrained(self, path, dtype=None):
-        """Writes such a folder, for transformers to read; see `hf.checkpoint.save`."""
+        """Writes a Hugging Face folder that transformers can load: `hf.checkpoint.save`."""
         with needs_folders():
             from hf.checkpoint import save
         save(self, path, dtype)
@@ -551,7 +547,7 @@ class GPT(nn.Module):
 
 @contextlib.contextmanager
 def needs_folders():
-    """Around imports from folders. Raises InputError that names a missing one."""
+    """Wraps imports from folders. Raises InputError naming a folder that was not copied."""
     try:
         yield
     except ModuleNotFoundError as error:
@@ -564,40 +560,39 @@ def needs_folders():
 
 @lru_cache
 def warn(line):
-    """Prints a line on standard error, once."""
+    """Prints a line to standard error; the same line only once."""
     print(line, file=sys.stderr)
 
 
 def atomic_write(path, write):
-    """Calls write(temporary name) and renames that: a reader sees the old file or the new one."""
+    """Calls write(temporary path), then renames the file: readers see the old or the new one."""
     tmp = f"{path}.tmp{os.getpid()}"
     try:
         write(tmp)
-        os.chmod(tmp, 0o644)  # safetensors writes files that only their owner may read
+        os.chmod(tmp, 0o644)  # safetensors makes files that only their owner can read
         os.replace(tmp, path)
     finally:
         Path(tmp).unlink(missing_ok=True)
 
 
 def read_json(path):
-    """The object in a json file. Raises InputError when it is missing or broken."""
+    """The object in a JSON file. Raises InputError if it is missing or malformed."""
     try:
-        value = json.loads(Path(path).read_bytes())  # skips a byte order mark
+        value = json.loads(Path(path).read_bytes())  # bytes: a byte order mark is skipped
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; expected a checkpoint folder with it") from None
     except (OSError, RecursionError, ValueError) as error:
-        raise InputError(f"{path}: cannot be read as json ({error})") from None
-    expect(isinstance(value, dict), f"{path}: expected a json object, found a "
-           f"{type(value).__name__}")
+        raise InputError(f"{path}: not a readable JSON file ({error})") from None
+    expect(isinstance(value, dict), f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
 
 
 def pick_device(name=None):
-    """A torch.device that exists here, or InputError. Default: CUDA where there is a GPU."""
+    """A torch.device, default CUDA if there is a GPU. Raises InputError if it is not available."""
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).item()  # not on "meta", which computes nothing
+        torch.zeros(1, device=device).item()  # "meta" fails too: it computes nothing
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"device {name!r} is not available here ({reason}); try --device "
@@ -606,7 +601,7 @@ def pick_device(name=None):
 
 
 def check(name, value, low, high, whole=False, above=False):
-    """Raises InputError unless value is a number from low to high; above low, with `above`."""
+    """Raises InputError unless value is a number from low to high. above: excludes low itself."""
     kind = int if whole else (int, float)
     valid = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
     if not valid or (above and value == low):
@@ -616,39 +611,39 @@ def check(name, value, low, high, whole=False, above=False):
 
 
 def expect(valid, message):
-    """Raises InputError with the message unless `valid`."""
+    """Raises InputError(message) unless valid."""
     if not valid:
         raise InputError(message)
 
 
 def one_of(what, value, supported):
-    """Returns the value. Raises InputError unless a supported one equals it and has its type."""
+    """Returns value. Raises InputError unless it equals a supported one, types included."""
     expect(any(value == other and type(value) is type(other) for other in supported),
            f"{what} {value!r} is not supported; supported: {', '.join(map(str, supported))}")
     return value
 
 
 def human(number, unit=""):
-    """A number as people write it: 9.3 M, 7.2 B; with the unit "B", bytes: 18.6 MB, 1.5 GB."""
+    """A number for people: 9.3 M, 7.2 B; with unit "B", in bytes: 18.6 MB, 1.5 GB."""
     prefixes = ["", "k", "M", "G" if unit else "B", "T"]
     while number >= 999.5 and len(prefixes) > 1:
         number /= 1000
         del prefixes[0]
-    digits = f"{number:.{int(number < 99.95)}f}".removesuffix(".0")
+    digits = f"{number:.0f}" if number >= 99.95 else f"{number:.1f}".removesuffix(".0")
     return f"{digits} {prefixes[0]}{unit}".strip()
 
 
 def check_memory(what, size, free, device, advice):
-    """Raises InputError where more bytes are needed than are free. what: "the weights take"."""
+    """Raises InputError if size exceeds free, both in bytes. what: such as "the weights take"."""
     expect(size <= free, f"{what} {human(size, 'B')}, but {human(free, 'B')} are free on {device}; "
            f"{advice}")
 
 
 def free_memory(device):
-    """Bytes that can still be allocated on a device, as far as it tells."""
+    """Bytes that can still be allocated on a device; infinity where the system does not say."""
     device = torch.device(device)
     if device.type == "cuda":
-        torch.cuda.empty_cache()  # but not of what a live CUDA graph reserves
+        torch.cuda.empty_cache()  # except what live CUDA graphs reserve
         return torch.cuda.mem_get_info(device)[0]
     try:
         lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())

@@ -1,6 +1,6 @@
-"""N processes, or ranks, that torchrun started. They train together, or hold one model together
-(tensor parallelism, arXiv 1909.08053, section 3): each has whole attention heads with their cache,
-a part of the MLP and of the vocabulary. Rank 0 alone reads prompts, prints, and writes files.
+"""Multi-process training and tensor parallelism (arXiv 1909.08053, section 3) under torchrun. Each
+of N ranks holds some attention heads with their KV cache, and a slice of the MLP and of the
+vocabulary. Only rank 0 reads prompts, prints and writes files.
 
     torchrun --nproc-per-node 4 generate.py --model path/to/large --prompt "..."
 """
@@ -19,25 +19,25 @@ import torch.nn.functional as F
 from kernels import best_tokens, filtered_sample
 from model import Block, Blocks, InputError, LMHead, expect, pick_device
 
-TIMEOUT = timedelta(hours=24)  # of waiting for a rank; torchrun ends all when one has ended
+TIMEOUT = timedelta(hours=24)  # for collectives; if a rank ends, torchrun ends the others
 
 
 class SharedError(InputError):
-    """All ranks raise it, so rank 0 alone prints it."""
+    """An error that all ranks raise and only rank 0 prints."""
 
 
 @dataclass(eq=False)
 class Group:
-    """The N ranks, of which this process is `rank`, on `device`. Group() is one process alone; the
-    others need torch.distributed to be initialised, as `start` does."""
+    """The N ranks, of which this process is `rank`, on `device`. Group() is a single process;
+    larger groups need torch.distributed to be initialised, as in `start`."""
     rank: int = 0
     size: int = 1
     device: str | None = None
 
-    # Numbers and objects of all ranks
+    # Collectives
 
     def all_gather(self, x):
-        """[N, *x.shape], the same on all ranks."""
+        """The ranks' tensors of equal shape -> [N, *x.shape] on all ranks."""
         if self.size == 1:
             return x[None]
         gathered = x.new_empty(self.size * x.numel())
@@ -46,14 +46,14 @@ class Group:
         return gathered.view(self.size, *x.shape)
 
     def all_reduce(self, tensor):
-        """The sum over the ranks, in place."""
+        """Sums over the ranks, in place."""
         if self.size > 1:
             dist.all_reduce(tensor)
         return tensor
 
     def sum(self, x, bias=None):
-        """The sum over the ranks, plus a bias, in float32 or more and in the order of the ranks: a
-        row's bits do not depend on the other rows, as those of an all-reduce may."""
+        """The sum over the ranks, plus a bias, in float32 or float64. Adds in rank order: unlike in
+        an all-reduce, the bits of a row do not depend on other rows."""
         exact = torch.promote_types(x.dtype, torch.float32)
         total = reduce(torch.add, self.all_gather(x).to(exact))
         return (total if bias is None else total + bias).to(x.dtype)
@@ -67,27 +67,31 @@ class Group:
         return self.min(not flag) == 0
 
     def broadcast(self, value):
-        """Rank 0's value, which pickle can write, on all ranks."""
+        """Rank 0's value (picklable) on all ranks."""
         return self.all_gather_objects(value)[0]
 
     def all_gather_objects(self, value):
-        """The values of all ranks, in a list."""
+        """The list of all ranks' values (picklable)."""
         values = [value] * self.size
         if self.size > 1:
             dist.all_gather_object(values, value)
         return values
 
-    # Errors that all ranks raise, so that none waits for another in vain
+    def barrier(self):
+        if self.size > 1:
+            dist.barrier()
+
+    # Errors are raised on all ranks together, so that none waits for another
 
     def check_same(self, value, what):
-        """Raises InputError where values differ. what: such as "have read different files"."""
+        """Raises InputError if the ranks' values differ. what: "have read different files"."""
         if any(other != value for other in self.all_gather_objects(value)):
             raise SharedError(f"the processes {what}; start all with the same torchrun command "
                                "and the same files")
 
     def raise_together(self, action):
-        """action() on every rank, which waits for no other rank. Where one raises InputError, all
-        raise the first one's."""
+        """Runs action(), which must not use collectives, on every rank and returns its result. If
+        it raises InputError on some ranks, all ranks raise the first one's."""
         failed = None
         try:
             result = action()
@@ -99,34 +103,28 @@ class Group:
         return result
 
     def on_first(self, action):
-        """What action() returns on rank 0, or the InputError that it raises, on all ranks."""
+        """Runs action() on rank 0 only; its result, or its InputError, reaches all ranks."""
         return self.broadcast(self.raise_together(lambda: None if self.rank else action()))
-
-    # Turns
 
     def print(self, text):
         if self.rank == 0:
             print(text, flush=True)
 
-    def barrier(self):
-        if self.size > 1:
-            dist.barrier()
-
     def close(self):
-        """Ends the group: no rank waits for another from here on."""
+        """Waits for all ranks, then ends the group."""
         self.barrier()
         if self.size > 1:
             dist.destroy_process_group()
 
-    # What a rank holds of a model
+    # Sharding a model
 
     def rows(self, n, first=0):
-        """This rank's slice of n rows, of which the first is row `first`."""
+        """This rank's slice of the n rows that start at row `first`."""
         return slice(first + n * self.rank // self.size, first + n * (self.rank + 1) // self.size)
 
     def shard_config(self, config):
-        """The GPTConfig of a rank's part of a block. Several ranks hold each key/value head where
-        these are fewer. Raises InputError where the ranks do not divide what they share."""
+        """The GPTConfig of this rank's shard of a block. With more ranks than key/value heads,
+        several ranks hold the same one. Raises InputError if sizes are not divisible."""
         c, N = config, self.size
         divides = not (c.n_head % N or c.n_inner % N or (c.n_kv_head % N and N % c.n_kv_head))
         expect(divides and N <= c.vocab_size, f"{N} processes do not divide {c.n_head} heads, "
@@ -136,35 +134,35 @@ class Group:
         return replace(c, n_head=c.n_head // N, n_kv_head=n_kv_head, n_inner=c.n_inner // N)
 
     def shard_slices(self, name, config):
-        """What this rank holds of a parameter: (the dimension that is cut, its slices), or None for
-        what no rank cuts."""
+        """This rank's shard of a parameter: (sharded dimension, slices of it); None if the
+        parameter is not sharded."""
         c, D = config, config.head_size
         queries = self.rows(c.n_head * D)
         first_key = self.rank * c.n_kv_head // self.size * D
         n_keys = max(c.n_kv_head // self.size, 1) * D
         keys = lambda start: slice(start + first_key, start + first_key + n_keys)
-        cuts = {
+        shards = {
             ".attn.qkv.": (0, [queries, keys(c.n_head * D), keys((c.n_head + c.n_kv_head) * D)]),
             ".attn.proj.weight": (1, [queries]),
             ".mlp.up.": (0, [self.rows(c.n_inner, i * c.n_inner) for i in range(1 + c.gated)]),
             ".mlp.down.weight": (1, [self.rows(c.n_inner)]),
             "head.weight": (0, [self.rows(c.vocab_size)])}
         if c.qk_norm == "all":
-            cuts |= {".attn.q_norm.": (0, [queries]), ".attn.k_norm.": (0, [keys(0)])}
-        return next((cut for part, cut in cuts.items() if part in name), None)
+            shards |= {".attn.q_norm.": (0, [queries]), ".attn.k_norm.": (0, [keys(0)])}
+        return next((shard for part, shard in shards.items() if part in name), None)
 
     def divide(self, model):
-        """Gives a `GPT` without weights the layers of this rank's sizes."""
-        own = self.shard_config(model.config)
+        """Gives a `GPT` without weights layers of this rank's sizes."""
         if self.size == 1:
             return
-        model.blocks = Blocks(Block(own, layer) for layer in range(own.n_layer))
+        config = self.shard_config(model.config)
+        model.blocks = Blocks(Block(config, layer) for layer in range(config.n_layer))
         if not model.config.tied:
             rows = self.rows(model.config.vocab_size)
             model.head = LMHead(model.config.n_embd, rows.stop - rows.start, bias=False)
 
     def connect(self, model):
-        """Lets the layers of such a model, whose weights are there, work together."""
+        """Connects the layers of a divided model by collectives, once it has its weights."""
         if self.size == 1:
             return
         model.group = self
@@ -184,7 +182,7 @@ class Group:
 
 
 def group_of(model):
-    """The ranks that hold a model; Group() for one of this process alone."""
+    """The `Group` that a model is split across; Group() for a single process."""
     return model.group or Group()
 
 
@@ -192,8 +190,7 @@ def group_of(model):
 # Layers
 
 class RowParallelLinear(nn.Module):
-    """A linear layer of which each rank holds the columns for its part of the inputs: the ranks'
-    results are added."""
+    """A linear layer whose input channels are split across the ranks, which sum their outputs."""
 
     def __init__(self, linear, group):
         super().__init__()
@@ -207,7 +204,7 @@ class RowParallelLinear(nn.Module):
 
 
 class ParallelNorm(nn.Module):
-    """RMSNorm over the channels of all ranks, of which each holds as many."""
+    """RMSNorm over the channels of all ranks, each of which has equally many."""
 
     def __init__(self, local, group):
         super().__init__()
@@ -221,7 +218,8 @@ class ParallelNorm(nn.Module):
 
 
 class VocabParallelHead(nn.Module):
-    """`LMHead`, of which each rank holds some rows. All ranks choose among the logits of all."""
+    """`LMHead` with its rows split across the ranks. All ranks gather all logits and choose the
+    same tokens."""
     filtered_sample = staticmethod(filtered_sample)
 
     def __init__(self, local, group, vocab_size):
@@ -249,7 +247,7 @@ class VocabParallelHead(nn.Module):
         return self.all_columns(self.local(x))
 
     def all_columns(self, logits):
-        """All ranks' logits [..., V] from each one's own; their numbers may differ by one."""
+        """Gathers the ranks' logits -> [..., V]. Ranks may differ by one row."""
         N, V = self.group.size, self.vocab_size
         parts = self.group.all_gather(F.pad(logits, (0, -(-V // N) - logits.shape[-1])))
         sizes = [V * (i + 1) // N - V * i // N for i in range(N)]
@@ -262,11 +260,11 @@ class VocabParallelHead(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# How ranks start and end
+# Start and end
 
 def start(device=None):
-    """The `Group` of the ranks that torchrun started, each on a GPU of its own, or on a CPU;
-    without torchrun that of one process. device: as --device says, or the default."""
+    """The `Group` of the ranks that torchrun started, each on its own GPU or on the CPU; without
+    torchrun a single process. device: the value of --device, or None."""
     device = device or ("cuda" if torch.cuda.is_available() else "cpu")
     size = int(os.environ["WORLD_SIZE"]) if "TORCHELASTIC_RUN_ID" in os.environ else 1
     if size == 1:
@@ -275,30 +273,31 @@ def start(device=None):
         raise SharedError(f"each rank takes its own GPU; expected --device cuda, not {device}")
     name = f"cuda:{os.environ['LOCAL_RANK']}" if device == "cuda" else device
     device = pick_device(name)
-    backend = dict(backend="gloo")
+    options = dict(backend="gloo")
     if device.type == "cuda":
         torch.cuda.set_device(device)
-        backend = dict(backend="cpu:gloo,cuda:nccl", device_id=device)  # which a barrier asks for
-    dist.init_process_group(timeout=TIMEOUT, **backend)
+        options = dict(backend="cpu:gloo,cuda:nccl", device_id=device)  # barriers need the id
+    dist.init_process_group(timeout=TIMEOUT, **options)
     group = Group(int(os.environ["RANK"]), size, name)
-    group.all_gather(torch.zeros(2**18, device=device))  # NCCL's buffers, before memory is counted
+    group.all_gather(torch.zeros(2**18, device=device))  # NCCL allocates before we measure memory
     group.check_same(sys.argv[1:], "were started with different flags")
     return group
 
 
 def lost_rank(error):
-    """The line for a library's RuntimeError where another rank has ended; None for any other."""
-    first, *_, last = *str(error).splitlines(), ""
+    """The message for a RuntimeError that means another rank has ended; None for other errors."""
+    first, *others = str(error).splitlines() or [""]
     if "NCCL" in first:
-        return f"NCCL failed, or another process has ended ({first} {last})"  # the last has why
+        reason = " ".join([first, *others[-1:]])  # the last line says why
+        return f"NCCL failed, or another process has ended ({reason})"
     if "gloo" in first or isinstance(error, getattr(dist, "DistError", ())):
         return f"another process has ended, or cannot be reached ({first})"
     return None
 
 
 def end_rank(code):
-    """Ends this process at once, if it is a rank: what libraries do at a process's end may wait for
-    the others, which are elsewhere."""
+    """Ends this process immediately if it is a rank, since libraries' exit handlers may wait for
+    the other ranks."""
     if dist.is_available() and dist.is_initialized():
         sys.stdout.flush()
         sys.stderr.flush()

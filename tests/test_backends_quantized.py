@@ -1,4 +1,4 @@
-"""quantized.py: packed layers hold what dequantised ones do, and --quantize rounds to the nearest."""
+"""quantized.py: packed layers have the values of dequantised ones, and --quantize rounds to nearest."""
 
 import pytest
 import torch
@@ -8,39 +8,39 @@ from conftest import needs_compiler, refusal, toy_model
 from hf import checkpoint
 from test_hf_quantization import write_quantised
 
-SIZES = dict(n_embd=128, head_size=32, n_inner=160)  # groups of 128, and of 32 in the MLP
+SIZES = dict(n_embd=128, head_size=32, n_inner=160)  # groups of 128, in the MLP of 32
 
 
 @pytest.mark.parametrize("bits, group", [(8, 0), (8, 32), (4, 128), (4, 64), (4, 32)])
 def test_rounding_is_to_the_nearest(bits, group):
-    """Catches a zero off the grid, a largest number that is clipped, NaN for a group of zeros, another chunk's rows."""
+    """Catches a zero off the grid, a clipped maximum, NaN for a group of zeros, rows of another chunk."""
     value = torch.randn(70, 256) * torch.logspace(-3, 3, 70)[:, None]
     value[3] = 0
     value[4, :128] = value[4, :128].abs() + 1  # a group without 0
     weight = round_weight(value, bits, group)
     got = weight.values()
     step = weight.scales.T.float().repeat_interleave(group or 256, dim=1)
-    slack = 0.6 if group else 0.51  # of which a step rounded to 16 bits takes some
+    slack = 0.6 if group else 0.51  # steps of groups are rounded to 16 bits
     assert ((got - value).abs() <= slack * step).all()
     assert torch.equal(got[3], value[3]) and got.isfinite().all()
 
 
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
-def test_a_rounded_model_has_the_hash_and_the_table_of_the_whole_one(quantize, tmp_path):
-    """Catches a tied table that is rounded for both uses, a layer left out."""
+def test_a_rounded_model_keeps_its_hash_and_its_embeddings(quantize, tmp_path):
+    """Catches a tied table whose embeddings are rounded too, a layer left out."""
     toy_model(**SIZES).save_pretrained(tmp_path)
     plain, rounded = (checkpoint.load(tmp_path, torch.float32, "cpu", quantize=q, packed=False)
                       for q in (None, quantize))
     assert rounded.hash == plain.hash and torch.equal(rounded.embed.weight, plain.embed.weight)
-    how = rounding(rounded, quantize)
-    assert len(how) == 1 + 4 * len(plain.blocks)
-    for name, (bits, group) in how.items():
+    formats = rounding(rounded, quantize)
+    assert len(formats) == 1 + 4 * len(plain.blocks)
+    for name, (bits, group) in formats.items():
         exact = plain.embed.weight if name == "head.weight" else plain.get_parameter(name)
         assert torch.equal(rounded.get_parameter(name), round_weight(exact, bits, group).values()), name
 
 
 def test_what_cannot_be_rounded_is_refused(tmp_path):
-    """Catches a folder that is rounded twice, channels that make no whole groups, and what no GPU computes with."""
+    """Catches a folder that is quantised twice, channels that groups do not divide, and --quantize on a GPU."""
     load = lambda path, quantize, device="cpu": lambda: checkpoint.load(path, None, device, quantize=quantize)
     refusal(load(write_quantised(tmp_path, "awq"), "int8"), "is quantised already", "4 bits, groups of 64", "leave out")
     toy_model(n_inner=90).save_pretrained(tmp_path)
@@ -50,19 +50,19 @@ def test_what_cannot_be_rounded_is_refused(tmp_path):
 
 
 def test_a_gpu_gets_dequantised_weights(tmp_path, monkeypatch, capsys):
-    """Catches memory that is taken without a word."""
+    """Catches memory that is used without a warning."""
     monkeypatch.setattr(checkpoint, "read_weights", lambda *_: None)
     path = write_quantised(tmp_path, "awq")
     model = checkpoint.load(path, torch.bfloat16, "meta")
     assert all(isinstance(layer, torch.nn.Linear) for layer in model.blocks[0].mlp.children())
-    said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "are dequantised to bfloat16 on meta, where they take " in said
+    warning = capsys.readouterr().err
+    assert warning.count("\n") == 1 and "are dequantised to bfloat16 on meta, where they take " in warning
 
 
 @needs_compiler
 @pytest.mark.parametrize("kind", ["awq", "gptq-4", "gptq-8", "fp8", "int8", "int4"])
 def test_layers_on_a_cpu_hold_the_same_values(kind, tmp_path):
-    """Catches a zero, a scale or an order of rows that is lost on the way to cpu.c, and dequantised weights."""
+    """Catches a zero, a scale or a row order lost in packing for cpu.c, and weights that are dequantised."""
     quantize = kind if kind.startswith("int") else None
     path = tmp_path if quantize else write_quantised(tmp_path, kind, vocab_size=999)  # the largest tensor has floats
     if quantize:

@@ -1,5 +1,5 @@
-"""backends/tensor_parallel.py: what several processes hold together says what one process says, and they end together.
-Ranks are forks of this process, with torchrun's variables; the last test starts torchrun itself."""
+"""backends/tensor_parallel.py: several ranks decode like one process, and end together. Ranks are forks of this process
+with torchrun's environment variables; one test starts torchrun itself."""
 
 import json
 import multiprocessing
@@ -34,9 +34,10 @@ FAMILIES = {
     "gemma3_text": dict(qk_norm="head", norm_at="both", windows=(0, 5), window_theta=500.0, activation="gelu",
                         embed_scale=8.0, attn_scale=0.25),
     "glm4": dict(norm_at="both", rotary_size=8, qkv_bias=True, tied=False)}
-WAYS = [dict(heads=True, tree_size=9, lookup=True, temperature=0.8, batch_size=2), dict(tree_size=1, temperature=0.8),
-        dict(heads=True, tree_size=6, batch_size=3), dict(lookup=True, tree_size=5, temperature=0.7, top_k=20),
-        dict(heads=True, lookup=True, max_new_tokens=90, batch_size=3)]
+OPTIONS = [dict(heads=True, tree_size=9, lookup=True, temperature=0.8, batch_size=2),
+           dict(tree_size=1, temperature=0.8), dict(heads=True, tree_size=6, batch_size=3),
+           dict(lookup=True, tree_size=5, temperature=0.7, top_k=20),
+           dict(heads=True, lookup=True, max_new_tokens=90, batch_size=3)]
 PROMPTS = random_prompts([5, 14, 1])
 
 
@@ -50,13 +51,13 @@ def run_rank(rank, folder, action, size, port):
     sys.stdout.flush()
 
 
-def run_ranks(folder, action, size=2, given="", context=multiprocessing.get_context("fork")):
-    """Runs action(rank) in `size` processes, each with a standard input -> [(exit code, output, errors)]."""
+def run_ranks(folder, action, size=2, stdin="", context=multiprocessing.get_context("fork")):
+    """Runs action(rank) in `size` processes, all with the same stdin -> [(exit code, output, errors)]."""
     folder.mkdir(exist_ok=True)
-    (folder / "in").write_text(given)
-    with socket.socket() as found:
-        found.bind(("127.0.0.1", 0))
-        port = str(found.getsockname()[1])
+    (folder / "in").write_text(stdin)
+    with socket.socket() as free:
+        free.bind(("127.0.0.1", 0))
+        port = str(free.getsockname()[1])
     ranks = [context.Process(target=run_rank, args=(rank, folder, action, size, port)) for rank in range(size)]
     for rank in ranks:
         rank.start()
@@ -68,21 +69,21 @@ def run_ranks(folder, action, size=2, given="", context=multiprocessing.get_cont
     return [(rank.exitcode, read("out", i), read("err", i)) for i, rank in enumerate(ranks)]
 
 
-def texts(folder, group):
-    """Decodes every family's model of a folder in one way, the first in all -> {name: lists of tokens}."""
-    found = {}
+def decode(folder, group):
+    """Decodes with every model of a folder, the first one with all OPTIONS -> {name: lists of tokens}."""
+    outputs = {}
     for i, name in enumerate(FAMILIES):
         model = checkpoint.load(Path(folder) / name, torch.float32, "cpu", group)
         heads = CloverHeads.from_pretrained(Path(folder) / name / "clover", model)
-        for way in WAYS if i < 1 else WAYS[:1]:
-            way = dict(max_new_tokens=6) | way | dict(heads=heads if "heads" in way else None)
-            found[f"{name} {way.get('tree_size')}"] = generate(model, PROMPTS, **way).tokens
-    return found
+        for options in OPTIONS if i < 1 else OPTIONS[:1]:
+            options = dict(max_new_tokens=6) | options | dict(heads=heads if "heads" in options else None)
+            outputs[f"{name} {options.get('tree_size')}"] = generate(model, PROMPTS, **options).tokens
+    return outputs
 
 
 @pytest.fixture(scope="module")
 def families(tmp_path_factory):
-    """Folders of random models of every family, with heads that draft among half of the vocabulary."""
+    """Folders of random models of every family, with heads whose draft vocabulary is half of the tokens."""
     root = tmp_path_factory.mktemp("families")
     for i, (name, flags) in enumerate(FAMILIES.items()):
         toy_model(seed=i, **dict(family=name.split("-")[0], head_size=16) | flags).save_pretrained(root / name)
@@ -95,12 +96,11 @@ def families(tmp_path_factory):
 
 @pytest.mark.parametrize("size, missing", [
     (2, ""), (2, "all_gather_single"), pytest.param(4, "", marks=pytest.mark.slow)], ids=["2", "torch-2.11", "4"])
-def test_ranks_say_what_one_process_says(families, size, missing, tmp_path, monkeypatch):
-    """Catches a slice that another rank has too, a bias added twice, another token's noise, other heads' slopes."""
+def test_ranks_decode_like_one_process(families, size, missing, tmp_path, monkeypatch):
+    """Catches overlapping slices, a bias added twice, another token's noise, slopes of other attention heads."""
     monkeypatch.delattr(torch.distributed, missing, raising=False)
-    decode = lambda rank: print(json.dumps(texts(families, start("cpu"))))
-    said = run_ranks(tmp_path, decode, size)
-    want, (first, *others) = texts(families, Group()), [json.loads(out) for _, out, _ in said]
+    results = run_ranks(tmp_path, lambda rank: print(json.dumps(decode(families, start("cpu")))), size)
+    want, (first, *others) = decode(families, Group()), [json.loads(out) for _, out, _ in results]
     assert all(other == first for other in others)
     assert {name: first[name] == tokens for name, tokens in want.items()} == dict.fromkeys(want, True)
 
@@ -111,8 +111,8 @@ def test_sizes_that_ranks_do_not_divide_are_refused(flags):
     refusal(lambda: group.shard_config(toy_model(**flags).config), "do not divide", "take another --nproc-per-node")
 
 
-def test_what_one_rank_finds_all_ranks_know(tmp_path):
-    """Catches a value or an error that one rank alone gets."""
+def test_results_and_errors_reach_all_ranks(tmp_path):
+    """Catches a value or an error that only one rank gets."""
     def fail(message):
         raise InputError(message)
 
@@ -125,13 +125,13 @@ def test_what_one_rank_finds_all_ranks_know(tmp_path):
             errors.append(str(caught.value))
         print(json.dumps([group.min(5 - rank), group.any(rank == 1), group.any(False), *errors]))
         group.close()
-    for _, out, said in run_ranks(tmp_path, action):
-        assert json.loads(out) == [4, True, False, "no 0", "rank 1: broken"], said
+    for _, out, errors in run_ranks(tmp_path, action):
+        assert json.loads(out) == [4, True, False, "no 0", "rank 1: broken"], errors
 
 
 @pytest.fixture(scope="module")
 def models(folder, tmp_path_factory):
-    """Where each rank has a `model` with heads of its own: a/ and b/ the same one, c/ one with other heads."""
+    """Folders for ranks to run in: a/ and b/ have the same model/ and heads, c/ has other heads, empty/ nothing."""
     root = tmp_path_factory.mktemp("ranks")
     for name in "abc":
         shutil.copytree(folder, root / name / "model")
@@ -140,22 +140,22 @@ def models(folder, tmp_path_factory):
     return root
 
 
-def run_generate(tmp_path, folders, *flags, seeds=(0, 0), given=""):
-    """generate.py on a rank for each folder, in which it runs."""
+def run_generate(tmp_path, folders, *flags, seeds=(0, 0), stdin=""):
+    """Runs generate.py on one rank per folder, in that folder."""
     def action(rank):
         os.chdir(folders[rank])
         sys.argv = ["generate.py", "--model", "model", "--device", "cpu", "--max-new-tokens", "12", *flags,
                     "--seed", str(seeds[rank])]
         runpy.run_path(str(ROOT / "generate.py"), run_name="__main__")
-    return run_ranks(tmp_path, action, len(folders), given)
+    return run_ranks(tmp_path, action, len(folders), stdin)
 
 
 def test_ranks_print_what_one_process_prints(models, tmp_path):
-    """Catches two ranks that read standard input or print."""
+    """Catches a second rank that reads standard input or prints."""
     flags = "--prompt", "-", "--prompt", "a b c", "--temperature", "0.8", "--json"
-    (code, out, errors), second = run_generate(tmp_path, [models / "a", models / "b"], *flags, given="once upon")
+    (code, out, errors), second = run_generate(tmp_path, [models / "a", models / "b"], *flags, stdin="once upon")
     assert (code, second) == (0, (0, "", "")), errors
-    (_, alone, _), = run_generate(tmp_path, [models / "a"], *flags, given="once upon")
+    (_, alone, _), = run_generate(tmp_path, [models / "a"], *flags, stdin="once upon")
     together, alone = json.loads(out), json.loads(alone)
     assert together["tokens"] == alone["tokens"] and together["prompts"] == ["once upon", "a b c"]
 
@@ -164,14 +164,14 @@ def test_ranks_print_what_one_process_prints(models, tmp_path):
     ("b", 1, "the processes were started with different flags; start all"),
     ("c", 0, "the processes have read different files; start all"), ("empty", 0, "rank 1: model: no such folder")])
 def test_ranks_that_differ_are_refused(models, other, seed, message, tmp_path):
-    """Catches ranks that wait for each other, or draft different trees, and a line from each."""
+    """Catches ranks that wait for each other or draft different trees, and an error from each of them."""
     first, second = run_generate(tmp_path, [models / "a", models / other], "--prompt", "a b c", seeds=(0, seed))
     assert first[:2] == (2, "") and f"generate.py: {message}" in first[2], first
     assert second == (2, "", "")
 
 
 def test_a_rank_that_dies_ends_the_others(tmp_path):
-    """Catches a rank that waits for one that is gone, and a traceback of what a library says about it."""
+    """Catches a rank that waits for a dead one, and a library's traceback."""
     def action(rank):
         with command():
             main()
@@ -186,8 +186,8 @@ def test_a_rank_that_dies_ends_the_others(tmp_path):
     assert code == 2 and "another process has ended" in errors and "Traceback" not in errors
 
 
-def test_torchrun_tells_once_what_all_ranks_find(models):
-    """Catches a line from every rank, and variables that torchrun does not set."""
+def test_an_error_of_all_ranks_is_printed_once(models):
+    """Catches an error from every rank, and environment variables that torchrun does not set."""
     done = subprocess.run([sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2",
                            str(ROOT / "generate.py"), "--model", "nowhere", "--device", "cpu", "--prompt", "a"],
                           cwd=models, capture_output=True, text=True, timeout=120,
@@ -196,7 +196,7 @@ def test_torchrun_tells_once_what_all_ranks_find(models):
     assert "exitcode  : 2" in done.stderr and done.returncode
 
 
-def test_a_rank_takes_the_gpu_of_its_number(monkeypatch):
+def test_a_rank_uses_the_gpu_of_its_number(monkeypatch):
     monkeypatch.setenv("TORCHELASTIC_RUN_ID", "x")
     monkeypatch.setenv("WORLD_SIZE", "2")
     monkeypatch.setenv("LOCAL_RANK", "1")
@@ -207,7 +207,7 @@ def test_a_rank_takes_the_gpu_of_its_number(monkeypatch):
 
 @pytest.mark.parametrize("name", FAMILIES)
 def test_ranks_hold_every_weight_once(families, name):
-    """Catches rows that two ranks hold without need; ones that none holds would change a text above."""
+    """Catches rows that two ranks hold; rows that no rank holds would change the outputs above."""
     for size in (2, 4):
         model, *ranks = [checkpoint.read_headers(families / name)[0] for _ in range(size + 1)]
         for rank, part in enumerate(ranks):

@@ -1,4 +1,4 @@
-"""clover.py: drafting against a plain beam search, heads that draft as they were trained, heads' folders."""
+"""clover.py: drafting against a plain beam search, decoding states against training states, heads' folders."""
 
 import math
 import os
@@ -17,7 +17,7 @@ from kernels import BINS, SOURCES, best_tree
 
 
 def random_heads(model, name="clover", seed=0, **switches):
-    """Heads as if trained: random weights large enough that each head says something of its own."""
+    """Heads with random weights, large enough that their predictions differ."""
     heads = CloverHeads(preset(name, **switches), model)
     generator = torch.Generator().manual_seed(seed)
     with torch.no_grad():
@@ -27,7 +27,7 @@ def random_heads(model, name="clover", seed=0, **switches):
 
 
 def beam_search(heads, state, root, tree_size, beams, allowed=None):
-    """The tree of one sequence as {path of tokens: joint log-probability}, by plain Python. allowed: these tokens."""
+    """A tree, {path of tokens: joint log-probability}, in plain Python. allowed: a draft vocabulary."""
     V = heads.model.config.vocab_size
     others = torch.ones(V, dtype=torch.bool).index_fill(0, torch.tensor(allowed or range(V)), False)
     found, front = {(): 0.0}, [((), 0.0, state)]
@@ -46,7 +46,7 @@ def beam_search(heads, state, root, tree_size, beams, allowed=None):
 
 
 def paths(tree, b):
-    """The same of a drafted tree: {path of tokens: node}."""
+    """Sequence b of a drafted `Tree`: {path of tokens: node}."""
     found = {}
     for node in range(tree.tokens.shape[1]):
         if tree.ancestors[b, node] != 0:
@@ -57,7 +57,7 @@ def paths(tree, b):
     return found
 
 
-TOKENS = [96, 3, 50, 7, 21, 8, 0, 11]  # of a draft vocabulary
+TOKENS = [96, 3, 50, 7, 21, 8, 0, 11]  # a draft vocabulary
 ABLATIONS = dict(mix="none"), dict(projector="linear"), dict(augment_layers=0), dict(mix="concat", shared=True)
 HEADS = [*((name, {}) for name in PRESETS), *zip(("clover2", "medusa", "clover", "clover"), ABLATIONS)]
 
@@ -67,8 +67,8 @@ HEADS = [*((name, {}) for name in PRESETS), *zip(("clover2", "medusa", "clover",
     (2, 1, None, False), (5, 2, None, False), (17, 4, None, False), (64, 8, None, False), (14, 3, None, False),
     (9, 1, None, False), (30, 4, TOKENS, False), (30, 4, TOKENS, True)], ids=str)
 def test_draft_equals_a_plain_beam_search(name, switches, tree_size, beams, tokens, packed):
-    """Catches a beam that reads another beam's state, a wrong parent, a dropped proposal, a spare node; places in a
-    draft vocabulary taken for token ids; an ablation that crashes. B = 3."""
+    """Catches a beam that reads another beam's state, a wrong parent, a dropped proposal, a padding node; indices into
+    a draft vocabulary mistaken for token ids; an ablation that crashes. B = 3."""
     model = toy_model()
     heads = random_heads(model, name, **switches)
     heads.set_vocabulary(tokens or [])
@@ -77,7 +77,7 @@ def test_draft_equals_a_plain_beam_search(name, switches, tree_size, beams, toke
     if packed:
         cpu.apply(model)
     with torch.inference_mode():
-        chances = torch.exp(-torch.arange(SOURCES) / 4).repeat(2, 1)  # nodes are accepted as often as they say
+        chances = torch.exp(-torch.arange(SOURCES) / 4).repeat(2, 1)  # the joint probability
         candidates = heads.draft(state, root, tree_size, beams)
         tree = Tree(*best_tree(root, candidates, None, chances, torch.zeros(len(root)), tree_size))
     for b, want in enumerate(wanted):
@@ -89,7 +89,7 @@ def test_draft_equals_a_plain_beam_search(name, switches, tree_size, beams, toke
 
 
 def test_a_draft_vocabulary_survives_the_disk(toy, tmp_path):
-    """Catches ids rounded to bfloat16, or kept where there are none."""
+    """Catches ids rounded to bfloat16, and a vocabulary that heads without one get."""
     heads = random_heads(toy)
     for tokens in ([3, 4, 3], [97], [-1], [2**40]):
         refusal(lambda: heads.set_vocabulary(tokens), "a draft vocabulary has token ids outside 0..96, or one twice")
@@ -106,7 +106,7 @@ def test_a_draft_vocabulary_survives_the_disk(toy, tmp_path):
 
 @pytest.mark.parametrize("name, switches", HEADS, ids=str)
 def test_decoding_states_equal_training_states(toy, name, switches):
-    """Catches heads that are fed in decoding what they were not fed in training: a token, position or cache row."""
+    """Catches heads that read another token, position or cache row in decoding than in training."""
     heads, K = random_heads(toy, name, **switches), 4
     tokens = torch.tensor(random_prompts([30, 30]))
     hidden = toy(tokens)
@@ -126,7 +126,7 @@ def test_decoding_states_equal_training_states(toy, name, switches):
 
 
 def test_presets_start_where_the_papers_start(toy):
-    """Catches a start far from the frozen model's own: Medusa's and Hydra's heads begin as the LM head."""
+    """Catches heads that do not start as the model's LM head, as Medusa's and Hydra's do."""
     hidden, tokens = toy(torch.tensor(random_prompts([12]))), torch.tensor(random_prompts([16]))
     for name in ("medusa", "hydra"):
         for out in CloverHeads(preset(name), toy)(hidden, tokens):
@@ -138,7 +138,7 @@ def test_presets_start_where_the_papers_start(toy):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_save_and_load(toy, name, tmp_path):
-    """Catches a weight or a switch that is lost on the way to disk."""
+    """Catches a weight or a switch that is not saved."""
     heads = random_heads(toy, name, n_draft=3)
     heads.save_pretrained(tmp_path, tokenizer="abc", accuracy=[0.5], training=dict(steps=7))
     same = CloverHeads.from_pretrained(tmp_path, toy, tokenizer="abc")
@@ -147,7 +147,7 @@ def test_save_and_load(toy, name, tmp_path):
 
 
 def test_heads_serve_their_model_in_any_format_and_no_other_one(toy, tmp_path, capsys):
-    """Catches heads that silently draft for a model they were not trained on, or are refused by a rounded one."""
+    """Catches heads that load for another model without a word, or fail to load for a quantised one."""
     toy.save_pretrained(tmp_path / "base")
     random_heads(toy).save_pretrained(tmp_path / "heads", tokenizer="abc")
     load = partial(CloverHeads.from_pretrained, tmp_path / "heads")
@@ -187,7 +187,7 @@ def test_broken_folders_are_refused_in_one_line(toy, case, tmp_path):
 
 @pytest.mark.parametrize("name", PRESETS)
 def test_heads_do_not_see_across_documents(name):
-    """Catches an augmenting block that attends across a border, or counts positions on behind it."""
+    """Catches an augmenting block that attends across a document border, or whose positions do not restart there."""
     model = toy_model()
     heads = random_heads(model, name)
     K, parts = heads.config.n_draft, [random_prompts([n], seed=n)[0] for n in (12, 20)]
@@ -198,14 +198,14 @@ def test_heads_do_not_see_across_documents(name):
     for part, start in zip(parts, (0, 12)):
         alone = torch.tensor([part])
         wanted = heads(model(alone[:, :-1])[:, :-K], alone[:, 1:])
-        for i, (out, want) in enumerate(zip(outputs, wanted)):  # at the places whose tokens are all of this document
+        for i, (out, want) in enumerate(zip(outputs, wanted)):  # where all tokens are of this document
             n = want.shape[1]
             torch.testing.assert_close(out[:, start:start + n], want, atol=1e-4, rtol=1e-4)
 
 
 @pytest.mark.parametrize("shape", ["gemma", "olmo", "partial"])
 def test_the_augmenting_block_is_a_copy_of_the_last_layer(shape):
-    """Bug: the window, the rotation or the norms of another layer: here all layers differ."""
+    """Catches the window, rotation or norms of another layer; here all layers differ."""
     model = toy_model(**SHAPES[shape])
     heads = CloverHeads(preset("clover"), model)
     x, positions = torch.randn(2, 30, 64), torch.arange(30).expand(2, 30)

@@ -1,4 +1,4 @@
-"""docs/copying.md: what it says to copy runs with no more files, and where triton does not exist."""
+"""docs/copying.md: the files that it names run without others, and without triton."""
 
 import os
 import re
@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 FOUR = ["kernels.py", "model.py", "clover.py", "generate.py"]
 EXAMPLE, = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "copying.md").read_text(), re.M | re.S)
-CASES = {  # name: (what is copied, what runs there, what it prints)
+CASES = {  # name: (files, code, pattern of its output)
     "cache": (FOUR[:1], EXAMPLE + """
 import torch.nn.functional as F
 b, node, seen = 0, 3, lengths[0] - 3     # before the last commit; node 3 is now in the third row
@@ -39,7 +39,7 @@ class Gate(nn.Module):  # in place of the Attention Decoder
         nn.init.zeros_(self.value.weight)
         nn.init.zeros_(self.value.bias)
 
-    def forward(self, z, e):  # state and embedding of the token guessed before, each [..., C]
+    def forward(self, z, e):  # state and embedding of the previous token, each [..., C]
         return z + self.gate(self.norm(z)).sigmoid() * self.value(e)
 
 
@@ -57,7 +57,7 @@ from hf.families import FAMILIES, LLAMA_NAMES, Family
 from model import GPT, GPTConfig
 from safetensors import safe_open
 
-FAMILIES["acme"] = Family(  # Llama with biases of queries, keys and values, and other names of two tensors
+FAMILIES["acme"] = Family(  # Llama with biases of queries, keys and values, and two tensors renamed
     "AcmeForCausalLM",
     names=LLAMA_NAMES | {"norm": ("final_norm",), "embed": ("embeddings",)},
     fixed=dict(qkv_bias=True))
@@ -74,13 +74,13 @@ with safe_open("acme-tiny/model.safetensors", "pt") as file:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_is_copied_runs_alone(tmp_path, name):
-    """Bug: an example that the code has left behind, or a file that needs one which docs/copying.md does not name."""
-    copied, code, said = CASES[name]
-    for path in copied:
+def test_copied_files_run_alone(tmp_path, name):
+    """Bug: an outdated example, or a file that needs another which docs/copying.md does not name."""
+    files, code, pattern = CASES[name]
+    for path in files:
         (shutil.copytree if (ROOT / path).is_dir() else shutil.copy)(ROOT / path, tmp_path / path)
     (tmp_path / "triton.py").write_text("raise ImportError('no triton here')")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | dict(OMP_NUM_THREADS="1")
     done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert re.fullmatch(said, done.stdout.strip())
+    assert re.fullmatch(pattern, done.stdout.strip())

@@ -1,5 +1,5 @@
-"""Every kernel test runs three ways: with the torch references in this process, with the Triton kernels under Triton's
-interpreter in another (`test_kernels_under_the_interpreter`), and on CUDA where there is a device."""
+"""Each kernel test runs with the torch references in this process, with the Triton kernels under Triton's interpreter
+in another process (`test_kernels_under_the_interpreter`), and on CUDA if there is a device."""
 
 import math
 import os
@@ -32,7 +32,7 @@ if INTERPRETED:  # patch Triton's language once: the interpreter does so at ever
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=[
     pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="no CUDA device")])])
 def device(request):
-    """With memory that nobody wrote filled with NaN, so that a kernel reading its scratch too early shows."""
+    """Fills new memory with NaN, which exposes kernels that read scratch memory before writing it."""
     torch.manual_seed(0)
     torch.use_deterministic_algorithms(True, warn_only=True)
     yield request.param
@@ -40,7 +40,7 @@ def device(request):
 
 
 def set_gpu(monkeypatch, **properties):
-    """Lets the host functions see a GPU with these properties, the others being an H200's."""
+    """Makes the host functions see a GPU with these properties; the others are an H200's."""
     gpu = dict(multi_processor_count=4, shared_memory_per_multiprocessor=233472) | properties
     monkeypatch.setattr(kernels, "_gpu", lambda device: SimpleNamespace(**gpu))
 
@@ -49,7 +49,7 @@ def set_gpu(monkeypatch, **properties):
 # tree_attention
 
 def random_forest(T, unused, generator):
-    """Ancestor bitmasks of T nodes with random parents or none; `unused` nodes have none and are nobody's parent."""
+    """Ancestor bitmasks of T nodes with a random parent or none; `unused` nodes have mask 0 and no children."""
     masks = []
     for node in range(T):
         parent = int(torch.randint(-1, node, (), generator=generator)) if node else -1
@@ -70,7 +70,7 @@ def visible_rows(length, masks, i, window=0):
 
 
 def attention_case(lengths, T, Hq, Hkv, D, S, dtype, generator, window=0):
-    """q, caches, lengths, bitmasks; NaN and inf wherever no node looks."""
+    """q, caches, lengths, bitmasks; NaN and inf in rows that no node sees."""
     B = len(lengths)
     q, k, v = (torch.randn(shape, generator=generator).to(dtype) for shape in ((B, T, Hq, D), *[(B, Hkv, S, D)] * 2))
     unused = set(torch.randperm(T - 1, generator=generator)[:T // 4].tolist())  # the last node counts: bit 63 at T = 64
@@ -84,7 +84,7 @@ def attention_case(lengths, T, Hq, Hkv, D, S, dtype, generator, window=0):
 
 
 def attend_row_by_row(q, k, v, lengths, masks, scale, slopes=None, window=0):
-    """The oracle where q is float64; else the same arithmetic in q's dtype, which measures torch's own error."""
+    """The expected result if q is float64; else the same arithmetic in q's dtype, which measures torch's error."""
     B, T, Hq, D = q.shape
     kv_heads = torch.arange(Hq) * k.shape[1] // Hq
     out = torch.zeros_like(q)
@@ -115,7 +115,7 @@ ERRORS = {FP32: 4, FP16: 2, BF16: 2}  # the allowed multiple of torch's own erro
 
 
 def check_attention(case, device, prepare=lambda q, k, v: (q, k, v), biased=False):
-    """case: lengths, T, Hq, Hkv, D, S, dtype, and then, if not the default, scale and window."""
+    """case: lengths, T, Hq, Hkv, D, S, dtype, then scale and window unless default."""
     *sizes, dtype, scale, window = case + (None, 0)[len(case) - 7:]
     q, k, v, lengths, masks = attention_case(*sizes, dtype, torch.Generator().manual_seed(1), window)
     slopes = alibi_slopes(sizes[2]) if biased else None
@@ -129,9 +129,9 @@ def check_attention(case, device, prepare=lambda q, k, v: (q, k, v), biased=Fals
     assert (got.cpu().double() - want).abs().max() <= ERRORS[dtype] * torch_error + 1e-9
 
 
-# Between them: T 1 to 64; D 16, 48, 80, 96, 128, 256; Hq / Hkv 1, 3, 8, 12; lengths 0, 1, odd, S - T, ragged; one tile
-# of rows and several, and head sizes that fill their tile or do not. Windows of 1, of 2, of a tile and one less, longer
-# than the text, as long as the cache, shorter and longer than the tree is deep.
+# They cover T 1 to 64; D 16, 48, 80, 96, 128, 256; Hq / Hkv 1, 3, 8, 12; lengths 0, 1, odd, S - T, ragged; one tile of
+# rows and several; head sizes that fill their tile or do not; windows of 1, of 2, of a tile and one less, longer than
+# the text, as long as the cache, shorter and longer than the depth of the tree.
 ATTENTION = {
     "one-node-empty-cache": ([0], 1, 1, 1, 16, 20, FP32),
     "ragged-lengths": ([0, 1, 37, 87], 13, 6, 2, 48, 100, FP32),
@@ -168,7 +168,7 @@ def inside(x):
 
 
 def every_second(x):
-    """x in memory that is not contiguous, and has NaN, or ones, in between."""
+    """x in non-contiguous memory, with NaN, or ones, in between."""
     outer = torch.full((*x.shape[:-1], 2 * x.shape[-1]), math.nan if x.is_floating_point() else 1, dtype=x.dtype)
     return outer.to(x.device)[..., ::2].copy_(x)
 
@@ -192,12 +192,12 @@ STRIDES = {
                  marks=slow_to_interpret if biased != (name in BIASED) or name in SLOW else [])
     for (name, case), strides in zip(ATTENTION.items(), cycle(STRIDES)) for biased in (False, True)])
 def test_tree_attention_matches_float64(case, biased, strides, device):
-    """Bug: a row sees too much, too little or NaN, a head has another's slope, a window ends by row, not by depth; a
-    stride taken for granted, the last one included, or a column outside a slice read."""
+    """Bug: a row sees too much, too little or NaN; another head's slope; a window measured in rows, not in depth; an
+    assumed stride, the last one included; a read outside a slice."""
     check_attention(case, device, STRIDES[strides], biased)
 
 
-# multiprocessors, splits, case, whether ALiBi
+# multiprocessors, expected splits, case, whether ALiBi
 SPLITS = {
     "one": (1, 1, ([0, 255, 256, 687], 13, 3, 1, 32, 700, BF16), True),
     "many": (10**6, 11, ([0, 255, 256, 687], 13, 3, 1, 32, 700, BF16), True),
@@ -210,8 +210,8 @@ SPLITS = {
 @pytest.mark.parametrize("multiprocessors, splits, case, biased", [
     pytest.param(*case, id=name, marks=slow_to_interpret if name in SLOW else [])
     for name, case in SPLITS.items()])
-def test_splits_are_weighed_rightly(multiprocessors, splits, case, biased, device, monkeypatch):
-    """Bug: a split that nobody wrote is read, one that saw nothing weighs, boundary rows count twice or never."""
+def test_splits_are_combined(multiprocessors, splits, case, biased, device, monkeypatch):
+    """Bug: an unwritten split is read, an empty one has weight, boundary rows count twice or never."""
     set_gpu(monkeypatch, multi_processor_count=multiprocessors)
     chosen, choose = [], kernels._splits
     monkeypatch.setattr(kernels, "_splits", lambda *args: chosen.append(choose(*args)) or chosen[-1])
@@ -221,7 +221,7 @@ def test_splits_are_weighed_rightly(multiprocessors, splits, case, biased, devic
 
 @records
 def test_a_stride_that_does_not_matter_changes_no_launch():
-    """Bug: slow loads, or a copy, for a cache of one sequence whose first stride is odd."""
+    """Bug: slow loads or a copy for a cache of one sequence whose first stride is odd."""
     q, cache = torch.empty(1, 5, 8, 64, dtype=BF16), torch.empty(1, 2, 9000, 64, dtype=BF16)
     tree = torch.zeros(1).int(), torch.zeros(1, 5).long()
     odd = cache.as_strided(cache.shape, (7, *cache.stride()[1:]))
@@ -233,23 +233,23 @@ def test_a_stride_that_does_not_matter_changes_no_launch():
 @pytest.mark.parametrize("T, S", [(T, S) for T in (1, 16) for S in (528, 2048, 8192, 32768)])
 @pytest.mark.parametrize("heads", [(32, 32), (32, 8), (64, 8)], ids=["7b", "8b", "70b"])
 def test_programs_fill_whole_waves(heads, T, S):
-    """Bug: a last wave of a few programs costs as much as a full one, or most multiprocessors have nothing to do."""
+    """Bug: a last wave of a few programs, which costs as much as a full one, or mostly idle multiprocessors."""
     for B in (1, 4, 32):
         (_, (rows, splits), _, options), *_ = launches_of(
             "tree_attention", B=B, T=T, Hq=heads[0], Hkv=heads[1], S=S, D=128)
-        at_once = 132 * {16: 3, 32: 2, 64: 2, 128: 1}[options["BLOCK_Q"]]  # what 65536 registers a multiprocessor allow
+        at_once = 132 * {16: 3, 32: 2, 64: 2, 128: 1}[options["BLOCK_Q"]]  # by 65536 registers a multiprocessor
         waves = rows * splits / at_once
         if S >= 8192:
             assert waves / math.ceil(waves) >= 0.95, B
-        elif waves < 0.55:  # more splits would move more bytes of partial sums than they save time
+        elif waves < 0.55:  # more splits would cost more in partial sums than they save
             assert S / splits <= max(64, 3 * options["BLOCK_Q"]), B
         assert splits == 1 or S / splits >= 58, B  # two tiles of 32 rows, the last ones cut short
 
 
 @records
-def test_grids_are_no_larger_than_the_work_and_than_a_gpu_takes():
+def test_grids_fit_the_work_and_the_gpu():
     """Bug: programs for rows before a window, partial sums of gigabytes, more than 65535 programs along a grid's second
-    or third axis; half of the multiprocessors without a tile of a draft vocabulary."""
+    or third axis; a draft vocabulary that leaves half of the multiprocessors idle."""
     splits = lambda **sizes: launches_of("tree_attention", D=128, **sizes)[0][1][1]
     assert splits(B=32, T=64, Hq=32, Hkv=8, S=32768) * 32 * 64 * 32 * 128 * 4 <= 2**29
     wide, near, far = (splits(B=2, T=16, S=S, window=window)
@@ -286,8 +286,8 @@ PROJECTIONS = {
     pytest.param(False, True, id="noise"), pytest.param(True, True, id="vocab-ids-noise", marks=slow_to_interpret)])
 @pytest.mark.parametrize("M, C, V, k, dtype", PROJECTIONS.values(), ids=PROJECTIONS.keys())
 def test_project_topk_matches_float64(M, C, V, k, dtype, gathered, noisy, device):
-    """Bug: a tile or a channel left out, the log-sum-exp of padding, a place taken for a token id, a stride; noise of a
-    column, not a token id, of another row's position or sequence; greedy rows that have any."""
+    """Bug: a tile or a channel left out, padding in the log-sum-exp, a column mistaken for a token id, an assumed
+    stride; noise of a column instead of a token id, or of another row; noise in greedy rows."""
     generator = torch.Generator().manual_seed(3)
     hidden, weight = (torch.randn(n, C, generator=generator).to(dtype) for n in (M, V))
     rows = None
@@ -315,9 +315,9 @@ def test_project_topk_matches_float64(M, C, V, k, dtype, gathered, noisy, device
 
 @pytest.mark.parametrize("order", ["ascending", "shuffled"])
 @pytest.mark.parametrize("V, k, multiprocessors", [(200, 32, 4), (1500, 3, 4), (1500, 5, 1)])
-def test_projections_give_equals_to_the_first(V, k, multiprocessors, order, device, monkeypatch):
-    """Bug: among equal logits another token wins, within a tile, between tiles, or between programs; or makes room in
-    a list for a better logit of a later tile."""
+def test_the_first_of_equal_logits_wins(V, k, multiprocessors, order, device, monkeypatch):
+    """Bug: another of several equal logits wins, within a tile, between tiles or between programs; or the wrong one is
+    replaced in a list by a better logit of a later tile."""
     set_gpu(monkeypatch, multi_processor_count=multiprocessors)
     generator = torch.Generator().manual_seed(4)
     hidden, weight = (torch.randint(-1, 2, (n, 24), generator=generator) for n in (4, V))
@@ -338,7 +338,7 @@ def test_projections_give_equals_to_the_first(V, k, multiprocessors, order, devi
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN
 def test_projections_survive_infinity_and_nan(device):
-    """Bug: a loop that never ends, or a token outside the vocabulary, where logits overflow."""
+    """Bug: an endless loop or a token outside the vocabulary if logits overflow."""
     weight = torch.randn(300, 16, generator=torch.Generator().manual_seed(8)).to(device)
     hidden = torch.stack([torch.full((16,), value, device=device) for value in (math.inf, -math.inf, math.nan, 1.0)])
     place = torch.zeros(4, dtype=torch.int64, device=device)
@@ -354,7 +354,7 @@ def test_projections_survive_infinity_and_nan(device):
 # project_sample and its noise
 
 def noise_by_hand(seed, sequence, position, token):
-    """The noise in Python integers, written from its description."""
+    """The noise in Python integers, from its documentation."""
     def mix64(x):
         x = (x ^ x >> 30) * 0xBF58476D1CE4E5B9 % 2**64
         x = (x ^ x >> 27) * 0x94D049BB133111EB % 2**64
@@ -371,7 +371,7 @@ def noise_by_hand(seed, sequence, position, token):
 @plain
 @pytest.mark.parametrize("seed", [0, 1, -1, 2**31, 2**63, 2**64 - 1, -2**63])
 def test_gumbel_is_the_documented_function(seed):
-    """Bug: the noise, and with it every sampled text, changes with a version, a sign, or an overflow."""
+    """Bug: the noise, and with it all sampled output, changes in a new version, with a sign or by an overflow."""
     places, tokens = [(0, 0), (3, 2**33 + 1), (2**40, 7)], torch.tensor([0, 1, 128255])
     want = torch.tensor([[noise_by_hand(seed, *place, token) for token in tokens.tolist()] for place in places])
     sequence, position = torch.tensor(places).T
@@ -385,7 +385,7 @@ def test_gumbel_is_the_documented_function(seed):
                          ids=["500", "several-tiles-a-program", "bfloat16"])
 @pytest.mark.parametrize("temperature, seed", [(0.0, 9), (0.7, 0), (0.7, 2**64 - 1), (1.3, -12345678901234567)])
 def test_project_sample_picks_the_best(V, dtype, temperature, seed, device):
-    """Bug: temperature applied to the noise, a tile left out, other noise than torch's."""
+    """Bug: temperature applied to the noise, a tile left out, noise that differs from torch's."""
     generator = torch.Generator().manual_seed(6)
     hidden, weight = (torch.randn(n, 40, generator=generator).to(dtype) for n in (5, V))
     sequence, position = torch.arange(5) * 3 % 5, torch.arange(5) * 2**33
@@ -403,7 +403,7 @@ def test_project_sample_picks_the_best(V, dtype, temperature, seed, device):
 
 @pytest.mark.parametrize("D, dtype, integers", [(20, FP32, torch.int64), (80, BF16, torch.int32)], ids=["fp32", "bf16"])
 def test_commit_path_moves_only_the_path(D, dtype, integers, device):
-    """Bug: a row overwritten before it is read, garbage beyond count followed, or rows outside the path touched."""
+    """Bug: a row overwritten before it is read, nodes beyond count moved, or rows outside the path changed."""
     S, garbage = 40, 10**9
     paths = torch.tensor([[0, 2, 3, 5, 9, 20], [0, 1, 2, 3, 4, 6], [0, -7, garbage, 3, 0, 0], [garbage] * 6])
     counts, lengths = torch.tensor([5, 6, 1, 0]), torch.tensor([3, 33, 39, 0])
@@ -425,13 +425,13 @@ def test_commit_path_moves_only_the_path(D, dtype, integers, device):
 @records
 @pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])
 def test_kernels_under_the_interpreter(cases):
-    """Bug: any that the tests of the kernels catch, in the Triton kernels."""
+    """Bug: any bug of the other tests, in the Triton kernels."""
     triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
     if triton < (3, 7) and numpy >= (2, 4):
-        pytest.skip("the interpreter of triton 3.6 makes numbers of arrays, which numpy 2.4 refuses")
+        pytest.skip("the interpreter of triton 3.6 converts arrays to numbers in a way that numpy 2.4 rejects")
     first, *others = sorted(ROOT.glob("tests/test_kernels*.py"))
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--no-header", "-m", cases]
-    one_thread = dict(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")  # numpy's would fight over the cores
+    one_thread = dict(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")  # or numpy's threads compete
     runs = [subprocess.Popen([*command, *files], cwd=ROOT, env=os.environ | one_thread | dict(TRITON_INTERPRET="1"),
                              stdout=subprocess.PIPE, text=True) for files in ([first], others)]  # equally long
     for output, run in zip([run.communicate()[0] for run in runs], runs):

@@ -1,4 +1,4 @@
-"""What the functions of kernels.py refuse, and which of two functions runs. All fourteen operations."""
+"""Input checks of all functions in kernels.py, and whether the kernel or the reference runs."""
 
 import inspect
 import math
@@ -11,7 +11,7 @@ import kernels
 from static import FP32, TENSORS, arguments
 from test_kernels import INTERPRETED, as_int64, plain
 
-GIVEN = dict(  # arguments of each function, with every tensor that it may have
+GIVEN = dict(  # arguments of each function, optional tensors included
     tree_attention=dict(B=2, T=3, Hq=4, Hkv=2, D=16, S=10, present="slopes"),
     project_topk=dict(M=2, C=8, V=9, n=5, k=2, present="vocab_ids"), project_sample=dict(M=2, C=8, V=9),
     commit_path=dict(L=1, B=2, Hkv=1, S=10, D=16, P=3), glu=dict(C=8), cosine_mix=dict(C=8, n_head=2),
@@ -24,7 +24,7 @@ NAMES = [name.removesuffix("_reference") for name in vars(kernels) if name.endsw
 
 
 def valid(name, **given):
-    """Arguments that a function accepts, on the CPU."""
+    """Valid arguments of a function, on the CPU."""
     made = arguments(name, FP32, device="cpu", **GIVEN[name] | given)
     if name == "rope_cache":
         made["rope"] = made["rope"] + 0.5
@@ -32,7 +32,7 @@ def valid(name, **given):
 
 
 def faults(name):
-    """Changes of each tensor that a function must refuse: another rank, size, dtype or device."""
+    """Invalid replacements of each tensor: another rank, size, dtype or device."""
     made, found = valid(name), []
     tensors = {argument: spec.split() for argument, spec in TENSORS[name].items() if made[argument] is not None}
     sizes = {argument: [word for word in words if not word.startswith(("real", "int", "float", "?"))]
@@ -40,7 +40,7 @@ def faults(name):
     count = Counter(size for words in sizes.values() for size in words)
     for argument, words in sizes.items():
         x = made[argument]
-        first = argument == next(iter(sizes))  # it may have any number of leading dimensions, which are a 3 here
+        first = argument == next(iter(sizes))  # may have any leading dimensions, here a 3
         wrong = [x.to(torch.int16)]
         wrong += [x[:0]] if first else []
         wrong += [x[None]] if not first or words[0] != "3" else []
@@ -57,7 +57,7 @@ def lists(**changed):
     return dict(candidates=made._replace(**{key: change(getattr(made, key)) for key, change in changed.items()}))
 
 
-FURTHER = dict(  # what else is wrong: sizes and arguments, or a function of the valid ones
+FURTHER = dict(  # more invalid arguments: changed sizes, or functions of the valid arguments
     tree_attention=[dict(T=65, S=99), dict(D=8), dict(D=257), dict(Hq=3), dict(S=2), dict(window=-1),
                     lambda made: dict(q=made["q"].double())],
     project_topk=[dict(k=0), dict(k=6), dict(V=50, n=50, k=33), dict(n=0)],
@@ -84,22 +84,22 @@ FURTHER = dict(  # what else is wrong: sizes and arguments, or a function of the
 @plain
 @pytest.mark.parametrize("name", NAMES)
 def test_wrong_input_is_named_in_one_line(name):
-    """Bug: wrong input crashes deep inside, reads other memory, or quietly gives an answer."""
+    """Bug: invalid input that crashes deep inside, reads other memory, or silently gives a result."""
     cases = [valid(name) | tensors for tensors in faults(name)]
     cases += [valid(name) | changed(valid(name)) if callable(changed) else valid(name, **changed)
               for changed in FURTHER[name]]
     for made in cases:
         with pytest.raises(ValueError, match=r"^expected .*, got ") as error:
             getattr(kernels, name)(**made)
-            print(f"not refused: {made}")
+            print(f"accepted: {made}")
         assert "\n" not in str(error.value) and len(str(error.value)) < 300
 
 
 def far_apart(x, dim):
-    """x, of which the last quarter of this dimension's items is 2^31 elements and more behind the first."""
+    """x with the last quarter of this dimension at least 2^31 elements after the first item."""
     n = x.shape[dim] - 1
     gap = 2**31 // max(n * 3 // 4, 2) + 1  # a stride itself has 32 bits
-    memory = torch.empty(n * gap + 2**16, dtype=x.dtype)  # the system gives only the pages that are used
+    memory = torch.empty(n * gap + 2**16, dtype=x.dtype)  # only pages that are used take memory
     return memory.as_strided(x.shape, [gap if i == dim else n for i, n in enumerate(x.stride())]).copy_(x)
 
 
@@ -111,13 +111,13 @@ def far_apart(x, dim):
     ("rope_cache", "qkv", dict(B=3), 3), ("rope_cache", "kv", dict(B=3, H=8, Hkv=3), 4),
     ("select_candidates", "logprobs", dict(B=3, W=3, w=3), 2)], ids=str)
 def test_offsets_have_64_bits(name, changed, given, dims):
-    """Bug: an offset computed in 32 bits points to random places from 2^31 elements on, which are 8 GB in float32."""
+    """Bug: an offset computed in 32 bits, wrong from 2^31 elements on (8 GB in float32)."""
     made = valid(name, **given)
     for argument, x in made.items():
         if torch.is_tensor(x) and x.is_floating_point():
             x.copy_(torch.randn(x.shape))
     last = dict(lengths=given.get("S", 10) - 3, count=2, path=as_int64([[0, 2, 2]]), ancestors=as_int64([[1, 3, 7]]))
-    for argument in made.keys() & last:  # so that the cache's last row counts
+    for argument in made.keys() & last:  # so that the cache's last row is used
         made[argument] += last[argument]
     for dim in range(dims):
         near = {argument: made[argument].clone() for argument in changed.split()}  # some change it in place
@@ -128,14 +128,14 @@ def test_offsets_have_64_bits(name, changed, given, dims):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# which function runs, also under the interpreter
+# kernel or reference, also under the interpreter
 
 @pytest.mark.parametrize("name, wanted", [
     *((name, None) for name in NAMES), ("tree_attention", "q"), ("rope_cache", "qkv"), ("rope_cache", "kv"),
     ("add_norm", "delta"), ("cosine_mix", "kv"), ("glu", "x")])
 def test_dispatch(name, wanted, monkeypatch):
-    """Bug: a CPU runs the kernels, or the interpreter tests would test the reference; two signatures; a kernel runs
-    where any of the tensors wants a gradient, which is then lost."""
+    """Bug: kernels run on a CPU, or the interpreter tests run the reference; signatures differ; a kernel runs although
+    a tensor requires a gradient."""
     function, reference = getattr(kernels, name), getattr(kernels, f"{name}_reference")
     assert inspect.signature(function) == inspect.signature(reference)
     ran, made = [], valid(name)

@@ -1,4 +1,4 @@
-"""The small fused operations, tested as in test_kernels.py, against formulas in float64 or plain Python."""
+"""The small fused operations, as in test_kernels.py, against formulas in float64 or plain Python."""
 
 import math
 import random
@@ -10,7 +10,7 @@ import kernels
 from test_kernels import BF16, FP16, FP32, INTERPRETED, as_int64, device, every_second, plain, slow_to_interpret
 
 DTYPES = pytest.mark.parametrize("dtype", [FP32, pytest.param(FP16, marks=slow_to_interpret), BF16], ids=str)
-ERROR = {FP32: 3e-6, FP16: 3e-3, BF16: 2.5e-2}  # a few roundings of numbers of about 1 to 3
+ERROR = {FP32: 3e-6, FP16: 3e-3, BF16: 2.5e-2}  # a few roundings of numbers from about 1 to 3
 __all__ = ["device"]  # the fixture
 
 
@@ -30,7 +30,7 @@ def normal(*shape, dtype=FP32):
 @pytest.mark.parametrize("kind", ["rms", "layer", "no-weight", "no-delta"])
 @pytest.mark.parametrize("shape, inference", [((1, 16), True), ((2, 63), False), ((5, 1111), True)], ids=str)
 def test_add_norm_is_the_formula(shape, inference, kind, dtype, device):
-    """Bug: a mean over the padding, a norm of the sum before it is rounded, a bias that RMSNorm does not have."""
+    """Bug: padding in the mean, a norm of the unrounded sum, a bias in RMSNorm."""
     C = shape[-1]
     x, delta = 2 * normal(*shape, dtype=dtype), normal(*shape, dtype=dtype)
     weight, bias = normal(C, dtype=dtype), normal(C, dtype=dtype) if kind == "layer" else None
@@ -47,14 +47,14 @@ def test_add_norm_is_the_formula(shape, inference, kind, dtype, device):
         got = kernels.add_norm(*on_device, 1e-3)
     close(got[0], normed, dtype)
     close(got[1], want, dtype)
-    assert torch.equal(got[1].double().cpu(), want) or INTERPRETED and dtype == BF16  # the interpreter cuts bits off
+    assert torch.equal(got[1].double().cpu(), want) or INTERPRETED and dtype == BF16  # the interpreter truncates
 
 
 @DTYPES
 @pytest.mark.parametrize("activation", ["silu", "gelu"])
 @pytest.mark.parametrize("N", [1, 63, 1025])
 def test_glu_is_the_formula(N, activation, dtype, device):
-    """Bug: gate and up exchanged, a column of the next row, an overflow of the exponential."""
+    """Bug: gate and up swapped, a column of the next row, an overflow of the exponential."""
     x = normal(2, 3, 2 * N, dtype=dtype)
     x[0, 0, 0], x[1, 2, 0] = -60, 60
     gate, up = x.double().chunk(2, -1)
@@ -66,7 +66,7 @@ def test_glu_is_the_formula(N, activation, dtype, device):
 @DTYPES
 @pytest.mark.parametrize("C, n_head", [(16, 1), (111, 3), (1024, 2)])
 def test_cosine_mix_is_the_formula(C, n_head, dtype, device):
-    """Bug: a cosine over all heads, or over another head's part; a division by the length 0."""
+    """Bug: a cosine over all heads or over another head's channels, a division by zero."""
     z, q, kv = normal(2, 3, C, dtype=dtype), normal(2, 3, C, dtype=dtype), normal(2, 3, 2 * C, dtype=dtype)
     if dtype != FP16 or kernels.runs_triton(torch.zeros(1, device=device)):  # torch's own gives NaN in float16
         q[1, 1] = 0
@@ -79,7 +79,7 @@ def test_cosine_mix_is_the_formula(C, n_head, dtype, device):
 
 @plain
 def test_operations_of_training_have_the_gradients_of_their_formulas():
-    """Bug: a detached tensor, or an operation in place that a gradient needs."""
+    """Bug: a detached tensor, or an in-place operation on what a gradient needs."""
     x, delta, weight, bias, kv = (torch.randn(*shape, dtype=torch.float64, requires_grad=True)
                                   for shape in [(2, 6), (2, 6), (6,), (6,), (2, 12)])
     check = torch.autograd.gradcheck
@@ -91,8 +91,8 @@ def test_operations_of_training_have_the_gradients_of_their_formulas():
 # ---------------------------------------------------------------------------------------------------------------------
 # rope_cache
 
-# B, T, Hq, Hkv, D, rotated, normed. Between them: D 16 to 256, odd ones and ones that do not fill a tile; one query
-# head per key head and 8; more heads than one program has.
+# B, T, Hq, Hkv, D, rotated, normed. They cover D 16 to 256, odd sizes and sizes that do not fill a tile; one query head
+# per key head and 8; more heads than one program has.
 ROPE = {
     "llama": (2, 5, 8, 2, 64, True, False),
     "qwen-3": (3, 1, 4, 2, 128, True, True),
@@ -106,7 +106,7 @@ ROPE = {
 @DTYPES
 @pytest.mark.parametrize("case", ROPE.values(), ids=ROPE.keys())
 def test_rope_cache_rotates_and_writes(case, dtype, device):
-    """Bug: values rotated, a query head normed by the keys' weight, a write to another row."""
+    """Bug: values rotated, the keys' weight applied to a query head, a write to another row."""
     B, T, Hq, Hkv, D, rotated, normed = case
     S, H = T + 9, Hq + 2 * Hkv
     qkv, kv = normal(B, T, H, D, dtype=dtype), torch.full((2, B, Hkv, S, D), math.nan, dtype=dtype)
@@ -140,12 +140,12 @@ def test_rope_cache_rotates_and_writes(case, dtype, device):
     assert torch.equal(written, ~got.isnan())
     torch.testing.assert_close(got[written], cache[written], atol=ERROR[dtype], rtol=ERROR[dtype])
     values = lambda x: torch.stack([x[1, b, :, rows[b]] for b in range(B)])
-    assert torch.equal(values(got), values(cache))  # to the bit
+    assert torch.equal(values(got), values(cache))  # bit for bit
 
 
 @pytest.mark.skipif(not INTERPRETED, reason="on a CPU the reference indexes as torch does")
-def test_rope_cache_leaves_out_rows_that_the_cache_does_not_have():
-    """Bug: a write before or after the cache, which is another sequence's or nobody's."""
+def test_rope_cache_skips_rows_outside_the_cache():
+    """Bug: a write before or after the cache, to another sequence or beyond the memory."""
     outer = torch.zeros(2, 2, 1, 12, 16)
     kernels.rope_cache(torch.ones(2, 2, 3, 16), None, outer[:, :, :, 4:8], torch.tensor([-1, 3]))
     assert outer[..., 0].nonzero()[:, 1:4:2].tolist() == [[0, 4], [1, 7]] * 2
@@ -154,14 +154,14 @@ def test_rope_cache_leaves_out_rows_that_the_cache_does_not_have():
 # ---------------------------------------------------------------------------------------------------------------------
 # select_candidates
 
-# B, K, W, T, whether all beams propose the same
+# B, K, W, T, whether all beams share proposals
 TREES = {"small": (3, 4, 4, 16, False), "two-nodes": (2, 1, 1, 2, False), "shared-proposals": (2, 4, 3, 30, True),
          "64-nodes": (2, 4, 8, 64, False), "one-beam": (3, 5, 1, 4, False), "32-beams": (1, 2, 32, 64, False),
          "more-nodes-than-proposals": (2, 2, 2, 20, False)}
 
 
 def random_proposals(B, w, W):
-    """logprobs and tokens [B, w, W] with many equals, an impossible one, a NaN and one above 0."""
+    """logprobs and tokens [B, w, W] with many ties, -inf, NaN and one above 0."""
     logprobs = -torch.rand(B, w, W).mul(3).round().sort(-1).values
     tokens = torch.stack([torch.randperm(max(W, 9))[:W] for _ in range(B * w)]).view(B, w, W)
     logprobs[0, 0, -1] = -math.inf
@@ -172,7 +172,7 @@ def random_proposals(B, w, W):
 
 @pytest.mark.parametrize("B, K, W, T, shared", TREES.values(), ids=TREES.keys())
 def test_candidates_are_those_of_a_plain_search(B, K, W, T, shared, device):
-    """Bug: a wrong order among equals, another beam's child, a NaN that wins, a candidate where there is none."""
+    """Bug: a wrong order of ties, another beam's child, a NaN that wins, a candidate where there is none."""
     n = min(W * W, T - 1)
     root = torch.arange(B).to(device) + 70
     candidates = kernels.Candidates.empty(root, K, n)
@@ -205,7 +205,7 @@ def test_candidates_are_those_of_a_plain_search(B, K, W, T, shared, device):
 # ngram_lookup
 
 def lookup(texts, n, device, rng=None):
-    """The chains of texts of any lengths, in a history whose other columns hold tokens of all texts."""
+    """The chains of texts of any lengths; the rest of the history holds tokens of all texts."""
     S = max(map(len, texts)) + 9
     junk = rng.choices([token for text in texts for token in text], k=S) if rng else [0] * S
     filled = torch.tensor([(text + junk)[:S] for text in texts], dtype=torch.int32, device=device)
@@ -225,10 +225,10 @@ LENGTHS = {"1": [1], "2": [2, 1], "3": [3, 2, 1], "ragged": [7, 1, 4, 2, 111, 3,
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize("vocabulary", VOCABULARIES.values(), ids=VOCABULARIES.keys())
 def test_lookup_is_its_reference(vocabulary, lengths, n, device):
-    """Bug: a token cut to 16 bits, an end of a tile left out, a suffix or a match that leaves its text."""
+    """Bug: a token truncated to 16 bits, the end of a tile left out, a suffix or a match outside its text."""
     rng = random.Random(0)
     texts = [rng.choices(vocabulary, k=length) for length in lengths]
-    texts += [text[:-2] + text[:2] for text in texts]  # so that something is found in a large vocabulary too
+    texts += [text[:-2] + text[:2] for text in texts]  # so that a large vocabulary has matches too
     got = lookup(texts, n, device, rng)
     for text, chain in zip(texts, got):
         want = kernels.ngram_lookup_reference(torch.tensor([text]), torch.tensor([len(text) - 1]), n)
@@ -236,7 +236,7 @@ def test_lookup_is_its_reference(vocabulary, lengths, n, device):
 
 
 def test_the_longest_suffix_wins_then_the_latest(device):
-    """Bug: a nearer and shorter match, a match of 5 tokens, the newest token matched with itself."""
+    """Bug: a nearer, shorter match wins, a match of 5 tokens, the newest token matches itself."""
     texts = {(7,): [0, -1, -1, -1], (5, 5): [1, 5, 5, 5], (1, 2, 9, 2, 8, 1, 2): [2, 9, 2, 8],
              (3, 1, 4, 1, 5, 1): [1, 5, 1, 5], (9, 1, 2, 3, 4, 6, 8, 1, 2, 3, 4, 7, 9, 1, 2, 3, 4): [4, 7, 9, 1]}
     assert lookup(list(map(list, texts)), 3, device) == list(texts.values())
@@ -244,9 +244,9 @@ def test_the_longest_suffix_wins_then_the_latest(device):
 
 @pytest.mark.parametrize("place", [0, 4094, 4095, 99_990])
 def test_a_long_text(place, device):
-    """Bug: a match lost between tiles, or a nearer and shorter one of another tile that wins."""
+    """Bug: a match across tiles is lost, or a nearer, shorter one in another tile wins."""
     text = torch.arange(100_000).tolist()
-    text[place + 3::1024] = [text[place + 3]] * len(text[place + 3::1024])  # at the same place of later tiles too
+    text[place + 3::1024] = [text[place + 3]] * len(text[place + 3::1024])  # same place in later tiles
     text[-4:] = text[place:place + 4]
     assert lookup([text], 5, device) == [[4, *text[place + 4:place + 9]]]
 
@@ -265,7 +265,7 @@ TABLES = {"falling": [*FALLING, 0.0, 0.3, 0.5, 0.7, 0.9], "ties": [1.0] * 9 + [0
 
 
 def random_pool(B, K, W, n, n_chain):
-    """root, candidates and lookup; a chain begins as a path of the candidates does, if there are any."""
+    """root, candidates and lookup; a chain starts with a path of the candidates, if there are any."""
     root, candidates = torch.randint(0, 9, (B,)), kernels.Candidates.empty(torch.zeros(B).long(), K, n) if K else None
     for depth in range(K):
         kernels.select_candidates_reference(*random_proposals(B, W if depth else 1, W), candidates, depth)
@@ -283,8 +283,8 @@ def random_pool(B, K, W, n, n_chain):
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES.keys())
 @pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS.keys())
 def test_trees_are_the_front_of_a_plain_search(pool, table, device):
-    """Bug: a wrong order among equals, a child without its parent, one token twice, a spare node that counts; a tree
-    that depends on its size; a chance that rises along a path; a sequence's chances of the other mode."""
+    """Bug: a wrong order of ties, a child without its parent, one token twice, padding that counts as a node; a small
+    tree that is not the front of a larger one; a chance that rises along a path; chances of the other mode."""
     for _ in range(1 if INTERPRETED else 20):
         root, candidates, lookup = random_pool(*pool)
         chances, temperature = torch.tensor([table, table[::-1]]), torch.randint(0, 2, root.shape).float()
@@ -307,7 +307,7 @@ def test_trees_are_the_front_of_a_plain_search(pool, table, device):
 
 
 def test_chances_are_the_formula(device):
-    """Bug: a bin cut instead of interpolated, a power too many, the smaller chance or its source for a merged node."""
+    """Bug: no interpolation between bins, a power too many, the smaller chance or its source for a merged node."""
     joint = torch.tensor([[[-0.125, -1.5, -99.0], [-0.625, -10.0, -math.inf]]])
     tokens, parents = torch.tensor([[[5, 6, 7], [8, 9, 3]]]), torch.tensor([[[0, 0, 0], [0, 0, -1]]])
     candidates = kernels.Candidates(*(x.to(device) for x in (joint, tokens, parents)))
@@ -330,7 +330,7 @@ def test_chances_are_the_formula(device):
 # accept_path
 
 def random_tree(rng, T, max_depth=6):
-    """[tokens, parents, depths, bitmasks] of T nodes, some of them spare; a node's i-th child has the token i."""
+    """[tokens, parents, depths, bitmasks] of T nodes, some of them padding; a node's i-th child has the token i."""
     used = rng.choice([T, T, 1, rng.randint(1, T)])
     tokens, parents, depths, masks = [rng.randint(0, 99)], [0], [0], [1]
     for i in range(1, used):
@@ -341,9 +341,9 @@ def random_tree(rng, T, max_depth=6):
 
 
 @pytest.mark.parametrize("n_chain", [0, 1, 3, 20])
-def test_paths_are_those_of_a_plain_walk_and_proposals_that_were_right_are_counted(n_chain, device):
-    """Bug: a node accepted under a rejected parent, a spare node, an idle sequence that goes on; a count of the other
-    mode or of an idle sequence, a chain's end taken for a mistake."""
+def test_paths_and_counts_are_those_of_a_plain_walk(n_chain, device):
+    """Bug: a node accepted under a rejected parent, a padding node, an idle sequence that runs; counts of the other
+    mode or of an idle sequence; the end of a chain counted as a wrong token."""
     rng = random.Random(n_chain)
     counts, want = (torch.full((2, kernels.SOURCES, 2), 7.0, device=x) for x in (device, "cpu"))
     active, temperature = torch.tensor([1, 1, 0, 1], dtype=torch.int32), torch.tensor([0.0, 1.0, 0.5, 0.0])
@@ -388,7 +388,7 @@ FLAT = [(6000, 0.1, 0, 0.9, 0), (6000, 0.1, 0, 0.3, 0), (6000, 0.1, 700, 0.9, 0)
     *((*sizes, *filters) for sizes in [(5, 1.0), (300, 0.01)] for filters in FILTERS),
     *(pytest.param(1500, 5.0, *filters, marks=slow_to_interpret) for filters in FILTERS)])
 def test_filtered_sample_draws_what_the_reference_draws(V, scale, top_k, top_p, min_p, device):
-    """Bug: a cut one token too high or low, a tie cut in two (0.0 and -0.0 are one), a floor that is too high."""
+    """Bug: a cut one token too high or low, ties split (0.0 and -0.0 are equal), a floor that is too high."""
     logits = normal(4, V) * scale
     logits[1] = logits[1].round()  # many ties
     logits[2, ::2] = -math.inf
@@ -406,7 +406,7 @@ MIXED = dict(temperature=[0.0, 0.7, 1.0, 1.3, 0.0, 2.0], top_k=[0, 0, 3, 400, 2,
 @pytest.mark.parametrize("V", [60, pytest.param(1500, marks=slow_to_interpret)])
 def test_rows_have_their_own_parameters(V, device):
     """Bug: another row's parameter or seed, a filter in a row without one, noise in a greedy row; a token that differs
-    from that of the row alone, with numbers, or from `project_sample`'s where nothing is filtered."""
+    from that of the row alone, with plain numbers, or, if nothing is filtered, from `project_sample`'s."""
     logits, index = normal(12, V) * 3, torch.arange(6)
     logits[8, [3, 7]] = 50.0  # a tie of a greedy row, which top_k=2 keeps
     tensors = {name: torch.tensor(values) for name, values in MIXED.items()}
@@ -429,7 +429,7 @@ def test_rows_have_their_own_parameters(V, device):
 
 
 def test_filtered_sample_survives_nan(device):
-    """Bug: a token outside the vocabulary, or a loop without end."""
+    """Bug: a token outside the vocabulary, or an endless loop."""
     logits = torch.tensor([[math.nan] * 3, [-math.inf] * 3, [math.nan, 3.0, -math.inf]]).to(device)
     index = torch.arange(3, device=device)
     for top_k, top_p in ((0, 0.5), (2, 1.0), (2, 0.5)):

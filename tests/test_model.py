@@ -1,4 +1,4 @@
-"""model.py: one sequence gives one answer however it is fed, and a folder can be looked at."""
+"""model.py: prefill, steps and trees give the same hidden states; initialisation; describing a folder."""
 
 import subprocess
 import sys
@@ -13,17 +13,17 @@ from model import GPT, GPTConfig
 
 
 def chain(n):
-    """Ancestors of n nodes that follow each other."""
+    """Ancestor bitmasks of a path of n nodes."""
     return ((2 << torch.arange(n)) - 1)[None]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# One sequence, several ways
+# Forward passes agree
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prefill_and_steps_agree(shape, device):
-    """Catches a position, a cache row or a mask that is off in one of the ways to feed tokens."""
+    """Catches a wrong position, cache row or mask in a plain pass, in chunked prefill or in single steps."""
     model = toy_model(**SHAPES[shape]).to(device)
     tokens = torch.tensor(random_prompts([23, 23]), device=device)
     want = model(tokens)  # no cache
@@ -42,7 +42,7 @@ def test_prefill_and_steps_agree(shape, device):
 @needs_cuda
 @pytest.mark.parametrize("shape", SHAPES)
 def test_prefill_in_bfloat16_comes_near_float32(shape):
-    """Catches flash attention's causal mask aligned to the wrong end, in the chunks after the first."""
+    """Catches a causal mask that flash attention aligns to the wrong end in later chunks."""
     model = toy_model(**SHAPES[shape], scale=1.0)
     tokens = torch.tensor(random_prompts([200]))
     want, model = model(tokens).double(), model.to("cuda", torch.bfloat16)
@@ -53,7 +53,7 @@ def test_prefill_in_bfloat16_comes_near_float32(shape):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_tree_nodes_see_their_own_path(shape):
-    """Catches siblings that see each other and ragged sequences that see another's length."""
+    """Catches siblings that attend to each other, and a sequence that uses another's length."""
     model = toy_model(**SHAPES[shape])
     prompts = [torch.tensor(p) for p in random_prompts([9, 1, 20])]
     ancestors = [0b1, 0b11, 0b101, 0b1011, 0b10011, 0b101011]
@@ -73,7 +73,7 @@ def test_tree_nodes_see_their_own_path(shape):
 
 @pytest.mark.parametrize("shape", ["llama", "alibi"])
 def test_positions_stay_exact_when_a_model_is_cast(shape):
-    """Catches angles and slopes that are rounded with the weights."""
+    """Catches angles and slopes rounded along with the weights."""
     model = toy_model(**SHAPES[shape])
     name = dict(llama="rotations", alibi="slopes")[shape]
     want = getattr(model, name).clone()
@@ -81,20 +81,20 @@ def test_positions_stay_exact_when_a_model_is_cast(shape):
     assert torch.equal(getattr(model.float(), name), want)
 
 
-def test_a_folder_can_be_looked_at(checkpoint):
+def test_a_folder_is_described(checkpoint):
     command = [sys.executable, models.__file__, checkpoint]
-    said = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    output = subprocess.run(command, capture_output=True, text=True, check=True).stdout
     parameters = sum(p.numel() for p in GPT.from_pretrained(checkpoint, device="cpu", packed=False).parameters())
-    assert f"parameters    {parameters / 1e3:.1f} k\n" in said
+    assert f"parameters    {parameters / 1e3:.1f} k\n" in output
 
 
 def test_a_fresh_model_has_weights_and_sizes_that_fit():
-    """Catches zeros until init_weights is called, a folder's model that draws numbers, sizes of another hidden size."""
+    """Catches weights that stay zero, random numbers drawn on the meta device, and wrong default sizes."""
     model = GPT(GPTConfig(vocab_size=50, n_layer=2, n_embd=96, n_head=6))
     assert model.config.head_size == 16 and model.config.n_inner == 240
     assert all(p.std() > 0 for p in model.parameters() if p.dim() == 2)
     draw = lambda: GPT(model.config).init_weights(torch.Generator().manual_seed(3)).head.weight
-    assert torch.equal(draw(), draw())  # whatever was drawn before
+    assert torch.equal(draw(), draw())  # whatever was drawn from the global generator
     state = torch.get_rng_state()
     with torch.device("meta"):
         GPT(model.config)
@@ -103,7 +103,7 @@ def test_a_fresh_model_has_weights_and_sizes_that_fit():
 
 @pytest.mark.gpu
 @needs_cuda
-def test_memory_of_a_graph_is_free_again_without_it():
+def test_memory_of_a_graph_is_not_free_while_it_lives():
     """Catches memory counted as free that only a captured CUDA graph can use: here 1 GiB."""
     x = torch.ones(2**28, device="cuda")
     before = models.free_memory("cuda")
@@ -117,7 +117,7 @@ def test_memory_of_a_graph_is_free_again_without_it():
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_documents_in_one_window_do_not_see_one_another(shape):
-    """Catches a token that attends across a border, and positions that run on after one."""
+    """Catches attention across a document border, and positions that do not restart there."""
     model = toy_model(**SHAPES[shape])
     parts = [random_prompts([n], seed=n)[0] for n in (5, 9, 4)]
     documents = torch.tensor([[i for i, part in enumerate(parts) for _ in part], [0] * 18])
