@@ -376,15 +376,15 @@ BROKEN = {  # case: (what breaks a folder: keys of config.json or a function, wh
                        "rope type of windows 'linear' is not supported"),
     "another GPT-2": (dict(model_type="gpt2", scale_attn_weights=False), "scale_attn_weights False is not"),
     **{f"large {key}": ({key: 2**24}, "") for key in SIZES},
-    "all sizes large": (dict.fromkeys(SIZES[:3], 2**24), "should be floats of shape (16777216, 16777216)"),
+    "all sizes large": (dict.fromkeys(SIZES[:3], 2**24), "expected floats of shape (16777216, 16777216)"),
     "quantised, says a type": (lambda p: edit_weights(p, lambda t: t.update(
-        {"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)})), "but is torch.float8_e4m3fn of (64,)"),
+        {"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)})), "torch.float8_e4m3fn of shape (64,)"),
     "tensor missing": (lambda p: edit_weights(p, lambda t: t.pop("model.norm.weight")), "lack norm.weight"),
     "shard missing": (lambda p: one_shard(p, "model-2.safetensors"), "model-2.safetensors: truncated"),
     "shard above the folder": (lambda p: one_shard(p, "../b.safetensors", p.parent / "b.safetensors"), "r/b.safet"),
     "pointer instead of a pickle": (lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin").write_text(
-        "version https://git-lfs.github.com/spec/v1"), "truncated, not a bin file, or more than tensors"),
-    "pickle with code": (lambda p: pickled(p, dict(a=Code())), "or more than tensors"),
+        "version https://git-lfs.github.com/spec/v1"), "truncated, not a bin file, or contains more than tensors"),
+    "pickle with code": (lambda p: pickled(p, dict(a=Code())), "or contains more than tensors"),
     "pickle of a huge view": (lambda p: pickled(p, {"a.bias": torch.ones(1).expand(10**9, 10**6)}), "not store"),
 }
 

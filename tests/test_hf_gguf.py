@@ -363,7 +363,7 @@ def test_a_split_file_is_read_whole_from_any_of_its_parts(packed, corpus, tmp_pa
     for call in (describe, GPT.from_pretrained, load_encoding):
         for part in parts[::2]:
             refusal(lambda: call(part), part, "one of 3 files, of which these are missing: m-00002-of-00003.gguf")
-        refusal(lambda: call(tmp_path / "b.gguf"), "b.gguf says that it is one of 3 files")
+        refusal(lambda: call(tmp_path / "b.gguf"), "b.gguf is one of 3 files")
     shutil.copy(parts[2], parts[1])
     refusal(lambda: describe(parts[0]), "the weights lack")
 
@@ -435,11 +435,11 @@ VALUES = {  # case: (what changes tensors and metadata before a file is written,
     "another architecture": ({"general.architecture": "mamba"}, "general.architecture 'mamba' is not supported"),
     "a size that is text": ({"llama.embedding_length": "64"}, "hidden_size must be a whole number above 0"),
     "too many layers": ({"llama.block_count": 99_999}, "99999 layers, but 21 tensors"),
-    "another shape": ({"llama.attention.head_count_kv": 1}, "should be floats of shape (16, 64)"),
+    "another shape": ({"llama.attention.head_count_kv": 1}, "expected floats of shape (16, 64)"),
     "a size of 0": ({"llama.attention.head_count": 0}, "num_attention_heads must be a whole"),
     "no embeddings": ({"-": "token_embd.weight"}, "has no tensor token_embd.weight"),
     "many tokens": ({"tokenizer.ggml.tokens": ["a"] * 98}, "98 tokens, but only 97 embeddings"),
-    "a tensor more": ({"+": "blk.0.ffn_gate_exps.weight"}, "blk.0.ffn_gate_exps.weight is not a tensor that llama"),
+    "a tensor more": ({"+": "blk.0.ffn_gate_exps.weight"}, "blk.0.ffn_gate_exps.weight is not a tensor of llama"),
 }
 SPELLED = {"tokenizer.ggml.tokens": ["a", "b", "ab"], "tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.model": "gpt2"}
 TOKENIZERS = {
