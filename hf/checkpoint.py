@@ -138,9 +138,10 @@ def match_tensors(path, model, tensors):
             untie(model)
     expected = {}  # tensor name without prefix -> (parameter name, first row, shape)
     for name, parameter in model.named_parameters():
-        order = -1 if name.endswith(family.transposed) else 1
         for part, start, size in families.stored_parts(name, len(parameter), model.config):
-            expected[part] = name, start, (size, *parameter.shape[1:])[::order]
+            shape = (size, *parameter.shape[1:])
+            is_transposed = name.endswith(family.transposed)
+            expected[part] = name, start, shape[::-1] if is_transposed else shape
     matches = defaultdict(list)
     for part, tensor in found.items():
         if part not in expected and part.endswith(".bias") and not tensor.load().any():
@@ -222,7 +223,7 @@ def choose_packers(model, matches, rounding, dtype):
     if model.config.tied:
         names[names.index("head.weight")] = "embed.weight"
     pack_floats = lambda tensor, arrange: cpu.pack_floats(arrange(tensor.load()).to(dtype))
-    pack_stored = lambda tensor, arrange: tensor.pack(
+    pack_stored = lambda tensor, arrange: tensor.pack(  # arrange takes matrices
         arrange(torch.arange(tensor.shape[0])[:, None])[:, 0])
     pack_rounded = lambda how, tensor, arrange: quantized.pack(
         quantized.round_weight(arrange(tensor.load()), *how))
@@ -279,9 +280,9 @@ def copy_shard(target, value, start, slices):
         target.copy_(value[:, parts[0]])
         return
     for part, rows in zip(parts, target.split([part.stop - part.start for part in parts])):
-        held = value[max(part.start - start, 0):max(part.stop - start, 0)]
+        overlap = value[max(part.start - start, 0):max(part.stop - start, 0)]
         first = max(start - part.start, 0)
-        rows[first:first + len(held)] = held
+        rows[first:first + len(overlap)] = overlap
 
 
 def save(model, path, dtype=None):

@@ -45,10 +45,11 @@ def find_files(path):
     training runs. Returns a sorted list of Path."""
     path = Path(path)
     expect(path.exists(), f"{path}: no such file or folder")
+    if path.is_file():
+        return [path]
     runs = {state.parent for state in path.rglob(STATE_FILE)}
-    return [path] if path.is_file() else [
-        file for file in sorted(path.rglob("*")) if file.name.endswith(TEXT_SUFFIXES)
-        and file.is_file() and not runs & set(file.parents)]
+    return [file for file in sorted(path.rglob("*")) if file.name.endswith(TEXT_SUFFIXES)
+            and file.is_file() and not runs & set(file.parents)]
 
 
 def read_records(paths, template=None):

@@ -162,8 +162,10 @@ def prompts(tokens, n, length, seed=0):
         elif (answers > 0).any():
             answer = rng.choice(answers[answers > 0])
             return tokens.ids[start + max(answer - 4 * length, 0):start + answer].tolist()
-    found = ((i, prompt_of(i)) for i in rng.permutation(len(tokens.starts)))
-    chosen = dict(itertools.islice((pair for pair in found if pair[1]), n))
+    chosen = {}  # document -> prompt
+    for i in rng.permutation(len(tokens.starts)):
+        if len(chosen) < n and (prompt := prompt_of(i)):
+            chosen[i] = prompt
     expect(chosen, "prompts need documents of two tokens or more; give more text")
     again = itertools.islice(itertools.cycle(chosen), n - len(chosen))
     return [*chosen.values(), *map(prompt_of, again)]

@@ -30,8 +30,8 @@ def head_accuracy(heads, heldout, batch_size, block_size):
 
 @torch.inference_mode()
 def acceptance(heads, prompts, temperature):
-    """Decodes prompts -> (numbers of nodes [accepted, proposed] for each bin of their joint
-    log-probability, tokens per step)."""
+    """Decodes prompts -> ([accepted, proposed] nodes by bin of their joint log-probability, tokens
+    per step)."""
     engine = prepare(heads.model, prompts, DECODED, heads, graph=False, tree_size=TREE_SIZE,
                      temperature=temperature)
     output = engine.generate(prompts, DECODED)
@@ -46,12 +46,12 @@ def measure(heads, heldout, batch_size, block_size):
     cpu.apply(heads.model, heads)  # packs both for decoding
     room = heads.model.config.block_size - DECODED  # prompts have up to 4 * length tokens
     starts = prompts(heldout, PROMPTS, max(min(64, room // 4), 1))
-    tables = {}
-    for part, (name, temperature) in enumerate(dict(sampled=0.8, greedy=0.0).items(), start=2):
-        print(f"measuring {part} of 3: {name}, tree size {TREE_SIZE}", flush=True)
-        tables[name], tokens_per_step = acceptance(heads, starts, temperature)
+    print(f"measuring 2 of 3: sampled, tree size {TREE_SIZE}", flush=True)
+    sampled, _ = acceptance(heads, starts, temperature=0.8)
+    print(f"measuring 3 of 3: greedy, tree size {TREE_SIZE}", flush=True)
+    greedy, tokens_per_step = acceptance(heads, starts, temperature=0.0)
     return dict(accuracy=accuracy, prompts=PROMPTS, tokens_per_step=tokens_per_step,
-                acceptance=tables)
+                acceptance=dict(sampled=sampled, greedy=greedy))
 
 
 def record(heads, out, tokenizer, measured):
