@@ -102,7 +102,7 @@ class GGUFFile:
         self.tokens = meta.get("tokenizer.ggml.tokens", [])
         self.meta = {}
         for key, value in meta.items():
-            if not key.endswith("_token_id") or value in range(len(self.tokens)):
+            if not key.endswith("_token_id") or value in range(len(self.tokens)):  # a valid id
                 self.meta[re.sub(rf"^({self.architecture}|tokenizer\.ggml)\.", "", key)] = value
         self.tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
         for kind in {tensor.tensor_type for tensor in self.tensors.values()}:  # raises if unknown
