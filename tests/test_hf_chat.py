@@ -122,7 +122,7 @@ TURNS = [*said(("user", "2 + 3?")), {"role": "assistant", "content": None, "tool
 @pytest.mark.parametrize("options", [{"add_generation_prompt": True}, {"continue_final_message": True},
                                      {"add_generation_prompt": True, "enable_thinking": False}], ids=str)
 def test_calls_variables_and_unfinished_messages_are_read_as_transformers_does(options, corpus, tmp_path):
-    """Bug: tool calls hidden from the template, a null that is printed, a final message that is closed, an extra BOS."""
+    """Bug: tool calls hidden from the template, a printed null, a final message that is closed, an extra BOS."""
     spec = tk.byte_level(corpus[:2], tk.BYTE_LEVEL, tk.CHAT, post_processor=tk.BOS)
     tk.folder_of(tmp_path, spec, CONFIG | {"chat_template": TOOLS})
     reference = tk.auto_tokenizer(tmp_path)

@@ -38,7 +38,7 @@ def plain(model, outputs, hidden, guess_mask, ids):
 @pytest.mark.parametrize("ids", [range(97), [40, 3, 96, *range(50, 80)]], ids=["all", "some"])
 @pytest.mark.parametrize("chunk", [1, 97 * 4, 97 * 7, 10**9])
 def test_loss_gradient_and_accuracy_equal_the_plain_computation(chunk, ids, monkeypatch):
-    """Catches errors at the border of chunks, masked guesses in the loss, a wrong gradient scale, a truncated teacher."""
+    """Catches errors at chunk borders, masked guesses in the loss, a wrong gradient scale, a truncated teacher."""
     monkeypatch.setattr(loss, "CHUNK", chunk)
     model = toy_model()
     heads = CloverHeads(preset("clover"), model)

@@ -110,7 +110,7 @@ def test_half_of_the_messages_begin_with_an_opening_that_may_quote_an_answer(enc
     made.count(first)
     begun = {text["messages"][0]["content"] for text in made.round(1)}
     assert {text["messages"][0]["content"] for text in first} >= {"Explain: ask 0", "ask 2", "Explain: ask 5"}
-    assert second == [] and any(text.startswith("Shorten: hell hell ") for text in begun)  # without answers to quote, nothing is new
+    assert second == [] and any(text.startswith("Shorten: hell hell ") for text in begun)  # no answers, nothing new
 
 
 def test_a_base_model_writes_from_its_first_token(encoding, tmp_path, monkeypatch):
