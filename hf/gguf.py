@@ -39,7 +39,7 @@ SAMPLING = dict(temp="temperature", top_k="top_k", top_p="top_p", min_p="min_p",
                 penalty_repeat="repetition_penalty")
 SPECIAL = dict(bos_token_id="bos_token", eos_token_id="eos_token", unknown_token_id="unk_token",
                padding_token_id="pad_token")
-# Phi-3's special tokens strip the white space after them, which no key says, except these three.
+# Phi-3's other special tokens strip the white space after them; no key says so.
 KEEP_SPACE = "<unk>", "<s>", "<|endoftext|>"
 FLOATS = "F64", "F32", "F16", "BF16"
 

@@ -62,10 +62,11 @@ def cached(repo, choice):
 
 
 def choose(repo, files, choice):
-    """The names among a repository's files to download: a folder's, or those of one GGUF model.
-    choice: a GGUF file's name or quantisation type, such as Q4_K_M; "" for none."""
+    """The names of a repository's files to download: a folder's, or one GGUF model's. choice: that
+    model's name or type, such as Q4_K_M, or ""."""
     parts = [part for part in PARTS if part in files]
-    for stem, suffix in [] if choice else [("model", ".safetensors"), ("pytorch_model", ".bin")]:
+    formats = [] if choice else [("model", ".safetensors"), ("pytorch_model", ".bin")]
+    for stem, suffix in formats:
         if stem + suffix in files:
             return [*parts, stem + suffix]
         if f"{stem}{suffix}.index.json" in files:

@@ -82,7 +82,7 @@ def parse_heads(argv=None):
     add("--projector", metavar="NAME", help="layer before the LM head")
     add("--shared", action=on_off, help="all heads but the first share weights")
     add("--draft-vocabulary", type=at_least(0, auto=True), metavar="N|auto", help="draft the N "
-        "most frequent tokens; 0: all; default: auto, 97%% of the text if that takes under half")
+        "most frequent tokens; 0: all; default: auto, to cover 97%% of the text, or else all")
     return parser.parse_args(argv, argparse.Namespace(device=None))
 
 
