@@ -69,7 +69,7 @@ class Run:
         show = common.progress(self.step, config.steps, config.tokens_per_step, group.print)
         with common.noted_signals() as signals:
             while self.step < config.steps and not self.interrupted(signals):
-                seed = config.seed * 1_000_003 + self.step  # other windows in each step
+                seed = config.seed * 1_000_003 + self.step  # different windows in each step
                 loss, accuracies = self.train_step(*data.window_batch(
                     corpus, config.batch_size, config.window, seed, heads.model.device, mine,
                     heads.model.dtype))

@@ -17,10 +17,9 @@ from model import InputError, expect
 SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # keys of generation_config.json
 # Unsupported keys that change the output unless they are 0, null or empty (or 1: the first four)
 NEUTRAL_AT_1 = "repetition_penalty", "typical_p", "guidance_scale", "num_beams"
-NOT_APPLIED = (
-    *NEUTRAL_AT_1, "no_repeat_ngram_size", "min_length", "min_new_tokens", "suppress_tokens",
-    "begin_suppress_tokens", "bad_words_ids", "forced_bos_token_id", "forced_eos_token_id",
-    "sequence_bias", "penalty_alpha", "stop_strings")
+NOT_APPLIED = (*NEUTRAL_AT_1, "no_repeat_ngram_size", "min_length", "min_new_tokens",
+               "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "forced_bos_token_id",
+               "forced_eos_token_id", "sequence_bias", "penalty_alpha", "stop_strings")
 TURN_ENDS = "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>"
 CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "  # what transformers appends to a message to continue
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<|eot_id|>", "<eos>")

@@ -289,8 +289,7 @@ def save(model, path, dtype=None):
     """Writes config.json and model.safetensors, which transformers can load. dtype: default the
     model's. Raises InputError for a sharded or packed model and an unrepresentable config."""
     path, dtype = Path(path), dtype or model.dtype
-    expect(model.group is None,
-           f"{path}: each rank holds a shard of the model; save it from one process")
+    expect(model.group is None, f"{path}: the model is sharded; save it from one process")
     model.check_plain("saved")
     raw = families.hf_config(model.config, dtype)
     expect(families.parse_config(raw) == model.config,

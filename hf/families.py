@@ -329,9 +329,8 @@ def stored_parts(name, rows, config):
 
 
 def stored_rows(name, config):
-    """The checkpoint's row for each row of a parameter, None if the order is the same. We order a
-    head as `rope_table` does: first dimensions of the rotated pairs, half of the unrotated
-    dimensions, second dimensions of the pairs, the other half."""
+    """The checkpoint's row for each row of a parameter; None: the same. `rope_table` needs in each
+    head: first dimensions of the pairs, half of the unrotated ones, second dimensions, the rest."""
     D = config.head_size
     R = config.rotary_size or D
     neighbours = FAMILIES[config.family].neighbours

@@ -189,21 +189,20 @@ class GGUFFile:
     def weights(self):
         """{name as in a folder: `StoredTensor`}. Their dtype, the model's default, is bfloat16."""
         family = FAMILIES[self.family]
-        names_of = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.architecture.upper()], 1)
-        names = {}  # GGUF name in block 0 -> name in a folder
-        for name in itertools.chain(*family.names.values()):
-            first = name.replace(".N.", ".0.")
-            names[names_of.get_name(family.prefix + first) or names_of.get_name(first)] = name
+        n_layer = min(self.meta["block_count"], len(self.tensors))  # the count may be hostile
+        names_of = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.architecture.upper()], n_layer)
+        names = {}  # in the file -> in a folder
+        patterns = itertools.chain(*family.names.values())
+        for pattern, i in itertools.product(patterns, range(n_layer)):
+            name = pattern.replace(".N.", f".{i}.")
+            names[names_of.get_name(family.prefix + name) or names_of.get_name(name)] = name
         weights = {}
         for name, tensor in self.tensors.items():
             stem, _, kind = name.rpartition(".")
-            number = re.search(r"\d+|$", stem).group()
-            first = stem.replace(f"blk.{number}.", "blk.0.")
-            expect(first in names or name in ROPE_FACTORS,
+            expect(stem in names or name in ROPE_FACTORS,
                    f"{name} is not a tensor of {self.architecture} models; use another file")
-            if first in names:
-                folder_name = names[first].replace(".N.", f".{number}.")
-                weights[f"{folder_name}.{kind}"] = StoredTensor(
+            if stem in names:
+                weights[f"{names[stem]}.{kind}"] = StoredTensor(
                     self.path, tuple(tensor.shape[::-1].tolist()), torch.bfloat16,
                     partial(self.read_values, tensor), tensor.tensor_type.name,
                     *self.packing(tensor))

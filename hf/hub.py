@@ -62,8 +62,7 @@ def cached(repo, choice):
 
 
 def choose(repo, files, choice):
-    """The names of a repository's files to download: a folder's, or one GGUF model's. choice: that
-    model's name or type, such as Q4_K_M, or ""."""
+    """Picks the files to download: a folder's, or one GGUF model's. choice: its name or type."""
     parts = [part for part in PARTS if part in files]
     formats = [] if choice else [("model", ".safetensors"), ("pytorch_model", ".bin")]
     for stem, suffix in formats:

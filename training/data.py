@@ -117,9 +117,8 @@ def set_draft_vocabulary(heads, ids, n, log=print):
 
 def window_batch(tokens, n, length, seed, device, mine=slice(None), dtype=torch.float32):
     """Draws n random windows of `Tokens` and returns the slice `mine` of them: ids int64, loss_mask
-    bool, documents int64 (0, 1, ... in each window; None if all windows have one document), each
-    [windows, length]; and a `Teacher` of all but the last position in a dtype, None if no states
-    are stored. Raises InputError if there are fewer than `length` tokens."""
+    bool, documents int64 (0, 1, ... in each window; None if none has several), each [windows,
+    length]; a `Teacher` of all but the last position in a dtype, None if no states are stored."""
     last = len(tokens.ids) - length
     expect(last >= 0, f"expected {length} tokens or more in each split, got {len(tokens.ids)}; "
            "give more text, or a smaller --block-size")
@@ -222,7 +221,6 @@ def create(file, shape):
 
 
 def write_states(rows, model, tokens, spans, dtype):
-    """Computes and stores the states of a batch of spans (start, end), in one forward pass."""
     texts = [torch.from_numpy(tokens.ids[start:end].astype(np.int64)) for start, end in spans]
     ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
     hidden = hidden_states(model, ids.to(model.device), dtype=dtype)

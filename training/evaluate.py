@@ -30,8 +30,7 @@ def head_accuracy(heads, heldout, batch_size, block_size):
 
 @torch.inference_mode()
 def acceptance(heads, prompts, temperature):
-    """Decodes prompts -> ([accepted, proposed] nodes by bin of their joint log-probability, tokens
-    per step)."""
+    """Decodes -> ([accepted, proposed] nodes by bin of joint log-probability, tokens per step)"""
     engine = prepare(heads.model, prompts, DECODED, heads, graph=False, tree_size=TREE_SIZE,
                      temperature=temperature)
     output = engine.generate(prompts, DECODED)

@@ -79,8 +79,7 @@ def guess_masks(tokens, K, loss_mask, documents=None):
     return torch.stack([loss_mask[:, at] & (documents[:, at] == documents[:, :T]) for at in ahead])
 
 
-def window_losses(heads, ids, loss_mask, documents=None, teacher=None,
-                  dtype=torch.float32):
+def window_losses(heads, ids, loss_mask, documents=None, teacher=None, dtype=torch.float32):
     """Losses of a batch from `data.window_batch` -> the sums and hits of `head_losses`, and the
     number of guesses, each float32 [K]."""
     if teacher is None:  # no stored states

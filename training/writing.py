@@ -1,7 +1,7 @@
-"""Generates the text that a model's heads are trained on, with the model itself. A chat model also
-writes the user's messages, from the chat template up to where they begin (Magpie, arXiv
-2406.08464). As such requests vary little, half of the messages start with a line of openings.jsonl.
-A base model writes from its first token."""
+"""Generates training text for draft heads with the model itself. A chat model also writes the
+user's messages, prompted with the chat template up to where they begin (Magpie, arXiv 2406.08464).
+These vary little, so half of the first messages start with a line of openings.jsonl. A base model
+writes from its first token."""
 
 import itertools
 import json
