@@ -226,8 +226,8 @@ def read_windows(raw, family, n_layer):
     types = by_layer(raw, "layer_types", LAYER_TYPES, n_layer)
     if family.window_layers is None:
         return (size,) * n_layer
-    windowed = [x == LAYER_TYPES[1] for x in types or ()] or family.window_layers(raw, n_layer)
-    return tuple(size * has_window for has_window in windowed) if any(windowed) else ()
+    has_window = [x == LAYER_TYPES[1] for x in types or ()] or family.window_layers(raw, n_layer)
+    return tuple(size * x for x in has_window) if any(has_window) else ()
 
 
 def read_rope(raw, family, config):

@@ -1,7 +1,6 @@
 """Generates training text for draft heads with the model itself. A chat model also writes the
-user's messages, prompted with the chat template up to where they begin (Magpie, arXiv 2406.08464).
-These vary little, so half of the first messages start with a line of openings.jsonl. A base model
-writes from its first token."""
+user's messages, from the template up to where they begin (Magpie, arXiv 2406.08464); for variety,
+half of the first ones begin with a line of openings.jsonl. A base model writes unprompted."""
 
 import itertools
 import json
@@ -123,12 +122,13 @@ class Writer:
         for i, sequence in zip(prompts, output.sequences):
             tokens = [token for token in sequence.tokens if token not in self.stop]
             text = begun.get(i, "") + self.encoding.decode(tokens)
-            special = not set(tokens).isdisjoint(self.encoding.special_tokens.values())
+            has_special = not set(tokens).isdisjoint(self.encoding.special_tokens.values())
             grams = list(zip(*(tokens[start:] for start in range(4))))
-            repeats = len(set(grams)) < len(grams) / 2
-            runaway = repeats or (role == "user" and sequence.ended != "stop")
-            if (text.strip() and not special and not runaway
-                    and (role == "assistant" or self.is_new(text))):
+            is_repetitive = len(set(grams)) < len(grams) / 2
+            is_unfinished = role == "user" and sequence.ended != "stop"
+            if not text.strip() or has_special or is_repetitive or is_unfinished:
+                continue
+            if role == "assistant" or self.is_new(text):
                 extended[i] = [*chats[i], dict(role=role, content=text)]
         return extended
 
