@@ -44,8 +44,8 @@ def stop_tokens(path, encoding):
     the TURN_ENDS that it contains; in a GGUF file, all TURN_ENDS. Raises InputError for bad ids."""
     config = optional_part(path, "config.json")
     sources = optional_part(path, "generation_config.json"), config, text_config(config)
-    found = [raw["eos_token_id"] for raw in sources if raw.get("eos_token_id") is not None]
-    ids = found[0] if found else end_of_text(encoding)
+    configured = [raw["eos_token_id"] for raw in sources if raw.get("eos_token_id") is not None]
+    ids = configured[0] if configured else end_of_text(encoding)
     ids = ids if isinstance(ids, list) else [ids]
     expect(ids and all(type(index) is int and 0 <= index < encoding.n_vocab for index in ids),
            f"{path}: eos_token_id in generation_config.json or config.json is {ids}, but the "

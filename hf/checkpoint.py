@@ -124,14 +124,14 @@ def match_tensors(path, model, tensors):
     """Maps {name: StoredTensor} to {parameter name: [(first row it fills, tensor)]}. Unties the
     LM head if the checkpoint stores one that differs from the embeddings."""
     family = FAMILIES[model.config.family]
-    found = {name.removeprefix(family.prefix): tensor  # some checkpoints omit the prefix
-             for name, tensor in tensors.items() if not name.endswith(IGNORED)}
-    if model.config.tied and "lm_head.weight" in found:  # alone, or beside the embeddings
-        head = found["lm_head.weight"]
-        table = found.setdefault(f"{family.names['embed'][0]}.weight", head)
+    stored = {name.removeprefix(family.prefix): tensor  # some checkpoints omit the prefix
+              for name, tensor in tensors.items() if not name.endswith(IGNORED)}
+    if model.config.tied and "lm_head.weight" in stored:  # alone, or beside the embeddings
+        head = stored["lm_head.weight"]
+        table = stored.setdefault(f"{family.names['embed'][0]}.weight", head)
         values = table.load()
         if table is head or torch.equal(values, head.load().to(values.dtype)):
-            del found["lm_head.weight"]
+            del stored["lm_head.weight"]
         else:
             warn(f"{path}: config.json ties the LM head to the embeddings, but the stored LM head "
                  "differs; using the stored one, like transformers")
@@ -143,7 +143,7 @@ def match_tensors(path, model, tensors):
             is_transposed = name.endswith(family.transposed)
             expected[part] = name, start, shape[::-1] if is_transposed else shape
     matches = defaultdict(list)
-    for part, tensor in found.items():
+    for part, tensor in stored.items():
         if part not in expected and part.endswith(".bias") and not tensor.load().any():
             continue  # AutoGPTQ adds zero biases to every layer
         expect(part in expected, f"{tensor.file}: config.json has no {part}; a quantised "

@@ -202,8 +202,8 @@ def parse_config(raw):
     types = {field.name: field.type for field in fields(GPTConfig)}
     values = {ours: False for ours in keys if types[ours] is bool}
     values |= dict(n_kv_head=n_head, head_size=head_size, activation="silu") | family.defaults
-    for ours, theirs in keys.items():
-        values[ours] = value_of(raw, theirs, types[ours], values.get(ours))
+    for ours, key in keys.items():
+        values[ours] = value_of(raw, key, types[ours], values.get(ours))
     activation = one_of(keys["activation"], values["activation"], ACTIVATIONS)
     values["activation"] = ACTIVATIONS[activation]
     config = GPTConfig(family=name, **values | family.fixed | family.read(raw))
@@ -296,7 +296,7 @@ def hf_config(config, dtype):
     raw = dict(architectures=[family.architecture], model_type=config.family,
                torch_dtype=str(dtype).removeprefix("torch."), attention_bias=config.qkv_bias,
                mlp_bias=config.mlp_bias, pad_token_id=None)
-    raw |= {theirs: getattr(config, ours) for ours, theirs in family.keys.items()}
+    raw |= {key: getattr(config, ours) for ours, key in family.keys.items()}
     raw[family.keys["activation"]] = {"silu": "silu", "gelu": "gelu_new"}[config.activation]
     if config.positions == "rope":
         part = (config.rotary_size or config.head_size) / config.head_size

@@ -119,7 +119,7 @@ class GGUFFile:
         n_vocab = int(tensors["token_embd.weight"].shape[-1])
         n_tokens = len(self.tokens)
         expect(n_tokens <= n_vocab, f"{n_tokens} tokens, but only {n_vocab} embeddings")
-        raw = {theirs: self.meta.get(key) or None for key, theirs in KEYS.items()}
+        raw = {name: self.meta.get(key) or None for key, name in KEYS.items()}
         size = value_of(raw, "hidden_size", int) // value_of(raw, "num_attention_heads", int)
         head_size = value_of(self.meta, "attention.key_length", int, size)
         rotary_size = value_of(self.meta, "rope.dimension_count", int, head_size)

@@ -170,9 +170,8 @@ def prompts(tokens, n, length, seed=0):
     return [*chosen.values(), *map(prompt_of, again)]
 
 
-# Hidden states of the frozen model are computed once and stored with the greedy token and the
-# logsumexp of the logits. The probabilities of a draft vocabulary then need only its rows of the
-# LM head.
+# Hidden states of the frozen model are computed once and stored, with the logsumexp of the logits:
+# then the probabilities of a draft vocabulary need only its rows of the LM head.
 
 def unpack_teacher(rows, dtype):
     """Unpacks rows of `store_states`, int16 [B, T, C + EXTRA] -> `Teacher`, hidden in a dtype."""

@@ -133,7 +133,7 @@ class Writer:
         return extended
 
     def engine(self, slots, capacity, sampling):
-        """An Engine with `slots` slots, or half as many until it fits in memory."""
+        """An Engine with `slots` slots, halved until it fits in memory."""
         try:
             return Engine(self.model, batch_size=slots, capacity=capacity, sampling=sampling)
         except InputError:
