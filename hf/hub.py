@@ -79,7 +79,7 @@ def choose(repo, files, choice):
     choice_name = re.sub(rf"({SHARD})?\.gguf$", "", choice).lower()
     type_of = lambda name: re.search(r"(ud-)?[^-./]*$", name).group()  # such as q4_k_m
     matches = [parts for name, parts in models.items() if not choice
-             or choice_name in (name.lower(), Path(name).name.lower(), type_of(name.lower()))]
+               or choice_name in (name.lower(), Path(name).name.lower(), type_of(name.lower()))]
     expect(len(matches) == 1, f"{repo}: pick a GGUF file, as {repo}:NAME: {' '.join(models)}")
     count = re.search(SHARD, matches[0][0])
     expect(not count or len(matches[0]) == int(count[1]), f"{repo}: lacks some parts of {choice}")
