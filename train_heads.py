@@ -1,16 +1,16 @@
-"""Trains draft heads on a frozen model, towards the model's own next-token distribution.
+"""Trains draft heads on a frozen model, by distillation of its next-token distribution.
 
     python train_heads.py                          # Clover heads for demo/, on the built-in corpus
     python train_heads.py --model DIR --data my_texts/ chats/*.jsonl.gz --out out/heads
     python train_heads.py --evaluate --out DIR     # measures heads without training them
 
-A run is saved every few minutes, on Ctrl-C and on SIGTERM. With --resume it ends with the same
-heads as a run that was never stopped: on a CPU bit for bit, on a GPU up to rounding.
+A run is saved every few minutes, on Ctrl-C and on SIGTERM. --resume leads to the same heads as an
+uninterrupted run: bit for bit on a CPU, up to rounding on a GPU.
 """
 
 import sys
 
-if __name__ == "__main__":  # before torch is loaded, so that a typo in a flag is reported at once
+if __name__ == "__main__":  # parse the flags before loading torch, to report a typo at once
     from training.cli import main
     sys.exit(main())
 
@@ -33,16 +33,16 @@ from training.evaluate import measure, record
 from training.flags import SELF, STORED, SWITCHES, TRAINING, RunConfig
 from training.loss import window_losses
 
-HEAD_WEIGHT = 0.7   # head i counts 0.7^i in the loss, since decoding reaches later heads less often
+HEAD_WEIGHT = 0.7   # head i has weight 0.7^i in the loss, as decoding reaches it less often
 SHOW_EVERY = 20     # steps
 SAVE_EVERY = 180.0  # seconds
-MIN_VOCABULARY = 8  # token ids to draft among: the acceptance table is measured with as many beams
-STANDARD_LIBRARY = "the Python standard library's source"  # in heads.json, for no --data
+MIN_VOCABULARY = 8  # the smallest draft vocabulary; as many as the beams of the evaluation
+STANDARD_LIBRARY = "the Python standard library's source"  # in heads.json, without --data
 
 
 class Run:
-    """Heads in training, in the folder `out`. tokenizer: its hash. key: of the training tokens.
-    state: of the run to resume."""
+    """A training run that writes to folder `out`. tokenizer: its hash. key: the training data's
+    `tokens_key`. state: the saved state to resume from."""
 
     def __init__(self, config, out, heads, tokenizer, key, group, state=None):
         self.config = config
@@ -52,8 +52,8 @@ class Run:
         self.key = key
         self.group = group
         self.step = state["step"] if state else 0
-        self.log = state["log"] if state else []  # of log.jsonl
-        self.saved = time.monotonic()
+        self.log = state["log"] if state else []  # the lines of log.jsonl
+        self.last_save = time.monotonic()
         self.optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0,
                                            fused=True)
         self.dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16  # of products
@@ -63,26 +63,26 @@ class Run:
             self.optimizer.load_state_dict(state["optimizer"])
 
     def train(self, corpus):
-        """Trains until the last step, Ctrl-C or SIGTERM -> the exit code."""
+        """Trains until the last step, Ctrl-C or SIGTERM. Returns the exit code."""
         config, group, heads = self.config, self.group, self.heads
         mine = slice(group.rank, None, group.size)  # this process's part of a batch
         show = common.progress(self.step, config.steps, config.tokens_per_step, group.print)
         with common.noted_signals() as signals:
             while self.step < config.steps and not self.interrupted(signals):
-                seed = config.seed * 1_000_003 + self.step  # each step has windows of its own
+                seed = config.seed * 1_000_003 + self.step  # different windows in each step
                 loss, accuracies = self.train_step(*data.window_batch(
                     corpus, config.batch_size, config.window, seed, heads.model.device, mine,
                     heads.model.dtype))
                 if self.step % SHOW_EVERY == 0 or self.step == config.steps:
                     self.check_finite(loss)
                     self.report(show, loss.item(), accuracies.tolist())
-                if self.step < config.steps and time.monotonic() > self.saved + SAVE_EVERY:
+                if self.step < config.steps and time.monotonic() > self.last_save + SAVE_EVERY:
                     self.save()
-        # perhaps another rank has the signal
+        # if another process got the signal, assume SIGTERM
         return 0 if self.step >= config.steps else 128 + (signals or [signal.SIGTERM])[0]
 
     def interrupted(self, signals):
-        """Whether any process got a signal; asking waits for all, so only every tenth step."""
+        """Whether any process got a signal. Checked every tenth step, as it synchronises them."""
         return (self.group.size == 1 or self.step % 10 == 0) and self.group.any(bool(signals))
 
     def report(self, show, loss, accuracies):
@@ -93,7 +93,7 @@ class Run:
         show(self.step, f"step {self.step}/{self.config.steps}  loss {loss:.3f}  accuracy {shown}")
 
     def train_step(self, *windows):
-        """One optimiser step on a batch of windows -> (loss, head accuracies [K])."""
+        """Does one optimizer step on a batch of windows -> (loss, head accuracies [K])."""
         losses, accuracies = self.losses(*windows)
         loss = sum(HEAD_WEIGHT ** i * head_loss for i, head_loss in enumerate(losses))
         loss.backward()
@@ -107,8 +107,8 @@ class Run:
         return loss.detach(), accuracies
 
     def losses(self, ids, loss_mask, documents, teacher):
-        """A batch of windows -> (losses in nats, head accuracies), each [K], over all processes.
-        Only this process's part of a loss has a gradient."""
+        """The (losses in nats, head accuracies), each [K], of a batch over all processes. The
+        gradient covers only this process's part of the batch."""
         group = self.group
         sums, hits, guesses = window_losses(self.heads, ids, loss_mask, documents, teacher,
                                             self.dtype)
@@ -119,9 +119,9 @@ class Run:
         return total + (losses - losses.detach()), accuracies
 
     def save(self):
-        """Writes the heads, then the state: if anything fails, the state before is intact."""
+        """Writes the heads, then the state, so that the previous state survives any failure."""
         self.check_finite(*self.heads.parameters())
-        self.saved = time.monotonic()
+        self.last_save = time.monotonic()
         if self.group.rank:
             return
         config, heads = self.config, self.heads
@@ -139,17 +139,17 @@ class Run:
 
     def check_finite(self, *tensors):
         finite = all(bool(x.isfinite().all()) for x in tensors)
-        expect(finite, f"training has diverged at step {self.step}: a number is not finite; "
-               f"{self.out} keeps what was saved; start again with a lower --lr")
+        expect(finite, f"training diverged at step {self.step}: a value is not finite; "
+               f"{self.out} keeps the last good state; start again with a lower --lr")
 
 
 def data_record(paths, key):
-    """What heads.json says about --data; only names, since it may be published."""
+    """What heads.json records about --data: names without folders, since it may be published."""
     return dict(data=[Path(path).name for path in paths or ()] or STANDARD_LIBRARY, key=key)
 
 
 def read_config(args, out, group):
-    """The `RunConfig` of the flags, its switches resolved. Raises InputError for bad values."""
+    """The `RunConfig` from the flags and the preset. Raises InputError for bad values."""
     config = replace(common.run_config(args, out), device=group.device)
     check("lr", config.lr, 0, 10, above=True)
     check("seed", config.seed, 0, 2**31, whole=True)
@@ -162,7 +162,7 @@ def read_config(args, out, group):
 
 
 def prepare(config, out, group, resume):
-    """All that can fail before the first step -> (Run, training Tokens)."""
+    """Loads the model, data and saved state, and checks them -> (Run, training Tokens)."""
     keys = ("identity", "step", "heads", "optimizer", "log")
     state = common.load_file(out / common.STATE_FILE, keys) if resume else None
     if config.data == [SELF] or (config.data is None and load_chat_template(config.model)):
@@ -173,7 +173,7 @@ def prepare(config, out, group, resume):
     heads = CloverHeads(preset(config.preset, **config.select(SWITCHES)), model)
     config = replace(config, block_size=pick_block_size(config, heads))
     base = model_hash(model)
-    home = out  # of tokens and states; runs on text that the model wrote share those
+    home = out  # the folder of tokens and states; runs on the model's own text share them
     if config.data and len(config.data) == 1 and writing.written_by(config.data[0]) == base:
         home = Path(config.data[0])
 
@@ -183,14 +183,14 @@ def prepare(config, out, group, resume):
                "model or other data; --resume needs the same")
         stored = data.store_tokens(home / data.FILE, key, config.data, encoding,
                                    model.config.vocab_size)
-        for leftover in {*out.glob("*.tmp*"), *home.glob("*.tmp*")}:  # of a run that was killed
+        for leftover in {*out.glob("*.tmp*"), *home.glob("*.tmp*")}:  # from a killed run
             leftover.unlink()
-        for split in SPLITS:  # raises where there is too little text
+        for split in SPLITS:  # raises if there is too little text
             data.window_batch(stored[split], 1, config.window, 0, "cpu")
         return key
     run = Run(config, out, heads, encoding.hash, group.on_first(prepare_text), group, state)
     corpus = data.open_tokens(home / data.FILE)["train"]
-    rounded = f"-{config.quantize}" if config.quantize else ""  # changes states, but not the hash
+    rounded = f"-{config.quantize}" if config.quantize else ""  # not part of the model's hash
     file = home / f"states-{base}{rounded}.npy"
     if file.exists() or config.steps * config.tokens_per_step >= 2 * len(corpus.ids):
         corpus = corpus._replace(states=data.store_states(file, model, corpus, group, run.dtype))
@@ -201,11 +201,11 @@ def prepare(config, out, group, resume):
 
 
 def write_texts(config, out, group):
-    """Lets the model write text, in the dtype that it decodes in -> the folder."""
+    """Generates text with the model and returns its folder."""
     model, encoding = load_model(config)
     folder = out / SELF
     goal = config.self_tokens or config.steps * config.batch_size * (config.block_size or 256) // 4
-    group.print(f"the model writes {human(goal)} tokens for its heads to train on, in {folder}")
+    group.print(f"generating {human(goal)} tokens of training text with the model, in {folder}")
     stop = stop_tokens(config.model, encoding)
     writer = writing.Writer(folder, model, encoding, stop, config.seed, group.print)
     group.on_first(writer.claim)
@@ -215,7 +215,7 @@ def write_texts(config, out, group):
 
 
 def pick_block_size(config, heads):
-    """--block-size; by default 256, or what the context holds beside a token for each head."""
+    """--block-size; default 256, or less if the model's context is too short for such windows."""
     longest = heads.model.config.block_size - heads.config.n_draft - 1
     size = config.block_size or min(256, longest)
     check("block size", size, 1, longest, whole=True)
@@ -223,7 +223,7 @@ def pick_block_size(config, heads):
 
 
 def evaluate(config, out):
-    """Measures the heads in `out`, adds that to their record, and prints how to use them."""
+    """Measures the heads in `out`, adds the results to heads.json, and prints how to use them."""
     model, encoding = load_model(config, packed=False)
     heads = CloverHeads.from_pretrained(out, model, encoding.hash)
     size = pick_block_size(config, heads)
@@ -231,11 +231,11 @@ def evaluate(config, out):
     results = measure(heads, heldout, config.batch_size, size)
     record(heads, out, encoding.hash, results | dict(measured_on=measured_on))
     chat = " --chat" if encoding.template else ""
-    print(f"\nuse them:  python generate.py --model {config.model} --heads {out}{chat}")
+    print(f"\nto use them:  python generate.py --model {config.model} --heads {out}{chat}")
 
 
 def heldout_tokens(config, out, heads, encoding):
-    """(Tokens of --data, else of the heads' training; what heads.json says about them)."""
+    """Held-out Tokens of --data, by default of the training data -> (Tokens, `data_record`)."""
     about = heads.info.get("training", {})
     if config.data:
         about = data_record(config.data, data.tokens_key(config.data, encoding))
@@ -251,14 +251,14 @@ def heldout_tokens(config, out, heads, encoding):
 
 
 def main(args):
-    """Trains heads, or only measures them -> the exit code."""
+    """Trains and evaluates heads, or only evaluates them. Returns the exit code."""
     group = tensor_parallel.start(args.device)
     out = Path(args.out or f"out/{getattr(args, 'preset', RunConfig.preset)}")
     config = group.raise_together(lambda: read_config(args, out, group))
     if not args.evaluate:
-        config, interrupted = train(config, out, group, args.resume)
-        if interrupted:
-            return interrupted
+        config, code = train(config, out, group, args.resume)
+        if code:
+            return code
     group.close()
     if group.rank == 0:
         evaluate(config, out)
@@ -266,15 +266,15 @@ def main(args):
 
 
 def train(config, out, group, resume):
-    """Trains heads -> (the `RunConfig` with what was chosen for it, the exit code)."""
+    """Trains heads -> (the `RunConfig` with all defaults resolved, the exit code)."""
     run, corpus = prepare(config, out, group, resume)
     parameters = sum(p.numel() for p in run.heads.parameters())
     group.print(f"{config.preset} heads: {human(parameters)} parameters; "
                 f"{human(len(corpus.ids))} training tokens")
     if not run.step:
-        run.save()  # so that --resume has something to continue from
-    interrupted = run.train(corpus)
+        run.save()  # so that --resume has a state to start from
+    code = run.train(corpus)
     run.save()  # before the evaluation, so that Ctrl-C there loses nothing
-    if interrupted:
+    if code:
         group.print(f"\ninterrupted at step {run.step}; --resume continues from here")
-    return run.config, interrupted
+    return run.config, code

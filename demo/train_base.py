@@ -1,5 +1,5 @@
-"""Trains demo/'s base model from scratch on the source of Python's standard library, and writes it
-in out/base: `python -m demo.train_base`, about eight hours on two CPU cores. See README.md."""
+"""Trains demo/'s base model from scratch on the source code of Python's standard library and saves
+it to out/base: `python -m demo.train_base`, about eight hours on two CPU cores. See README.md."""
 
 import shutil
 from pathlib import Path
@@ -16,18 +16,18 @@ from training.corpus import split_records
 from training.data import load_tokens, window_batch
 
 OUT = Path("out/base")
-DATA = None                         # the standard library; or a list of files and folders
-CONFIG = GPTConfig(block_size=512)  # the other sizes are the defaults
+DATA = None                         # None: the standard library; else a list of files and folders
+CONFIG = GPTConfig(block_size=512)
 STEPS = 14_700
-LONG_FROM = 13_900                  # the step from which windows are long
-SHORT = 16, 256                     # windows in a step, tokens in a window
+LONG_FROM = 13_900                  # windows are LONG from this step on
+SHORT = 16, 256                     # windows per step, tokens per window
 LONG = 8, 512
 LEARNING_RATE = 5e-3
 COMPILE = True                      # needs a C++ compiler
 
-OUT.mkdir(parents=True)  # fails where there is a model already
+OUT.mkdir(parents=True)  # fails if it exists, so that a trained model is not overwritten
 
-# demo/'s byte-level BPE with other merges; <|endoftext|> stays the last of its 4,096 tokens
+# demo/'s byte-level BPE with new merges; <|endoftext|> stays the last of its 4,096 tokens
 demo = Path("demo")
 tokenizer = Tokenizer.from_file(str(demo / "tokenizer.json"))
 trainer = trainers.BpeTrainer(vocab_size=CONFIG.vocab_size - 1, show_progress=False,
@@ -40,8 +40,8 @@ tokens, heldout = (load_tokens(DATA, load_encoding(OUT), split) for split in ("t
 
 
 def loss_of(model, ids):
-    """Mean cross-entropy in nats per token of windows [B, T + 1]; bf16 products, fp32 loss."""
-    # on a CPU flash attention takes longer
+    """Mean cross-entropy of windows [B, T + 1], in nats per token; bf16 products, fp32 loss."""
+    # flash attention is slower on a CPU
     with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
         logits = model.lm_head(model(ids[:, :-1]))
     return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
@@ -67,7 +67,7 @@ try:
             optimizer.zero_grad()
         if step % 20 == 0:
             show(step + 1, f"step {step + 1}/{STEPS}  loss {loss.item():.3f}")
-finally:  # after Ctrl-C too
+finally:  # also after Ctrl-C
     model.save_pretrained(OUT, torch.bfloat16)
 
 T = CONFIG.block_size

@@ -1,4 +1,4 @@
-"""Model families, FAMILIES: what the keys of config.json mean and how tensors are named."""
+"""FAMILIES: for each model family, the keys of config.json and the names of the tensors."""
 
 import itertools
 import math
@@ -11,8 +11,8 @@ import torch
 
 from model import GPTConfig, check, expect, one_of
 
-# Our parameters -> the checkpoint's tensors, without the family's prefix and without .weight or
-# .bias. N is the layer number. Several tensors are stacked, in this order, into one parameter.
+# Our parameter names -> the checkpoint's tensor names, without the family's prefix and without
+# .weight or .bias. N is the layer number. Several tensors are stacked into one, in this order.
 LLAMA_NAMES = {
     "embed": ("embed_tokens",),
     "norm": ("norm",),
@@ -75,32 +75,32 @@ class Family(NamedTuple):
     architecture: str
     names: dict = LLAMA_NAMES
     keys: dict = LLAMA_KEYS
-    fixed: dict = {}                # GPTConfig fields without a key
-    defaults: dict = {}             # GPTConfig fields whose key is optional
+    fixed: dict = {}                # GPTConfig fields that config.json has no key for
+    defaults: dict = {}             # defaults of optional keys, by GPTConfig field
     read: Callable = lambda raw: {}      # config.json -> further GPTConfig fields
     write: Callable = lambda config: {}  # the inverse of read
-    window: int | None = None       # default sliding window in tokens, 0: none; None: unsupported
-    window_switch: bool = False     # windows need use_sliding_window
-    window_layers: Callable | None = None  # (config.json, L) -> default [has a window]; None: all
-    window_theta: float | None = None  # of unscaled rotations in windows, 0: theta; None: as others
-    prefix: str = "model."          # of all tensors but the LM head
+    window: int | None = None       # default sliding window in tokens; 0: none; None: unsupported
+    window_switch: bool = False     # windows are off unless use_sliding_window is true
+    window_layers: Callable | None = None  # (config.json, L) -> [layer has a window]; None: all do
+    window_theta: float | None = None  # windowed layers' own unscaled RoPE; 0: theta; None: shared
+    prefix: str = "model."          # of all tensor names but the LM head's
     theta: float = 10000.0          # default rope_theta
     rotary: float | None = None     # default partial_rotary_factor; None: always 1
-    neighbours: bool = False        # rotated pairs are neighbouring dimensions, not halves
+    neighbours: bool = False        # RoPE pairs dimensions 2i and 2i + 1 instead of two halves
     norm_offset: float = 0.0        # added to stored norm weights
     transposed: tuple = ()          # suffixes of our names that are stored as [inputs, outputs]
 
 
 def unrotated_layers(raw, n_layer):
-    """[whether a layer of SmolLM3 has no rotation]. The key's values mean the opposite."""
+    """SmolLM3: [layer has no RoPE]. In no_rope_layers, 1 stands for a layer with RoPE."""
     rotated = by_layer(raw, "no_rope_layers", (0, 1), n_layer)
     period = value_of(raw, "no_rope_layer_interval", int, 4)
     return [not x for x in rotated or ((i + 1) % period for i in range(n_layer))]
 
 
 def read_baichuan(raw):
-    """The 13B models use ALiBi and name their context model_max_length. Baichuan 2, which
-    normalises the LM head's rows, has the key z_loss_weight or 125,696 tokens."""
+    """The 13B models use ALiBi and store the context length as model_max_length. Baichuan 2, which
+    has z_loss_weight or a vocabulary of 125,696, normalises the LM head's rows."""
     alibi = raw.get("max_position_embeddings") is None or raw.get("hidden_size") == 5120
     length = "model_max_length" if alibi else "max_position_embeddings"
     return dict(positions="alibi" if alibi else "rope", block_size=value_of(raw, length, int),
@@ -160,40 +160,40 @@ FAMILIES = {  # by model_type
 
 
 def value_of(raw, key, kind, default=None):
-    """raw[key] as a bool, str, or int or float above 0; the default if it is null or missing."""
+    """raw[key] as bool, str, or int or float above 0; the default if it is null or missing."""
     value = default if raw.get(key) is None else raw[key]
     expect(kind is not bool or isinstance(value, bool), f"{key} must be a bool, not {value!r}")
-    if kind in (int, float):  # the product of any two sizes fits an int64
+    if kind in (int, float):  # the bound on ints keeps products of two sizes within int64
         check(key, value, 0, 2**24 if kind is int else 1e30, whole=kind is int, above=True)
     return kind(value)
 
 
 def by_layer(raw, key, values, n_layer):
-    """raw[key], a list with one of the two values for each layer, or None."""
+    """raw[key]: None, or a list of n_layer elements, each one of the two values."""
     layers = raw.get(key)
     valid = isinstance(layers, list) and len(layers) == n_layer and {*layers} <= {*values}
     expect(layers is None or valid,
-           f"{key} must be a list of {values[0]} or {values[1]} for {n_layer} layers")
+           f"{key} must be a list of {n_layer} elements, each {values[0]} or {values[1]}")
     return layers
 
 
 def text_config(raw):
-    """config.json, of a multimodal model the part for its text model."""
+    """config.json itself, or the text model's part of a multimodal one."""
     if not isinstance(raw.get("text_config"), dict):
         return raw
     return dict(quantization_config=raw.get("quantization_config")) | raw["text_config"]
 
 
 def parse_config(raw):
-    """config.json -> GPTConfig"""
+    """Converts a config.json dict to a GPTConfig. For a bad one see `hf.files.read_config`."""
     name = one_of("model_type", raw.get("model_type"), FAMILIES)
     for key in UNSUPPORTED:
         expect(not raw.get(key), f"{key} is not supported")
     family = FAMILIES[name]
     if raw.get("quantization_config"):
-        from hf.quantization import read_scheme  # which loads the CPU backend
+        from hf.quantization import read_scheme  # not at the top: it loads the CPU backend
         read_scheme(raw["quantization_config"])
-        expect(not family.transposed, f"a quantised {name} checkpoint is not supported; use the "
+        expect(not family.transposed, f"a quantised {name} checkpoint is not supported; use an "
                "unquantised one")
     one_of("scale_attn_weights", raw.get("scale_attn_weights", True), (True,))
     keys = family.keys
@@ -202,22 +202,22 @@ def parse_config(raw):
     types = {field.name: field.type for field in fields(GPTConfig)}
     values = {ours: False for ours in keys if types[ours] is bool}
     values |= dict(n_kv_head=n_head, head_size=head_size, activation="silu") | family.defaults
-    for ours, theirs in keys.items():
-        values[ours] = value_of(raw, theirs, types[ours], values.get(ours))
+    for ours, key in keys.items():
+        values[ours] = value_of(raw, key, types[ours], values.get(ours))
     activation = one_of(keys["activation"], values["activation"], ACTIVATIONS)
     values["activation"] = ACTIVATIONS[activation]
     config = GPTConfig(family=name, **values | family.fixed | family.read(raw))
     D = config.head_size
     expect(config.n_head % config.n_kv_head == 0 and D % 2 == 0 and 16 <= D <= 256, f"expected a "
-           f"multiple of {config.n_kv_head} heads of even size, 16 to 256, not {n_head} of {D}")
-    expect(not config.tied or not config.unit_head, "tied embeddings cannot be normalised rows")
+           f"multiple of {config.n_kv_head} heads of even size, 16 to 256, got {n_head} of {D}")
+    expect(not config.tied or not config.unit_head, "a tied LM head cannot be normalised")
     config.windows = read_windows(raw, family, config.n_layer)
     rope = read_rope(raw, family, config) if config.positions == "rope" else {}
     return replace(config, **rope)
 
 
 def read_windows(raw, family, n_layer):
-    """GPTConfig.windows"""
+    """GPTConfig.windows: a size for each layer, 0 for none; () if no layer has a window."""
     used = not family.window_switch or value_of(raw, "use_sliding_window", bool, False)
     is_null = raw.get("sliding_window", family.window or None) is None
     if family.window is None or is_null or not used:
@@ -226,14 +226,14 @@ def read_windows(raw, family, n_layer):
     types = by_layer(raw, "layer_types", LAYER_TYPES, n_layer)
     if family.window_layers is None:
         return (size,) * n_layer
-    windowed = [x == LAYER_TYPES[1] for x in types or ()] or family.window_layers(raw, n_layer)
-    return tuple(size * x for x in windowed) if any(windowed) else ()
+    has_window = [x == LAYER_TYPES[1] for x in types or ()] or family.window_layers(raw, n_layer)
+    return tuple(size * x for x in has_window) if any(has_window) else ()
 
 
 def read_rope(raw, family, config):
-    """GPTConfig's fields of rope_parameters, or of the older rope_scaling and rope_theta."""
+    """The RoPE fields of GPTConfig, from rope_parameters or the older rope_scaling, rope_theta."""
     settings = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    of_windows = settings.get("sliding_attention") or {}
+    window_settings = settings.get("sliding_attention") or {}
     settings = settings.get("full_attention", settings)
     older = {key: raw.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     settings = older | {key: value for key, value in settings.items() if value is not None}
@@ -247,19 +247,19 @@ def read_rope(raw, family, config):
     values = dict(rope_theta=theta, rope_scaling=scaling, block_size=context,
                   rotary_size=R if R < D else None)
     if config.windows and family.window_theta is not None:
-        one_of("rope type of windows", of_windows.get("rope_type", "default"), ("default",))
+        one_of("rope type of windows", window_settings.get("rope_type", "default"), ("default",))
         own = value_of(raw, "rope_local_base_freq", float, family.window_theta or theta)
-        own = value_of(of_windows, "rope_theta", float, own)
+        own = value_of(window_settings, "rope_theta", float, own)
         values["window_theta"] = own if own != theta or scaling else None
     return values
 
 
 def read_scaling(raw, settings, theta, context, rotary_size):
-    """config.json and its rope settings -> (GPTConfig.rope_scaling, GPTConfig.block_size)"""
+    """(config.json, its RoPE settings, ...) -> (GPTConfig.rope_scaling, GPTConfig.block_size)"""
     number = lambda key, default=None: value_of(settings, key, float, default)
     kind = settings.get("rope_type", settings.get("type")) or "default"
     kind = one_of("rope type", "longrope" if kind == "su" else kind, ROPE_TYPES)  # su: Phi-3
-    if kind in ("default", "dynamic"):  # dynamic changes theta beyond the context, never reached
+    if kind in ("default", "dynamic"):  # dynamic only changes theta beyond the context length
         return None, context
     if kind == "linear":
         return dict(rope_type=kind, factor=number("factor")), context
@@ -286,17 +286,17 @@ def read_scaling(raw, settings, theta, context, rotary_size):
                    f"{key} must be a list of {rotary_size // 2} numbers")
             scaling[key] = [value_of({key: value}, key, float) for value in values]
         default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
-        context = min(context, original)  # longer ones would rotate earlier keys anew
+        context = min(context, original)  # beyond it, cached keys would need another rotation
     return scaling | dict(attention_factor=number("attention_factor", default)), context
 
 
 def hf_config(config, dtype):
-    """GPTConfig -> config.json, with the rope settings of old and new transformers."""
+    """Converts a GPTConfig to config.json, with RoPE settings for old and new transformers."""
     family = FAMILIES[config.family]
     raw = dict(architectures=[family.architecture], model_type=config.family,
                torch_dtype=str(dtype).removeprefix("torch."), attention_bias=config.qkv_bias,
                mlp_bias=config.mlp_bias, pad_token_id=None)
-    raw |= {theirs: getattr(config, ours) for ours, theirs in family.keys.items()}
+    raw |= {key: getattr(config, ours) for ours, key in family.keys.items()}
     raw[family.keys["activation"]] = {"silu": "silu", "gelu": "gelu_new"}[config.activation]
     if config.positions == "rope":
         part = (config.rotary_size or config.head_size) / config.head_size
@@ -317,7 +317,7 @@ def hf_config(config, dtype):
 
 
 def stored_parts(name, rows, config):
-    """The tensors that are stacked into a parameter: [(name without prefix, first row, rows)]."""
+    """The tensors stacked into a parameter: [(name without prefix, first row, number of rows)]."""
     stem, _, kind = name.rpartition(".")
     number = re.search(r"\d+|$", stem).group()
     keys = [f"{key}.{kind}".replace(".N.", f".{number}.")
@@ -329,8 +329,8 @@ def stored_parts(name, rows, config):
 
 
 def stored_rows(name, config):
-    """The checkpoint's row for each row of a parameter; None: the same. `rope_table` orders a head
-    as: first dimensions of the rotated pairs, half of the others, second dimensions, the rest."""
+    """The checkpoint's row for each row of a parameter; None: the same. `rope_table` needs in each
+    head: first dimensions of the pairs, half of the unrotated ones, second dimensions, the rest."""
     D = config.head_size
     R = config.rotary_size or D
     neighbours = FAMILIES[config.family].neighbours
@@ -339,12 +339,12 @@ def stored_rows(name, config):
     pairs = torch.arange(R).view(-1, 2).T if neighbours else torch.arange(R).view(2, -1)
     order = torch.cat((pairs, torch.arange(R, D).view(2, -1)), dim=1).flatten()  # (D,)
     rows = torch.arange((config.n_head + 2 * config.n_kv_head) * D).view(-1, D)
-    rows[:-config.n_kv_head] = rows[:-config.n_kv_head, order]  # not of values
+    rows[:-config.n_kv_head] = rows[:-config.n_kv_head, order]  # value heads are not rotated
     return rows.flatten()
 
 
 def from_stored(name, value, start, config):
-    """A stored tensor -> the rows of our parameter from `start` on."""
+    """Converts a stored tensor to the rows of our parameter from `start` on."""
     family = FAMILIES[config.family]
     value = value.T if name.endswith(family.transposed) else value
     if family.norm_offset and name.endswith("norm.weight"):
@@ -354,7 +354,7 @@ def from_stored(name, value, start, config):
 
 
 def split_weight(name, value, config):
-    """A parameter as the checkpoint stores it: {tensor name: tensor}."""
+    """Splits a parameter into the checkpoint's tensors, {name: tensor}."""
     family = FAMILIES[config.family]
     prefix = "" if name == "head.weight" else family.prefix
     if family.norm_offset and name.endswith("norm.weight"):

@@ -1,4 +1,4 @@
-"""Reads the json parts of a model from its folder, or from its GGUF file."""
+"""Reads a model's JSON files from its folder, or their equivalents from a GGUF file."""
 
 from hf.families import parse_config, text_config
 from hf.paths import find_model, is_gguf
@@ -6,12 +6,12 @@ from model import InputError, expect, read_json
 
 
 def part_file(path, name):
-    """The file that holds a json part of a model."""
+    """Where a model's JSON file `name` is read from: the folder's file, or the GGUF file."""
     return path if is_gguf(path) else path / name
 
 
 def read_part(path, name):
-    """The object in a json file of a model's folder, or its counterpart in a GGUF file."""
+    """The contents of JSON file `name` in a model's folder, or their equivalent in a GGUF file."""
     if not is_gguf(path):
         return read_json(path / name)
     try:
@@ -23,17 +23,16 @@ def read_part(path, name):
 
 
 def optional_part(path, name):
-    """As `read_part`; {} if the file does not exist."""
+    """Like `read_part`, but {} if the file does not exist."""
     path = find_model(path)
     return read_part(path, name) if part_file(path, name).exists() else {}
 
 
 def read_config(path):
-    """The GPTConfig of a folder or a GGUF file. InputError for a broken or unsupported one."""
+    """The GPTConfig of a folder or GGUF file. Raises InputError if it is broken or unsupported."""
     path = find_model(path)
     file = part_file(path, "config.json")
-    expect(path.exists(), f"{path}: no such folder or file; expected a Hugging Face folder or a "
-           "GGUF file")
+    expect(path.exists(), f"{path}: not found; expected a Hugging Face folder or a GGUF file")
     raw = text_config(read_part(path, "config.json"))
     try:
         return parse_config(raw)

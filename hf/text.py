@@ -1,5 +1,5 @@
-"""Reads text that people give: UTF-8, with or without a byte order mark. Lines end with \\n or
-\\r\\n; str.splitlines would also split at U+2028, form feeds and more, which text may hold."""
+"""Reads text files: UTF-8, with or without a byte order mark. Lines end with \\n or \\r\\n;
+str.splitlines would also split at U+2028, form feeds and others."""
 
 import contextlib
 import gzip
@@ -9,13 +9,13 @@ import zlib
 
 from model import InputError, expect
 
-OBJECTS = (".jsonl", ".jsonl.gz", ".json")  # suffixes of files that hold objects
-# ShareGPT's names of roles
+OBJECTS = (".jsonl", ".jsonl.gz", ".json")  # suffixes of files of JSON objects
+# ShareGPT's role names
 ROLES = dict(human="user") | dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")
 
 
 def decode(data, name):
-    """The text of bytes, without a byte order mark. name: what an InputError calls them."""
+    """Decodes bytes to text without a byte order mark. name: of the data, in an InputError."""
     try:
         return data.decode("utf-8-sig")
     except UnicodeDecodeError as error:
@@ -23,7 +23,7 @@ def decode(data, name):
 
 
 def read_text(file):
-    """The text of a Path."""
+    """The text of a file (a Path)."""
     try:
         return decode(file.read_bytes(), file)
     except OSError as error:
@@ -31,18 +31,18 @@ def read_text(file):
 
 
 def read_lines(file):
-    """The lines of a Path, without blank ones."""
+    """The lines of a file (a Path), without blank ones."""
     return [line for line in re.split("\r?\n", read_text(file)) if line.strip()]
 
 
 def read_objects(file, parse, expected):
-    """Yields (where, parse(value)) for each value in a file: each line of .jsonl and .jsonl.gz,
-    each element of an array in .json. Raises InputError, with where, for a bad one."""
+    """Yields ("line 3" or the like, parse(value)) for each line of a .jsonl or .jsonl.gz file, or
+    each element of a .json array. A bad one raises an InputError that says what was expected."""
     kind, number = "line", 1
     try:
         with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as values:
             if file.suffix == ".json":
-                with contextlib.suppress(ValueError):  # it may hold lines, too
+                with contextlib.suppress(ValueError):  # it may contain lines like .jsonl
                     array = json.loads(file.read_bytes())
                     kind = "element"
                     values = array if isinstance(array, list) else [array]
@@ -52,12 +52,12 @@ def read_objects(file, parse, expected):
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror or error})") from None
     except (AttributeError, EOFError, RecursionError, TypeError, ValueError, zlib.error) as error:
-        raise InputError(f"{file}, {kind} {number}: expected {expected}, but: {error}; correct "
-                         "it") from None
+        raise InputError(f"{file}, {kind} {number}: expected {expected}, but: {error}; "
+                         "correct it") from None
 
 
 def messages_of(value):
-    """The messages of an object: "messages" as OpenAI has them, or ShareGPT's "conversations"."""
+    """The messages of an object in OpenAI's format ("messages") or ShareGPT's ("conversations")."""
     messages = value.get("messages")
     if messages is None and isinstance(value.get("conversations"), list):
         turns = [{"from": "system", "value": value["system"]}] if value.get("system") else []

@@ -1,4 +1,4 @@
-"""demo/: its script trains, and its model writes what looks like Python; test_lossless.py decodes with its heads."""
+"""demo/: its script trains, and its model writes plausible Python; test_lossless.py decodes with its heads."""
 
 import ast
 import itertools
@@ -16,7 +16,7 @@ from model import GPT
 from tools.flags import DEMO
 from training.corpus import builtin_corpus
 
-STARTS = [  # the README's, and 20 others; each begins a file
+STARTS = [  # the README's prompts and 20 others, each the start of a file
     "def fibonacci(n):", "class TestRead(unittest.TestCase):", "class Stack:", "import os\n", "def is_prime(n):",
     'if __name__ == "__main__":', "try:\n    import json\n", "from collections import", "with open(path) as f:",
     "import unittest\n\n\nclass TestStack(unittest.TestCase):\n    def test_empty(self):", "def main():",
@@ -31,9 +31,9 @@ STARTS = [  # the README's, and 20 others; each begins a file
 
 
 def test_the_script_that_trained_the_model_still_does(tmp_path, capsys):
-    """Catches a script that calls what is gone, a run that learns nothing, a folder that does not load."""
+    """Catches a script that no longer runs, a run that learns nothing, a folder that does not load."""
     script = (DEMO / "train_base.py").read_text()
-    data = [*map(str, DEMO.parent.glob("*.py")), *map(str, builtin_corpus("train")[:40])]  # enough to hold some out
+    data = [*map(str, DEMO.parent.glob("*.py")), *map(str, builtin_corpus("train")[:40])]  # enough for a held-out split
     tiny = dict(OUT=f"Path({str(tmp_path / 'base')!r})", DATA=data, STEPS=80, LONG_FROM=70,
                 SHORT=(4, 32), LONG=(2, 64), COMPILE=False,
                 CONFIG="GPTConfig(block_size=64, n_layer=2, n_head=2, n_embd=64)")
@@ -43,20 +43,20 @@ def test_the_script_that_trained_the_model_still_does(tmp_path, capsys):
     exec(script, {})
     loss = float(re.search(r"held-out loss ([\d.]+) nats per token", capsys.readouterr().out)[1])
     assert loss < math.log(4096) - 1.5
-    with pytest.raises(FileExistsError):  # hours of work are not overwritten
+    with pytest.raises(FileExistsError):  # does not overwrite a trained model
         exec(script, {})
     model, encoding = GPT.from_pretrained(tmp_path / "base", device="cpu"), load_encoding(tmp_path / "base")
     text = "def project_topk(hidden, weight, k):"
     ids = encode_prompt(encoding, text)
     assert ids[0] == end_of_text(encoding) == encoding.n_vocab - 1 == model.config.vocab_size - 1
-    assert len(ids) < len(encode_prompt(load_encoding(DEMO), text))  # its tokens are those of its own text
+    assert len(ids) < len(encode_prompt(load_encoding(DEMO), text))  # its merges fit its own text
 
 
 def parses(start, new):
-    """Whether a text up to its last full line is Python, of which the model wrote two lines or more."""
+    """Whether a text up to its last full line is valid Python, with two or more lines from the model."""
     text = start + new[:new.rfind("\n") + 1]
     try:
-        with warnings.catch_warnings(action="ignore"):  # such as of an escape that means nothing
+        with warnings.catch_warnings(action="ignore"):  # such as about invalid escapes
             ast.parse(text)
     except (SyntaxError, ValueError):
         return False
@@ -64,7 +64,7 @@ def parses(start, new):
 
 
 def count_texts(model, encoding, max_new_tokens, seed=0):
-    """Of 50 texts with the folder's sampling: how many parse, and how many say a line more than four times in a row."""
+    """Of 50 texts with the folder's sampling: how many parse, and how many repeat a line more than four times."""
     starts = (STARTS * 3)[:50]
     given = [encode_prompt(encoding, text) for text in starts]
     out = generate(model, given, max_new_tokens, stop=stop_tokens(DEMO, encoding), batch_size=50, seed=seed,
@@ -75,7 +75,7 @@ def count_texts(model, encoding, max_new_tokens, seed=0):
 
 
 def test_demo_writes_python():
-    """Catches a model hardly trained, or that repeats a line for ever; demo/README.md has the counts of other seeds."""
+    """Catches an undertrained or repetitive model; demo/README.md has the counts of other seeds."""
     model = GPT.from_pretrained(DEMO, torch.float32, "cpu")
     parsing, repeating = count_texts(model, load_encoding(DEMO), max_new_tokens=64)
     assert parsing >= 25 and repeating <= 6

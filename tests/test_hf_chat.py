@@ -1,4 +1,4 @@
-"""hf/chat.py: templates give transformers' text and ids, stop tokens and sampling are the folder's."""
+"""hf/chat.py: templates render like transformers; stop tokens and sampling defaults come from the folder."""
 
 import json
 import re
@@ -43,7 +43,7 @@ def test_stop_tokens_that_are_no_tokens_are_refused(ids, corpus, tmp_path):
 
 @pytest.mark.parametrize("file, expected", [
     (None, dict(temperature=0)),
-    (dict(temperature=0.6, top_p=0.9, top_k=-1), dict(temperature=0)),  # transformers is greedy without do_sample, too
+    (dict(temperature=0.6, top_p=0.9, top_k=-1), dict(temperature=0)),  # greedy: no do_sample
     (dict(do_sample=True, temperature=0.6, top_k=20, top_p=0.95, min_p=0, repetition_penalty=1.05, eos_token_id=7),
      dict(temperature=0.6, top_k=20, top_p=0.95, min_p=0)),
     (dict(do_sample=True, temperature=None, top_k=None), dict(temperature=1)),
@@ -102,7 +102,7 @@ def test_a_template_renders_and_encodes_as_transformers_does(corpus, tmp_path):
             text = ours.render(messages, **options)
             assert text == reference.apply_chat_template(messages, tokenize=False, **options)
             ids = reference.apply_chat_template(messages, tokenize=True, return_dict=False, **options)
-            assert encoding.encode(text, allowed_special="all") == ids  # a BOS token only where the template writes one
+            assert encoding.encode(text, allowed_special="all") == ids  # BOS only if the template writes it
         assert re.search(r"Today: \d\d \w+ \d{4}\n", text)
 
 
@@ -122,8 +122,7 @@ TURNS = [*said(("user", "2 + 3?")), {"role": "assistant", "content": None, "tool
 @pytest.mark.parametrize("options", [{"add_generation_prompt": True}, {"continue_final_message": True},
                                      {"add_generation_prompt": True, "enable_thinking": False}], ids=str)
 def test_calls_variables_and_unfinished_messages_are_read_as_transformers_does(options, corpus, tmp_path):
-    """Bug: a template that does not see who called what, a null that it prints, a turn that ends where it goes on, a
-    BOS token that no template wrote."""
+    """Bug: tool calls hidden from the template, a printed null, a final message that is closed, an extra BOS."""
     spec = tk.byte_level(corpus[:2], tk.BYTE_LEVEL, tk.CHAT, post_processor=tk.BOS)
     tk.folder_of(tmp_path, spec, CONFIG | {"chat_template": TOOLS})
     reference = tk.auto_tokenizer(tmp_path)

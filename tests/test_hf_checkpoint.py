@@ -1,4 +1,4 @@
-"""checkpoint.py: folders mean what transformers says they do, and broken ones are refused in one line."""
+"""hf/checkpoint.py: folders load as in transformers; broken ones raise a one-line error."""
 
 import json
 import math
@@ -38,12 +38,12 @@ SEES = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_atten
             patch_size=4)
 VISION = {"gemma3": dict(vision_config=SEES, mm_tokens_per_image=4),
           "mistral3": dict(vision_config=SEES | dict(head_dim=8))}
-# The windows are a third of the text or less.
-FOLDERS = {  # name: (transformers' name of the family, flags of its config)
+# Windows are at most a third of the tokens.
+FOLDERS = {  # name: (family in transformers, fields of its config)
     "gpt2": ("GPT2", GPT2),
     "gpt2-wide": ("GPT2", GPT2 | dict(n_inner=96, tie_word_embeddings=False)),
     "llama": ("Llama", {}),
-    "llama-tied": ("Llama", dict(tie_word_embeddings=True)),  # as SmolLM
+    "llama-tied": ("Llama", dict(tie_word_embeddings=True)),  # like SmolLM
     "llama-biased": ("Llama", dict(attention_bias=True, mlp_bias=True, head_dim=32)),
     **{f"llama-{kind}": ("Llama", dict(rope_parameters=ROPES[kind])) for kind in ROPES},
     "mistral-window": ("Mistral", dict(sliding_window=28, head_dim=32)),
@@ -52,7 +52,7 @@ FOLDERS = {  # name: (transformers' name of the family, flags of its config)
     "qwen3": ("Qwen3", dict(head_dim=32)),
     "phi3-window": ("Phi3", dict(sliding_window=17)),
     "phi3-longrope": ("Phi3", dict(rope_parameters=ROPES["longrope"], original_max_position_embeddings=100)),
-    "phi4-mini": ("Phi3", dict(  # three quarters of a head of 16 are rotated: 6 pairs
+    "phi4-mini": ("Phi3", dict(  # 12 of 16 dimensions are rotated: 6 pairs
         rope_parameters=ROPES["longrope"] | dict(
             partial_rotary_factor=0.75, short_factor=[1.0 + i / 5 for i in range(6)], long_factor=[9.0] * 6),
         original_max_position_embeddings=100)),
@@ -75,7 +75,7 @@ FOLDERS = {  # name: (transformers' name of the family, flags of its config)
 
 
 def theirs_of(name, **changes):
-    """The transformers model of a folder, norms and biases random, too. changes: flags of its config."""
+    """The transformers model of a folder, with random norms and biases too. changes: fields of its config."""
     transformers = pytest.importorskip("transformers", reason="transformers is optional")
     kind, flags = FOLDERS[name]
     flags = flags if kind == "GPT2" else TINY | flags | (dict(num_key_value_heads=4) if "baichuan" in name else {})
@@ -83,7 +83,7 @@ def theirs_of(name, **changes):
     torch.manual_seed(0)
     model = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
     config = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")(**flags)
-    if name.endswith("vision"):  # the text model inside one that reads pictures too
+    if name.endswith("vision"):  # the text model of a multimodal one
         outer = name.split("-")[0]
         model = getattr(transformers, f"{outer.capitalize()}ForConditionalGeneration")
         config = getattr(transformers, f"{outer.capitalize()}Config")(
@@ -96,13 +96,13 @@ def theirs_of(name, **changes):
 
 
 def their_logits(name, model, tokens):
-    """Of the family's own code, or for Baichuan of the Llama model that equals it."""
+    """Logits from transformers; for Baichuan, from an equivalent Llama model."""
     with torch.no_grad():
         if name.startswith("baichuan2"):
             model.lm_head.weight.copy_(torch.nn.functional.normalize(model.lm_head.weight, dim=-1))
         if not name.endswith("13b"):
             return model(tokens).logits
-        n = tokens.shape[1]  # no rotation at position 0; ALiBi as a mask: https://arxiv.org/abs/2108.12409, section 3
+        n = tokens.shape[1]  # position 0: no rotation; ALiBi as a mask (arXiv 2108.12409, section 3)
         slopes = torch.tensor([1 / 4, 1 / 16, 1 / 64, 1 / 256])
         places = torch.arange(n)
         mask = slopes[:, None, None] * (places[None, :] - places[:, None]) + torch.full((n, n), -math.inf).triu(1)
@@ -117,7 +117,7 @@ def save_theirs(name, model, path, shards=False):
 
 
 def rename_to_baichuan(path, name):
-    """A Llama folder as Baichuan would have written it, in one file."""
+    """Rewrites a Llama folder in Baichuan's format, in one file."""
     files = sorted(path.glob("*.safetensors"))
     tensors = {key: value for file in files for key, value in load_file(file).items()}
     for layer in range(2):
@@ -133,7 +133,7 @@ def rename_to_baichuan(path, name):
 
 @pytest.mark.parametrize("name", FOLDERS)
 def test_logits_and_texts_equal_transformers_both_ways(name, tmp_path):
-    """Catches a misread flag, a swapped weight, a wrong rotation or cache, shards, a folder that only we can read."""
+    """Catches a misread field, swapped weights, a wrong RoPE or cache, bad shards, a folder that only we can read."""
     def check(logits):
         torch.testing.assert_close(logits, want, atol=1e-4, rtol=0)
 
@@ -147,10 +147,10 @@ def test_logits_and_texts_equal_transformers_both_ways(name, tmp_path):
     ours.save_pretrained(tmp_path / "ours")
     same = load(tmp_path / "ours")
     assert same.config == ours.config
-    if "baichuan2" not in name:  # whose head is scaled to length 1 again
+    if "baichuan2" not in name:  # its head is normalised again
         assert state_hash(same.state_dict()) == state_hash(ours.state_dict())
     check(same.lm_head(same(tokens)))
-    if not name.startswith("baichuan"):  # not a part of transformers
+    if not name.startswith("baichuan"):  # not in transformers
         import transformers
         written = getattr(transformers, json.loads((tmp_path / "ours/config.json").read_text())["architectures"][0])
         with torch.no_grad():
@@ -158,7 +158,7 @@ def test_logits_and_texts_equal_transformers_both_ways(name, tmp_path):
     prompt = random_prompts([20])[0]
     text = generate(GPT.from_pretrained(whole, device="cpu"), [prompt], 64).tokens[0]
     their_text = their_logits(name, theirs, torch.tensor([prompt + text]))[0].argmax(-1).tolist()
-    assert len(text) == 64 and text == their_text[len(prompt) - 1:-1]  # each token is their argmax after those before
+    assert len(text) == 64 and text == their_text[len(prompt) - 1:-1]  # transformers' argmax at each position
     model = load(sharded)
     heads = CloverHeads(preset("clover"), model).requires_grad_(False).eval()
     assert generate(model, [prompt, prompt[:7]], 24, heads, tree_size=12).tokens[0] == text[:24]
@@ -170,13 +170,13 @@ def pickled(path, value, **options):
 
 
 def without_prefix(tensors):
-    """GPT-2's first folder, and what it stores beside the weights: more elements than any of them."""
+    """The original GPT-2 folder, with stored masks, one larger than any weight."""
     masks = {"h.0.attn.bias": torch.ones(1, 1, 512, 512, dtype=torch.bool), "h.0.attn.masked_bias": torch.tensor(-1e4)}
     return {key.removeprefix("transformer."): value for key, value in tensors.items()} | masks
 
 
 def as_version_4(tensors):
-    """With model. on the other side of language_model., and vision in a type that is refused where it is read."""
+    """The names of transformers 4, with model. first; vision tensors have a type that would be refused if read."""
     renamed = {key.replace("language_model.model.", "model.language_model.").replace("language_model.lm", "lm"): value
                for key, value in tensors.items()}
     return {key: value.to(torch.int8) if "vision" in key else value for key, value in renamed.items()}
@@ -191,11 +191,11 @@ def with_a_head_alone(tensors):
 
 
 @pytest.mark.parametrize("name, rename, zipped", [
-    ("gpt2", dict, True), ("gpt2", dict, False),  # torch's format of today, and its first
+    ("gpt2", dict, True), ("gpt2", dict, False),  # torch's current and legacy formats
     ("gpt2", without_prefix, None), ("gemma3-vision", as_version_4, None), ("mistral3-vision", as_version_4, None),
     ("llama-tied", with_a_head, None), ("llama-tied", with_a_head_alone, None)])
 def test_other_names_and_files_of_the_same_weights(name, rename, zipped, tmp_path):
-    """Catches a .bin folder or a renamed tensor that loads otherwise."""
+    """Catches .bin files or renamed tensors that load as other weights."""
     want = GPT.from_pretrained(save_theirs(name, theirs_of(name), tmp_path), device="cpu", packed=False)
     tensors = rename(load_file(tmp_path / "model.safetensors"))
     if zipped is None:
@@ -208,7 +208,7 @@ def test_other_names_and_files_of_the_same_weights(name, rename, zipped, tmp_pat
 
 @pytest.mark.parametrize("suffix", ["safetensors", "bin"])
 def test_an_lm_head_that_differs_from_a_tied_table_is_kept_as_by_transformers(suffix, tmp_path, capsys):
-    """Catches a head that is dropped in silence: config.json's flag is wrong, and logits are another model's."""
+    """Catches an LM head that is silently dropped because config.json says it is tied."""
     theirs, tokens = theirs_of("llama-tied"), torch.tensor(random_prompts([20]))
     theirs.save_pretrained(tmp_path)
     state = load_file(tmp_path / "model.safetensors")
@@ -227,7 +227,7 @@ def test_an_lm_head_that_differs_from_a_tied_table_is_kept_as_by_transformers(su
 
 @pytest.mark.parametrize("kind", ROPES)
 def test_rope_settings_in_all_spellings(kind, tmp_path):
-    """Catches settings that are read from one place only, or under one name, and nulls that are not as if missing."""
+    """Catches settings read from one place or under one name only, and nulls treated as values."""
     toy_model().save_pretrained(tmp_path)
     plain = read_config(tmp_path)
     nulls = ("rope_scaling", "partial_rotary_factor", "rope_theta", "attention_bias", "quantization_config")
@@ -244,7 +244,7 @@ def test_rope_settings_in_all_spellings(kind, tmp_path):
 
 
 def test_a_scaled_rope_moves_the_contexts_end(tmp_path):
-    """Catches texts longer than what a family's rotation allows, and a context that is cut for no reason."""
+    """Catches a context longer than the RoPE scaling allows, or needlessly short."""
     def context(family, **changes):
         toy_model(family=family).save_pretrained(tmp_path)
         edit_json(tmp_path / "config.json", **changes)
@@ -257,7 +257,7 @@ def test_a_scaled_rope_moves_the_contexts_end(tmp_path):
         generate(GPT.from_pretrained(tmp_path, device="cpu"), random_prompts([64]), 1)
 
 
-WINDOWS = {  # model_type, what a config.json of 8 layers says, GPTConfig.windows
+WINDOWS = {  # model_type, fields of a config.json with 8 layers, GPTConfig.windows
     "qwen2": ("qwen2", dict(sliding_window=9, use_sliding_window=True, max_window_layers=6), (0,) * 6 + (9, 9)),
     "qwen3-late": ("qwen3", dict(sliding_window=9, use_sliding_window=True), ()),
     "phi3-missing": ("phi3", {}, ()),
@@ -269,13 +269,13 @@ WINDOWS = {  # model_type, what a config.json of 8 layers says, GPTConfig.window
 
 @pytest.mark.parametrize("name, said, windows", WINDOWS.values(), ids=WINDOWS)
 def test_windows_of_older_folders(name, said, windows):
-    """Catches folders written before layer_types was, whose pattern is in transformers' code."""
+    """Catches folders without layer_types, whose pattern is only in transformers' code."""
     raw = dict(model_type=name, rms_norm_eps=1e-5, **TINY, **said) | dict(num_hidden_layers=8)
     assert parse_config(raw).windows == windows
 
 
 def test_a_gemma_folder_that_names_little():
-    """Catches the larger models' text_config, which leaves out the vocabulary, the heads, the context."""
+    """The text_config of larger models omits the vocabulary size, the heads and the context length."""
     said = dict(model_type="gemma3_text", hidden_size=2560, intermediate_size=10240, num_hidden_layers=34,
                 rope_scaling=dict(factor=8.0, rope_type="linear"), sliding_window=1024)
     transformers = pytest.importorskip("transformers")
@@ -294,7 +294,7 @@ def test_alibi_slopes_of_a_number_of_heads_that_is_no_power_of_two():
 @pytest.mark.parametrize("stored", [torch.float32, torch.float16, torch.bfloat16])
 @pytest.mark.parametrize("name", ["gpt2", "llama-biased"])
 def test_casts_change_neither_values_nor_what_heads_know(name, stored, tmp_path):
-    """Catches a cast in the wrong order, and a model that is another one to heads after a cast."""
+    """Catches a cast in the wrong order, and heads that reject a model after a cast."""
     path = save_theirs(name, theirs_of(name), tmp_path)
     tensors = {key: value.to(stored) for key, value in load_file(path / "model.safetensors").items()}
     save_file(tensors, path / "model.safetensors")
@@ -307,7 +307,7 @@ def test_casts_change_neither_values_nor_what_heads_know(name, stored, tmp_path)
 
 
 def test_a_models_hash_is_that_of_its_files(tmp_path):
-    """Catches a run that is resumed, or states that are read, with other weights; and a hash of where the folder is."""
+    """Catches resumed runs or stored states with other weights, and a hash that depends on the path."""
     folder = lambda name: GPT.from_pretrained(tmp_path / name, device="cpu").hash
     toy_model().save_pretrained(tmp_path / "a")
     shutil.copytree(tmp_path / "a", tmp_path / "b")
@@ -320,7 +320,7 @@ def test_a_models_hash_is_that_of_its_files(tmp_path):
 
 
 def test_a_description_tells_what_generate_takes(checkpoint, tmp_path):
-    """Catches a folder that is called complete, and fails in generate.py."""
+    """Catches a folder described as complete that fails in generate.py."""
     folder = tmp_path / "model"
     shutil.copytree(checkpoint, folder)
     (folder / "chat_template.jinja").write_text("{{ messages[0].content }}")
@@ -337,7 +337,7 @@ def test_a_description_tells_what_generate_takes(checkpoint, tmp_path):
 
 
 def test_weights_that_do_not_fit_the_memory_are_refused_before_they_are_read(tmp_path, monkeypatch):
-    """Catches a machine that swaps itself to death."""
+    """Catches loading that makes the machine swap."""
     toy_model().save_pretrained(tmp_path)
     monkeypatch.setattr("hf.checkpoint.free_memory", lambda device: 1000)
     with pytest.raises(InputError, match=r"its weights take 2\d\d.\d? ?kB, but 1 kB are free on cpu"):
@@ -354,7 +354,7 @@ def rope(**settings):
 
 
 def one_shard(path, name, file=None):
-    """A shard index in place of the weights, which are moved to a file if one is given."""
+    """Replaces the weights by a shard index, and moves them to `file` or deletes them."""
     weights = path / "model.safetensors"
     if file is None:
         weights.unlink()
@@ -365,7 +365,7 @@ def one_shard(path, name, file=None):
 
 
 SIZES = "vocab_size", "hidden_size", "intermediate_size", "num_key_value_heads", "num_hidden_layers", "head_dim"
-BROKEN = {  # case: (what breaks a folder: keys of config.json or a function, what the message says)
+BROKEN = {  # case: (changes to config.json or a function that breaks the folder, part of the message)
     "another family": (dict(model_type="mamba"), f"'mamba' is not supported; supported: {', '.join(FAMILIES)}"),
     "soft-capping": (dict(final_logit_softcapping=30.0), "final_logit_softcapping is not supported"),
     "weights are cut": (lambda p: os.truncate(p / "model.safetensors", 5000), "truncated, not a safetensors file"),
@@ -376,22 +376,22 @@ BROKEN = {  # case: (what breaks a folder: keys of config.json or a function, wh
                        "rope type of windows 'linear' is not supported"),
     "another GPT-2": (dict(model_type="gpt2", scale_attn_weights=False), "scale_attn_weights False is not"),
     **{f"large {key}": ({key: 2**24}, "") for key in SIZES},
-    "all sizes large": (dict.fromkeys(SIZES[:3], 2**24), "should be floats of shape (16777216, 16777216)"),
+    "all sizes large": (dict.fromkeys(SIZES[:3], 2**24), "expected floats of shape (16777216, 16777216)"),
     "quantised, says a type": (lambda p: edit_weights(p, lambda t: t.update(
-        {"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)})), "but is torch.float8_e4m3fn of (64,)"),
+        {"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)})), "torch.float8_e4m3fn of shape (64,)"),
     "tensor missing": (lambda p: edit_weights(p, lambda t: t.pop("model.norm.weight")), "lack norm.weight"),
     "shard missing": (lambda p: one_shard(p, "model-2.safetensors"), "model-2.safetensors: truncated"),
     "shard above the folder": (lambda p: one_shard(p, "../b.safetensors", p.parent / "b.safetensors"), "r/b.safet"),
     "pointer instead of a pickle": (lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin").write_text(
-        "version https://git-lfs.github.com/spec/v1"), "truncated, not a bin file, or more than tensors"),
-    "pickle with code": (lambda p: pickled(p, dict(a=Code())), "or more than tensors"),
+        "version https://git-lfs.github.com/spec/v1"), "truncated, not a bin file, or contains more than tensors"),
+    "pickle with code": (lambda p: pickled(p, dict(a=Code())), "or contains more than tensors"),
     "pickle of a huge view": (lambda p: pickled(p, {"a.bias": torch.ones(1).expand(10**9, 10**6)}), "not store"),
 }
 
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_broken_and_harmful_folders_are_refused_at_once_in_one_line(case, tmp_path, capsys):
-    """Catches a folder that loads as garbage, reads other files, runs code, or is believed before it is checked."""
+    """Catches a folder that loads as garbage, reads other files, runs code, or is trusted before it is checked."""
     path = tmp_path / "folder"
     toy_model().save_pretrained(path)
     breaks, says = BROKEN[case]
@@ -402,7 +402,7 @@ def test_broken_and_harmful_folders_are_refused_at_once_in_one_line(case, tmp_pa
 
 
 def test_a_config_without_a_spelling_is_not_written(tmp_path):
-    """Catches a folder that reads back as another model: Llama's format has one flag for all attention biases."""
+    """Catches a folder that loads as another model: Llama's config has one flag for all attention biases."""
     for flags in (dict(qkv_bias=True), SHAPES["gpt2"]):
         with pytest.raises(InputError, match="no way to write|not supported"):
             toy_model(**flags).save_pretrained(tmp_path / "out")

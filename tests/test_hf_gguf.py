@@ -1,5 +1,5 @@
-"""gguf.py: a GGUF file is the model, the tokenizer and the template that transformers reads from it, and that a folder
-of the same values holds; hostile files get one line. Files are written here as llama.cpp's converter does it."""
+"""hf/gguf.py: a GGUF file gives the same model, tokenizer and template as transformers and as the same folder; hostile
+files raise a one-line error. The test files are written like those of llama.cpp's converter."""
 
 import math
 import random
@@ -33,7 +33,7 @@ TokenType = gguf.TokenType
 LINEAR = dict(full_attention=dict(rope_type="linear", factor=8.0, rope_theta=1e6),
               sliding_attention=dict(rope_type="default", rope_theta=10000.0))
 PHI3 = dict(original_max_position_embeddings=100)
-FILES = {  # name: (architecture, a folder of test_hf_checkpoint, changed flags of its config)
+FILES = {  # name: (architecture, a folder of test_hf_checkpoint, changed fields of its config)
     "llama": ("llama", "llama", {}),
     "llama-tied": ("llama", "llama-tied", {}),
     "llama-biased": ("llama", "llama-biased", {}),
@@ -52,14 +52,14 @@ FILES = {  # name: (architecture, a folder of test_hf_checkpoint, changed flags 
 
 
 def permuted(value, heads):
-    """A head's rows as llama.cpp rotates them: those of a pair are neighbours."""
+    """Reorders the rows of each head for llama.cpp's RoPE, which pairs neighbours."""
     return value.reshape(heads, 2, len(value) // heads // 2, -1).transpose(1, 2).reshape(value.shape)
 
 
 def write(path, architecture, model, edit=lambda tensors, values: None, convert=lambda name, value: (value, None),
           **options):
-    """A transformers model as a GGUF file. edit: changes its tensors and metadata before they are written. convert:
-    (name, float32 values) -> (the values to write, their type). options: of the writer."""
+    """Writes a transformers model to a GGUF file. edit: changes tensors and metadata first. convert: (name, float32
+    values) -> (values to write, their type). options: for the writer."""
     c = model.config
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], c.num_hidden_layers)
     tensors = rope_factors(model)
@@ -124,7 +124,7 @@ def rope_factors(model):
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_of_every_architecture_is_the_model_of_its_folder(name, tmp_path):
-    """Catches rows that stay permuted, a norm with 1 too many, a window, a rotation or a layer without one misread."""
+    """Catches rows left permuted, a norm that is 1 too large, and misread windows, RoPE or layers without RoPE."""
     architecture, folder, flags = FILES[name]
     theirs, tokens = theirs_of(folder, **flags), torch.tensor(random_prompts([90, 90]))
     theirs.save_pretrained(tmp_path / "folder")
@@ -138,7 +138,7 @@ def test_a_file_of_every_architecture_is_the_model_of_its_folder(name, tmp_path)
 
 
 def random_blocks(kind, shape, scale=0.002):
-    """Rows of random bytes whose float16 scales are near `scale`, or of these bits if it is a list."""
+    """Random quantised rows with float16 scales near `scale`, or with these bit patterns if it is a list."""
     rng, size = np.random.default_rng(0), gguf.GGML_QUANT_SIZES[kind][1]
     raw = rng.integers(0, 256, gguf.quant_shape_to_byte_shape(shape, kind), np.uint8)
     first = size - 2 if kind in (Type.Q3_K, Type.Q6_K) else 0
@@ -149,14 +149,14 @@ def random_blocks(kind, shape, scale=0.002):
     return raw
 
 
-EDGES = [0, 0x8000, 1, 0x83ff, 0x0400, 0x3c00, 0x7bff, 0x7c00, 0xfc00, 0x7e01]  # 0, subnormal, the largest, inf, nan
+EDGES = [0, 0x8000, 1, 0x83ff, 0x0400, 0x3c00, 0x7bff, 0x7c00, 0xfc00, 0x7e01]  # 0, subnormal, largest, inf, nan
 
 
 @needs_compiler
 @pytest.mark.parametrize("name", cpu.FORMATS)
 def test_blocks_are_packed_as_they_are(name):
-    """Catches a bit, a scale or a minimum in another place, rows in another order, an edge of float16, an output of a
-    weight stacked below another."""
+    """Catches misplaced bits, scales or minimums, rows in the wrong order, edge cases of float16, wrong outputs of
+    stacked weights."""
     kind = Type[name]
     raw = random_blocks(kind, (37, 512), EDGES)
     order = torch.randperm(37)
@@ -184,7 +184,7 @@ def test_blocks_are_packed_as_they_are(name):
 
 @pytest.mark.parametrize("kind", ["F16", "BF16", "Q2_K", "Q3_K", "Q6_K", "IQ1_M", "IQ2_XXS", "IQ3_S", "TQ1_0", "MXFP4"])
 def test_values_of_a_type_are_those_of_the_package(kind, tmp_path):
-    """Catches a type that is read in another layout, or not at all."""
+    """Catches a type that is misread or not read at all."""
     kind, theirs = Type[kind], theirs_of("llama-tied", hidden_size=256)
     raw = np.random.default_rng(0).integers(0, 60, gguf.quant_shape_to_byte_shape((97, 256), kind), np.uint8)
     raw = raw.view(np.float16) if kind == Type.F16 else raw
@@ -196,8 +196,8 @@ def test_values_of_a_type_are_those_of_the_package(kind, tmp_path):
 
 @needs_compiler
 def test_packed_values_on_a_cpu_are_those_of_the_file(tmp_path, capfd):
-    """Catches rows of another tensor, several types in one layer, a table that is dequantised, a type, with or without
-    kernels, whose values are not the package's."""
+    """Catches rows of the wrong tensor, layers of several types, a dequantised embedding table, and types with or
+    without kernels whose values differ from the package's."""
     theirs = theirs_of("llama-tied", hidden_size=256, intermediate_size=256)
     kinds = {"token_embd": Type.Q6_K, "attn_q": Type.Q4_K, "attn_k": Type.Q5_K, "attn_v": Type.Q6_K,
              "attn_output": Type.Q4_0, "ffn_gate": Type.IQ4_XS, "ffn_up": Type.Q4_1, "ffn_down": Type.Q3_K}
@@ -226,8 +226,8 @@ def test_packed_values_on_a_cpu_are_those_of_the_file(tmp_path, capfd):
 # Tokenizers
 
 def write_tokenizer(path, architecture, spec, convert=lambda name, value: (value, None), split=0, **values):
-    """A toy file with the tokenizer of a tokenizer.json, and further values under tokenizer.ggml. split: into files of
-    this many tensors."""
+    """Writes a toy GGUF file with the tokenizer of a tokenizer.json. values: more metadata under tokenizer.ggml. split:
+    tensors per part, 0 for one file."""
     vocab, merges = dict(spec["model"]["vocab"]), ["".join(pair) for pair in spec["model"]["merges"]]
     added = {token["content"]: token for token in spec["added_tokens"]}
     vocab |= {text: token["id"] for text, token in added.items()}
@@ -248,11 +248,11 @@ def write_tokenizer(path, architecture, spec, convert=lambda name, value: (value
 
 
 def their_tokenizer(file):
-    # 5.17 gives such a tokenizer neither its first token nor its special tokens
+    # in 5.17 the tokenizer lacks its BOS and special tokens
     transformers = pytest.importorskip("transformers", "5.24", reason="transformers is optional")
     tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     if gguf.GGUFReader(file).fields["tokenizer.ggml.pre"].contents() == "smollm":
-        # transformers splits as GPT-2; llama.cpp first takes digits apart, and so does the model's own tokenizer.json
+        # transformers splits like GPT-2; llama.cpp and the model's own tokenizer.json first split digits
         steps = [tokenizers.pre_tokenizers.Digits(True), tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)]
         tokenizer.backend_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(steps)
     return tokenizer
@@ -262,7 +262,7 @@ def check_ids(encoding, reference, n=100):
     for text in [*tk.random_texts(n, 4, encoding.special_tokens), "x=  42\n\n7 1234 \n 5", "camelCase ABCdef'LL/\n"]:
         ids = reference.encode(text)
         assert encode_prompt(encoding, text) == ids, ascii(text)
-        plain = encoding.encode(text)  # special tokens are text
+        plain = encoding.encode(text)  # special tokens as plain text
         assert plain == reference.encode(text, add_special_tokens=False, split_special_tokens=True), ascii(text)
         assert encoding.decode(ids) == reference.decode(ids, clean_up_tokenization_spaces=False), ascii(text)
 
@@ -280,12 +280,12 @@ def test_the_ids_of_every_split_are_those_of_transformers(pre, corpus, tmp_path)
 
 
 def test_special_tokens_of_phi_3_swallow_white_space_as_in_its_folder(corpus, tmp_path):
-    """Catches 13 ids where the folder gives 8: no key of the file says that tokens strip what follows them."""
+    """Catches extra white space tokens: no key says that special tokens strip the white space after them."""
     spec = tk.pieces(corpus, tk.PREPEND, None, True)
     n = max(token["id"] for token in spec["added_tokens"])
     for text, strips in {"<|endoftext|>": False, "<|user|>": True, "<|end|>": True, "<|assistant|>": True}.items():
         spec["added_tokens"].append(tk.added(n := n + 1, text, rstrip=strips))
-    for token in spec["added_tokens"]:  # as in Phi-3's, where </s> strips, too
+    for token in spec["added_tokens"]:  # in Phi-3's, </s> strips too
         token["rstrip"] |= token["content"] in ("</s>", "[INST]")
     chat = "<|user|>\n Hi <s> a </s>  b<|end|>\n<|assistant|>\n<|endoftext|> x"
     values = dict(model="llama", pre="default", bos_token_id=1, add_bos_token=False)
@@ -307,7 +307,7 @@ def test_a_file_that_does_not_say_how_text_is_split_gets_a_warning(corpus, tmp_p
 
 @pytest.mark.parametrize("architecture", ["phi3", "gemma3"])
 def test_the_ids_of_sentencepieces_kind_are_those_of_transformers(architecture, corpus, tmp_path):
-    """Catches merges in another order than the scores', a space too many, a byte without its token."""
+    """Catches merges not in the order of the scores, an extra space, a byte without a token."""
     spec = tk.pieces(corpus, None, None, False)
     spec["added_tokens"] = spec["added_tokens"][1:]  # transformers does not find <unk>
     file = write_tokenizer(tmp_path / "m.gguf", architecture, spec, model="llama", pre="default", bos_token_id=1,
@@ -338,12 +338,12 @@ def test_the_real_file_has_the_ids_and_logits_of_transformers():
 
 
 # --------------------------------------------------------------------------------------------------
-# Names, and what is refused
+# Names and errors
 
 @pytest.mark.parametrize("packed", [False, pytest.param(None, marks=needs_compiler)])
 def test_a_split_file_is_read_whole_from_any_of_its_parts(packed, corpus, tmp_path):
-    """Catches a tensor that is read, packed or let go in another part's memory, and a part that is missing or another
-    model's."""
+    """Catches a tensor that is read, packed or released in the wrong part's memory, and a part that is missing or
+    belongs to another model."""
     def convert(name, value):
         return (random_blocks(Type.Q4_0, value.shape), Type.Q4_0) if "ffn" in name else (value, None)
     spec = tk.byte_level(corpus[:2], tk.BYTE_LEVEL)
@@ -363,7 +363,7 @@ def test_a_split_file_is_read_whole_from_any_of_its_parts(packed, corpus, tmp_pa
     for call in (describe, GPT.from_pretrained, load_encoding):
         for part in parts[::2]:
             refusal(lambda: call(part), part, "one of 3 files, of which these are missing: m-00002-of-00003.gguf")
-        refusal(lambda: call(tmp_path / "b.gguf"), "b.gguf says that it is one of 3 files")
+        refusal(lambda: call(tmp_path / "b.gguf"), "b.gguf is one of 3 files")
     shutil.copy(parts[2], parts[1])
     refusal(lambda: describe(parts[0]), "the weights lack")
 
@@ -402,7 +402,7 @@ def toy_file(corpus, tmp_path_factory):
 def test_template_ends_and_sampling_are_the_files(toy_file, tmp_path):
     encoding = load_encoding(toy_file)
     assert encoding.chat([dict(role="user", content="<|im_end|>")]) == [1, 700]
-    assert chat.stop_tokens(toy_file, encoding) == [700, 1]  # a turn's end
+    assert chat.stop_tokens(toy_file, encoding) == [700, 1]  # 1 ends a turn
     said = dict(line.split(None, 1) for line in describe(toy_file).splitlines())
     assert said["weights"].endswith(" kB, F32") and said["chat"] == "template m.gguf"
     sampled = {"general.sampling.temp": 0.5, "general.sampling.top_k": 7}
@@ -416,8 +416,8 @@ def patched(offset, form, value):
     return breaks
 
 
-NORM = b"output_norm.weight\1\0\0\0\x40\0\0\0\0\0\0\0"  # its name, one dimension of 64; the type comes next
-HEADER = {  # case: (what breaks the bytes of a file, what the message says)
+NORM = b"output_norm.weight\1\0\0\0\x40\0\0\0\0\0\0\0"  # name, one dimension of 64; the type follows
+HEADER = {  # case: (function that breaks the bytes of a file, part of the message)
     "empty": (lambda data: data.clear(), "cannot mmap an empty file"),
     "a pointer": (lambda data: data.__setitem__(slice(None), b"version https://git-lfs"), "not a GGUF file"),
     "2^60 tensors": (patched(8, "<Q", 2**60), "ends before byte"),
@@ -431,15 +431,15 @@ HEADER = {  # case: (what breaks the bytes of a file, what the message says)
     "an offset of 2^64": (patched(NORM + b"\0\0\0\0", "<Q", 2**64 - 32), "truncated"),
     "an offset outside": (patched(NORM + b"\0\0\0\0", "<Q", 2**40), "ends before byte"),
 }
-VALUES = {  # case: (what changes tensors and metadata before a file is written, what the message says)
+VALUES = {  # case: (changes to tensors and metadata, part of the message)
     "another architecture": ({"general.architecture": "mamba"}, "general.architecture 'mamba' is not supported"),
     "a size that is text": ({"llama.embedding_length": "64"}, "hidden_size must be a whole number above 0"),
     "too many layers": ({"llama.block_count": 99_999}, "99999 layers, but 21 tensors"),
-    "another shape": ({"llama.attention.head_count_kv": 1}, "should be floats of shape (16, 64)"),
+    "another shape": ({"llama.attention.head_count_kv": 1}, "expected floats of shape (16, 64)"),
     "a size of 0": ({"llama.attention.head_count": 0}, "num_attention_heads must be a whole"),
     "no embeddings": ({"-": "token_embd.weight"}, "has no tensor token_embd.weight"),
     "many tokens": ({"tokenizer.ggml.tokens": ["a"] * 98}, "98 tokens, but only 97 embeddings"),
-    "a tensor more": ({"+": "blk.0.ffn_gate_exps.weight"}, "blk.0.ffn_gate_exps.weight is not a tensor that llama"),
+    "a tensor more": ({"+": "blk.0.ffn_gate_exps.weight"}, "blk.0.ffn_gate_exps.weight is not a tensor of llama"),
 }
 SPELLED = {"tokenizer.ggml.tokens": ["a", "b", "ab"], "tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.model": "gpt2"}
 TOKENIZERS = {
@@ -451,7 +451,7 @@ TOKENIZERS = {
 
 @pytest.mark.parametrize("case", HEADER)
 def test_a_broken_header_is_refused_at_once_in_one_line(case, toy_file, tmp_path):
-    """Catches a count that is believed: of 2^60 values, one after the other until memory ends."""
+    """Catches a trusted count, such as 2^60 values that are read until memory runs out."""
     data, file = bytearray(toy_file.read_bytes()), tmp_path / "m.gguf"
     HEADER[case][0](data)
     file.write_bytes(data)
@@ -486,7 +486,7 @@ def test_big_endian_and_missing_files_and_a_missing_package_are_named(toy_file, 
 
 
 def test_no_bytes_make_another_error(toy_file, tmp_path):
-    """Catches an error of the package or of numpy that is not turned into a line: 300 files with a few wrong bytes."""
+    """Catches other exceptions of the package or numpy, with 300 files that have a few wrong bytes."""
     whole, rng, file = toy_file.read_bytes(), random.Random(0), tmp_path / "m.gguf"
     header = whole.index(b"output_norm.weight") + 100
     for i in range(300):

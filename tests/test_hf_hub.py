@@ -1,4 +1,4 @@
-"""hf/hub.py: a name on Hugging Face is a model. Its cache is laid out here, and its two calls are replaced."""
+"""hf/hub.py: models by their name on Hugging Face. The cache and the two calls of huggingface_hub are faked."""
 
 import json
 import shutil
@@ -30,8 +30,8 @@ FULL = "Qwen-0.5B-Q4_K_M.gguf", "Qwen-0.5B-UD-Q4_K_M.gguf", "Qwen-0.5B-Q8_0-0000
 
 
 class Hub:
-    """Repositories, {name: folder}, and a cache as huggingface_hub keeps it. calls: the lists of files it was asked
-    for, None for a listing. error: what it raises instead."""
+    """A fake hub with repositories, {name: folder}, and a cache in huggingface_hub's layout. calls: the requests so
+    far, None for a listing, else the files to download. error: raised by listings."""
 
     def __init__(self, cache):
         self.cache, self.repositories, self.calls, self.error = cache, {}, [], None
@@ -63,7 +63,7 @@ class Hub:
 
 @pytest.fixture
 def site(checkpoint, tmp_path, monkeypatch):
-    """A `Hub` with org/model, which has more files than are read, and org/GGUF."""
+    """A `Hub` with org/model, which has more files than we read, and org/GGUF."""
     hub.fetch.cache_clear()
     site = Hub(tmp_path / "cache")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(site.cache))
@@ -86,14 +86,13 @@ def site(checkpoint, tmp_path, monkeypatch):
 
 
 def again():
-    """What the next run of a program gets."""
+    """The model that the next process finds."""
     hub.fetch.cache_clear()
     return find_model("org/model")
 
 
 def test_a_repository_is_fetched_once_and_only_what_is_read(site, capsys):
-    """Catches other formats of the same weights downloaded, a network that is asked each time, a name that only some
-    programs take."""
+    """Catches downloads of other formats of the weights, a request in each run, and programs that reject the name."""
     want = GPT.from_pretrained(site.repositories["org/model"], device="cpu")
     got = GPT.from_pretrained("org/model", device="cpu")
     assert site.calls == [None, READ] and got.hash == want.hash and got.config == want.config
@@ -107,12 +106,12 @@ def test_a_repository_is_fetched_once_and_only_what_is_read(site, capsys):
     assert sampling_flags(args)["temperature"] == 1.0
     assert "sampling as org/model says" in capsys.readouterr().err
     run = run_config(parse_heads(["--model", "org/model"]), site.cache)
-    assert run.model == "org/model"  # --resume works in another folder, too
+    assert run.model == "org/model"  # so that --resume works in any directory
     assert site.calls == [None, READ]
 
 
 def test_files_that_may_be_missing_are_asked_for_and_a_new_version_is_fetched(site, monkeypatch):
-    """Catches a model that another program cached in part, without where its texts end."""
+    """Catches a model that another program cached without its stop tokens."""
     site.store("org/model", READ[:2] + READ[3:])
     assert stop_tokens("org/model", load_encoding("org/model")) == [3]
     site.repositories["org/model"].joinpath("tokenizer_config.json").unlink()
@@ -135,7 +134,7 @@ def test_a_local_path_wins(site, tmp_path, monkeypatch):
     (["pytorch_model.bin", "rust_model.ot"], 1),
     (["pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json", "tf_model.h5", "x.gguf"], 2)])
 def test_weights_are_chosen_as_they_are_read(files, read):
-    """Catches shards without their index, .bin beside safetensors, a GGUF file that wins over a folder."""
+    """Catches shards without their index, .bin beside safetensors, a GGUF file preferred to a folder."""
     assert hub.choose("org/x", ["config.json", "config.py", *files], "") == ["config.json", *files[:read]]
 
 
@@ -143,7 +142,7 @@ def test_weights_are_chosen_as_they_are_read(files, read):
     ("Q4_K_M", [0]), ("q4_k_m", [0]), ("UD-Q4_K_M", [1]), ("Qwen-0.5B-Q4_K_M.gguf", [0]), ("Q8_0", [2, 3]),
     (FULL[3], [2, 3])])
 def test_a_gguf_file_is_chosen_by_type_or_name(choice, indices, site):
-    """Catches a choice that fetches the others, one part of several, or another that only ends so."""
+    """Catches a choice that downloads other files, a single part, or a type with the same ending."""
     names = [FULL[i] for i in indices]
     path = find_model(f"org/GGUF:{choice}")
     assert site.calls == [None, names] and path.read_text() == names[0]
@@ -159,10 +158,10 @@ def test_several_gguf_files_are_listed(site):
     files = ["a-Q8_0.gguf", "b/b-Q8_0.gguf"]
     refusal(lambda: hub.choose("org/x", files, "Q8_0"), "a-Q8_0 b/b-Q8_0")
     assert hub.choose("org/x", files, "b-Q8_0.gguf") == files[1:]
-    refusal(lambda: hub.choose("org/x", FULL[:3], "Q8_0"), "has not all parts of Q8_0")
+    refusal(lambda: hub.choose("org/x", FULL[:3], "Q8_0"), "lacks some parts of Q8_0")
     site.store("org/GGUF", [FULL[0]])
     site.error = OSError("offline")
-    assert find_model("org/GGUF").name == FULL[0]  # the one there is
+    assert find_model("org/GGUF").name == FULL[0]  # the only cached one
 
 
 ERRORS = {"offline": (errors.OfflineModeIsEnabled("offline mode\nis on"), "offline mode is on"),
@@ -173,7 +172,7 @@ ERRORS = {"offline": (errors.OfflineModeIsEnabled("offline mode\nis on"), "offli
 
 @pytest.mark.parametrize("case", ERRORS)
 def test_what_cannot_be_had_is_refused_in_a_line_unless_the_cache_has_it(case, site, capsys):
-    """Catches a traceback, a cached model that needs a network, a cached one of which a file is missing."""
+    """Catches a traceback, a cached model that needs the network, an incomplete model in the cache."""
     site.error, says = ERRORS[case]
     for call in (GPT.from_pretrained, load_encoding, describe, find_model):
         refusal(lambda: call("org/model"), "org/model", says)
@@ -183,7 +182,7 @@ def test_what_cannot_be_had_is_refused_in_a_line_unless_the_cache_has_it(case, s
         refusal(again, says)
         site.store("org/model", [name])
     capsys.readouterr()
-    folder = again()  # settings that change output may be missing, so it asked
+    folder = again()  # optional files may be missing, so the hub was asked
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and "taken from the cache" in said and says in said
     (folder / "model.safetensors").rename(folder / "model-1.safetensors")

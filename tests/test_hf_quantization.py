@@ -1,5 +1,5 @@
-"""quantization.py: quantised folders, packed here from their formats' descriptions, hold the weights that they say;
-broken ones are refused in one line."""
+"""hf/quantization.py: quantised folders, packed here from their formats' descriptions, load with the right weights;
+broken ones raise a one-line error."""
 
 import json
 
@@ -12,12 +12,12 @@ from hf import checkpoint
 from hf.checkpoint import describe
 from model import GPT
 
-SIZES = dict(n_embd=128, head_size=32, n_inner=192, tied=False)  # groups of 64, and a block of 128 that is cut
+SIZES = dict(n_embd=128, head_size=32, n_inner=192, tied=False)  # groups of 64, and a partial block of 128
 FP8 = torch.float8_e4m3fn
 
 
 def words(values, bits):
-    """Numbers [M, n * 32 / bits] -> int32 [M, n], the first in the lowest bits."""
+    """Packs numbers [M, n * 32 / bits] into int32 [M, n], the first in the lowest bits."""
     fields = 32 // bits
     parts = [values[:, i::fields].long() << bits * i for i in range(fields)]
     return sum(parts).numpy().astype("uint32").view("int32")
@@ -33,7 +33,7 @@ def draw(N, C, rows, columns, bits, dtype=torch.float16):
 
 
 def value(q, scales, zeros, rows, columns):
-    """(q - zero) * scale, as each format's description has it: element by element."""
+    """(q - zero) * scale, element by element, as each format defines it."""
     spread = lambda x: x.repeat_interleave(rows, 0)[:len(q)].repeat_interleave(columns, 1)[:, :q.shape[1]]
     return (q.float() - spread(zeros.expand(scales.shape)).float()) * spread(scales).float()
 
@@ -67,7 +67,7 @@ def fp8(rows, columns):
     return make
 
 
-KINDS = {  # name: (config, a function of (N, C) -> (the layer's parts, its weight))
+KINDS = {  # name: (config, (N, C) -> (a layer's parts, its weight))
     "awq": (dict(quant_method="awq", version="gemm", bits=4, group_size=64, zero_point=True), awq),
     "gptq-4": (dict(quant_method="gptq", bits=4, group_size=64, desc_act=False), gptq(4, 64)),
     "gptq-8": (dict(quant_method="gptq", bits=8, group_size=32, desc_act=True), gptq(8, 32)),
@@ -78,7 +78,7 @@ KINDS = {  # name: (config, a function of (N, C) -> (the layer's parts, its weig
 
 
 def write_quantised(path, kind, **flags):
-    """Writes a folder at path / "quantised", and one of the same weights at path / "plain" -> the first's path."""
+    """Writes a folder path / "quantised" and one with the same weights, path / "plain". Returns the first."""
     config, make = KINDS[kind] if isinstance(kind, str) else kind
     toy_model(**SIZES | flags).save_pretrained(path / "plain")
     tensors = load_file(path / "plain" / "model.safetensors")
@@ -100,7 +100,7 @@ def write_quantised(path, kind, **flags):
 @pytest.mark.parametrize("flags", [dict(), dict(family="glm", rotary_size=16, qkv_bias=True)], ids=["llama", "glm"])
 @pytest.mark.parametrize("kind", KINDS)
 def test_dequantised_weights_are_bit_for_bit_those_of_the_description(kind, flags, tmp_path):
-    """Catches another order of nibbles, a zero off by one, another group's scale, rows moved without their scales."""
+    """Catches nibbles in the wrong order, zeros off by one, wrong scales, rows reordered without their scales."""
     path = write_quantised(tmp_path, kind, **flags)
     got, want = (checkpoint.load(x, torch.float32, "cpu", packed=False) for x in (path, tmp_path / "plain"))
     for name, parameter in want.named_parameters():
@@ -108,7 +108,7 @@ def test_dequantised_weights_are_bit_for_bit_those_of_the_description(kind, flag
 
 
 def test_biases_of_zeros_are_no_biases(tmp_path):
-    """Catches AutoGPTQ's folders, of which every layer has a bias, refused; and one that counts, dropped."""
+    """Catches AutoGPTQ's zero biases being refused, and real biases being dropped."""
     path = write_quantised(tmp_path, "gptq-4")
     edit_weights(path, lambda tensors: tensors.update({LAYER + "bias": torch.zeros(128)}))
     checkpoint.load(path, torch.float32, "cpu")
@@ -118,7 +118,7 @@ def test_biases_of_zeros_are_no_biases(tmp_path):
 
 @pytest.mark.parametrize("name", ["lm_head", "model.embed_tokens"])
 def test_a_quantised_table_is_read(name, tmp_path):
-    """Catches a table taken for one that is stored as floats, and a tied one of which only one use is filled."""
+    """Catches a quantised table read as floats, and a tied one that is loaded for one use only."""
     path = write_quantised(tmp_path, "gptq-8", vocab_size=96, tied=name != "lm_head")
     parts, value = KINDS["gptq-8"][1](96, 128)
     edit_weights(path, lambda tensors: (tensors.pop(f"{name}.weight"), tensors.update(
@@ -131,7 +131,7 @@ def test_a_quantised_table_is_read(name, tmp_path):
 
 
 def test_what_transformers_reads_of_fp8(tmp_path):
-    """Catches a folder that the rest of the world reads otherwise. For transformers all blocks are whole here."""
+    """Catches weights that differ from transformers', which needs whole blocks."""
     pytest.importorskip("accelerate")
     transformers = pytest.importorskip("transformers")
     path = write_quantised(tmp_path, "fp8", n_inner=256)
@@ -147,7 +147,7 @@ def test_what_transformers_reads_of_fp8(tmp_path):
 
 LAYER = "model.layers.0.mlp.down_proj."
 tensor = lambda part, f: lambda path: edit_weights(path, lambda x: x.update({LAYER + part: f(x[LAYER + part])}))
-BROKEN = {  # case: (kind, what breaks it, what is said)
+BROKEN = {  # case: (kind, what breaks it, part of the message)
     "another method": ("awq", dict(quant_method="bitsandbytes"), "'bitsandbytes' is not supported; supported: awq, gp"),
     "bits": ("gptq-4", dict(bits=3), "gptq's bits 3 is not supported; supported: 4, 8"),
     "group that does not divide": ("awq", dict(group_size=100), "(awq: 4 bits, groups of 100)"),
@@ -169,11 +169,11 @@ BROKEN = {  # case: (kind, what breaks it, what is said)
 
 @pytest.mark.parametrize("case", BROKEN)
 def test_broken_folders_are_refused_in_one_line(case, tmp_path, monkeypatch):
-    """Catches a folder that is believed before it is checked, and memory that is taken before."""
+    """Catches a folder that is trusted, or memory that is allocated, before it is checked."""
     kind, breaks, says = BROKEN[case]
     path = write_quantised(tmp_path, kind)
     change = lambda path: edit_json(path / "config.json", "quantization_config", **breaks)
     (change if isinstance(breaks, dict) else breaks)(path)
-    if says not in ("act-order", "not finite"):  # values, which are read with their layer
+    if says not in ("act-order", "not finite"):  # values are only checked when the layer is loaded
         monkeypatch.setattr(checkpoint, "check_memory", lambda *_: pytest.fail("memory was taken"))
     refusal(lambda: GPT.from_pretrained(path, device="cpu"), says)

@@ -1,4 +1,4 @@
-"""hf/tokenizer.py: ids are those of the folder's own tokenizer, text comes back whole, broken files are refused."""
+"""hf/tokenizer.py: ids equal those of the folder's own tokenizer, text round-trips, broken files are refused."""
 
 import json
 import random
@@ -17,7 +17,7 @@ BYTES = [*range(33, 127), *range(161, 173), *range(174, 256), *range(33), *range
 
 
 def tiny_spec():
-    """Written by hand: GPT-2's 256 byte tokens under GPT-2's ids, five merges, one special token."""
+    """Written by hand: GPT-2's 256 byte tokens with GPT-2's ids, five merges, one special token."""
     symbols = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     merges = ["h e", "l l", "he ll", "Ġ w", "Ġ Ġ"]
     vocab = {symbol: i for i, symbol in enumerate([*symbols, "he", "ll", "hell", "Ġw", "ĠĠ"])}
@@ -53,10 +53,10 @@ def tiny(tmp_path):
 
 
 def test_the_hash_is_fixed_and_depends_on_all_tokens(tmp_path, tiny):
-    """Catches a hash that moves with a run, a machine or an edit, which would orphan every saved set of heads."""
+    """Catches a hash that changes with the run, machine or code, so that saved heads no longer load."""
     assert tiny.hash == "e0ac55cde61dd6a5"
     assert load_encoding("demo").hash == "bfbba4a43fa2119e"
-    turned = dict(reversed(tiny_spec().items())) | {"post_processor": BOS}  # and something before a prompt
+    turned = dict(reversed(tiny_spec().items())) | {"post_processor": BOS}  # with a BOS token
     (tmp_path / "tokenizer.json").write_text(json.dumps(turned, indent=1))
     assert load_encoding(tmp_path).hash == tiny.hash
     changed = [tiny_spec() for _ in range(2)]
@@ -79,13 +79,13 @@ def test_a_stream_of_bytes_that_are_no_utf8_gives_what_decoding_them_at_once_giv
     for _ in range(300):
         raw = bytes(rng.choice(b"a\x80\xbf\xc3\xe2\x82\xf0\x9f\x91\xff") for _ in range(12))
         assert "".join(streamed(tiny, *[[BYTES.index(byte)] for byte in raw])) == raw.decode(errors="replace")
-    assert streamed(tiny, [64, 299, 64, -1, 2**40, 261]) == [f"aa{EOT}", ""]  # as in transformers
+    assert streamed(tiny, [64, 299, 64, -1, 2**40, 261]) == [f"aa{EOT}", ""]  # like transformers
     assert tiny.decode(tiny.encode("a\ud800b")) == "a\ufffdb"
 
 
 @pytest.mark.parametrize("parts", [["one two three"], list("one two three"), ["on", "e tw", "o"]])
 def test_a_stream_holds_back_what_may_become_a_stop_text(parts, tiny):
-    """Catches a stop text that is shown in part, and text that is never let go."""
+    """Catches a partly shown stop text, and text that is never released."""
     whole = "".join(parts)
     for stop, want in [(["two"], "one "), (["two", "e t"], "on"), (["x"], whole), ([], whole),
                        (["threefold", "twofold"], whole)]:
@@ -106,7 +106,7 @@ BLOCKS = [(0, 0x250), (0x250, 0x3000), (0x300, 0x370), (0x3000, 0xD800), (0xE000
 
 
 def random_texts(count, seed=0, tokens=()):
-    """Texts of random Unicode, code, runs of white space, digits, emoji, combining marks, and tokens' own text."""
+    """Random texts of Unicode, code, white space, digits, emoji, combining marks, and the text of `tokens`."""
     rng = random.Random(seed)
 
     def part():
@@ -129,7 +129,7 @@ def added(index, content, **flags):
 
 
 def template(before, after=()):
-    """A TemplateProcessing with these (text, id) pairs around a text."""
+    """A TemplateProcessing that puts these (text, id) tokens around a text."""
     def item(pair):
         return {"SpecialToken": {"id": pair[0], "type_id": 0}}
 
@@ -140,7 +140,7 @@ def template(before, after=()):
 
 
 def byte_level(corpus, form, tokens=(), alphabet=True, model=(), **changes):
-    """The spec of a byte-level BPE with 700 tokens, trained by the package, and further added tokens from 700 on."""
+    """The spec of a byte-level BPE with 700 tokens, trained by the package, and more added tokens from id 700 on."""
     base = {"type": "BPE", "vocab": {}, "merges": []}
     spec = {"version": "1.0", "added_tokens": [], "pre_tokenizer": form, "decoder": BYTE_LEVEL, "model": base}
     tool = tokenizers.Tokenizer.from_str(json.dumps(spec))
@@ -155,7 +155,7 @@ def byte_level(corpus, form, tokens=(), alphabet=True, model=(), **changes):
 
 
 def pieces(corpus, normalizer, pre_tokenizer, strip):
-    """The spec of sentencepiece's kind: ▁ for a space, and BPE with a token for each byte."""
+    """The spec of a tokenizer like sentencepiece's: BPE with ▁ for a space and a token for each byte."""
     tool = tokenizers.Tokenizer(tokenizers.models.BPE(byte_fallback=True, unk_token="<unk>", fuse_unk=True))
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=600, special_tokens=["<unk>", "<s>", "</s>"],
                                              show_progress=False)
@@ -182,7 +182,7 @@ STRIPS = [("<mask>", {"lstrip": True}), ("<end>", {"rstrip": True}), ("word", {"
 BOS = template([(EOT, 0)])
 
 
-KINDS = {  # name -> the spec, made of the corpus
+KINDS = {  # name: corpus -> spec
     "gpt2": lambda c: byte_level(c, BYTE_LEVEL, post_processor=BYTE_LEVEL),
     "tokens after a text": lambda c: byte_level(c, BYTE_LEVEL, post_processor=template(
         [(EOT, 0), ("<|im_end|>", 1)], [(EOT, 0)])),
@@ -208,7 +208,7 @@ def test_every_kind_of_tokenizer_json_gives_the_packages_ids_text_and_stream(nam
     whole, plain = (tokenizers.Tokenizer.from_str(json.dumps(spec)) for _ in range(2))
     plain.encode_special_tokens = True
     assert encoding.n_vocab - 1 == max(whole.get_vocab().values())
-    last = [0] * (name == "tokens after a text")  # which a prompt leaves out
+    last = [0] * (name == "tokens after a text")  # left out of prompts
     for text in [*random_texts(120, 1, encoding.special_tokens), *(text[:4000] for text in corpus[:3]), *WORDS]:
         ids = encoding.encode(text, allowed_special="all")
         assert ids == whole.encode(text, add_special_tokens=False).ids, ascii(text)
@@ -227,7 +227,7 @@ def test_endless_runs_and_tokens_that_compose_with_what_follows(corpus, tmp_path
         assert encoding.encode(text, allowed_special="all") == package.encode(text).ids
 
 
-REFUSED = {  # reason: what a tiny spec is changed by, or the file's content
+REFUSED = {  # reason: a change to the tiny spec, or the file's content
     "dropout": lambda spec: spec["model"].update(dropout=0.1),
     "ids [99999]": lambda spec: spec.update(post_processor=template([("<s>", 99999)])),
     "two tokens share an id": lambda spec: spec["model"]["vocab"].update(he=257) or spec.update(added_tokens=[]),
@@ -297,7 +297,7 @@ def test_vocab_and_merges_give_the_ids_of_transformers(kind, pattern, config, pr
     ({"tokenizer_class": "BaichuanTokenizer", "add_bos_token": False,
       "auto_map": {"AutoTokenizer": ["tokenization_baichuan.BaichuanTokenizer", None]}}, [])])
 def test_tokenizer_model_alone_gives_sentencepieces_ids(config, prefix, corpus, tmp_path):
-    """Catches Baichuan's folder, whose tokenizer is code of its own, refused or run."""
+    """Catches Baichuan's folder, whose tokenizer is custom code, being refused or its code being run."""
     for package in ("transformers", "google.protobuf"):
         pytest.importorskip(package, reason="a tokenizer.model is read by optional packages")
     sentencepiece = pytest.importorskip("sentencepiece")

@@ -1,4 +1,4 @@
-"""train_heads.py: heads learn what the model would say, runs resume, the folder works in generate.py."""
+"""train_heads.py: heads learn to predict the model's tokens, runs resume, the output works in generate.py."""
 
 import json
 import multiprocessing.forkserver
@@ -40,7 +40,7 @@ def texts(tmp_path_factory):
 
 @pytest.fixture(scope="module")
 def forks():
-    """Starts the process that FORKS forks, which loads torch once for all of them."""
+    """Starts the server process of FORKS, which loads torch once for all tests."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv("PYTHONPATH", os.pathsep.join(sys.path))
         FORKS.set_forkserver_preload(["test_train_heads"])
@@ -49,7 +49,7 @@ def forks():
 
 @pytest.fixture(autouse=True)
 def few_prompts(monkeypatch):
-    monkeypatch.setattr(evaluate, "PROMPTS", 4)  # a run ends with decoding these
+    monkeypatch.setattr(evaluate, "PROMPTS", 4)  # decoded at the end of a run
     monkeypatch.setattr(evaluate, "DECODED", 24)
 
 
@@ -66,7 +66,7 @@ def measured(heads, *_):
 
 @pytest.fixture
 def unmeasured(monkeypatch):
-    """Leaves out the measurements that end a run, which take most of the time of a short one."""
+    """Skips the final measurements, which dominate the time of a short run."""
     monkeypatch.setattr(train_heads, "measure", measured)
 
 
@@ -92,7 +92,7 @@ def same_heads(one, other):
 
 
 def learned(checkpoint, texts, out, name, *flags):
-    """The record of a run of 60 steps, in which every head gets better."""
+    """heads.json of a run of 60 steps in which every head improves."""
     model = GPT.from_pretrained(checkpoint, device="cpu", packed=False)
     heldout = load_tokens([texts], load_encoding(checkpoint), "heldout")
     start = evaluate.head_accuracy(CloverHeads(PRESETS[name], model), heldout, 8, 40)
@@ -104,13 +104,13 @@ def learned(checkpoint, texts, out, name, *flags):
 @pytest.mark.parametrize("name", [
     "hydra", "clover2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("medusa", "clover"))])
 def test_every_preset_learns(checkpoint, texts, tmp_path, capsys, name):
-    """Catches heads that are trained towards the wrong token."""
+    """Catches heads that are trained on the wrong target."""
     found = learned(checkpoint, texts, tmp_path, name)
     assert found["config"]["preset"] == name and found["training"]["steps"] == 60 and 1 <= found["tokens_per_step"] <= 5
     for table in found["acceptance"].values():  # of trees of 17 nodes
         (accepted, proposed), steps = map(sum, zip(*table)), sum(n for _, n in table) / 16
         assert len(table) == BINS and 0 < accepted < proposed and all(0 <= right <= n for right, n in table)
-    assert 0 <= 1 + accepted / steps - found["tokens_per_step"] < 0.5  # of the greedy ones; a text may end in a path
+    assert 0 <= 1 + accepted / steps - found["tokens_per_step"] < 0.5  # the greedy table; a text may end within a path
     assert f"--heads {tmp_path}" in capsys.readouterr().out
     model, prompts = GPT.from_pretrained(checkpoint, device="cpu"), random_prompts([9, 20])
     heads = CloverHeads.from_pretrained(tmp_path, model)
@@ -121,11 +121,11 @@ def test_every_preset_learns(checkpoint, texts, tmp_path, capsys, name):
 @needs_cuda
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_run_on_a_gpu_learns_and_its_steps_do_not_wait(dtype, checkpoint, texts, tmp_path, monkeypatch):
-    """Catches tensors on two devices, a value read back in a step, and what only CUDA's autocast does."""
+    """Catches tensors on two devices, a host synchronisation in a step, and errors of CUDA's autocast."""
     train_step = train_heads.Run.train_step
 
     def unwaiting(self, *args):
-        torch.cuda.set_sync_debug_mode("error" if self.step else "default")  # in the first step, kernels are loaded
+        torch.cuda.set_sync_debug_mode("error" if self.step else "default")  # the first step loads kernels
         try:
             return train_step(self, *args)
         finally:
@@ -136,7 +136,7 @@ def test_a_run_on_a_gpu_learns_and_its_steps_do_not_wait(dtype, checkpoint, text
 
 @pytest.fixture(scope="module")
 def finished(checkpoint, texts, tmp_path_factory):
-    """The folder of a run of 12 steps."""
+    """The output folder of a run of 12 steps."""
     out = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train_heads, "measure", measured)
@@ -147,8 +147,8 @@ def finished(checkpoint, texts, tmp_path_factory):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_goes_on(number, finished, checkpoint, texts, tmp_path, monkeypatch, capsys, unmeasured):
-    """Catches a signal that loses work, a resume that forgets the optimiser, schedule, place in the data or flags; a
-    run that sees the same few windows all along, and heads that train the model under them."""
+    """Catches work lost to a signal; a resume without the optimizer, schedule, data position or flags; windows that
+    repeat; and training that changes the base model."""
     monkeypatch.setattr(train_heads, "SHOW_EVERY", 2)
     windows, train_step = [], train_heads.Run.train_step
     monkeypatch.setattr(train_heads.Run, "train_step", lambda run, ids, *given: (
@@ -158,10 +158,10 @@ def test_a_stopped_run_goes_on(number, finished, checkpoint, texts, tmp_path, mo
     def stopped(self, *args):  # in the middle of a step
         if 0.9 > self.param_groups[0]["lr"] / 0.005 > 0.8:
             os.kill(os.getpid(), number)
-            if number == signal.SIGTERM:  # to the process, and through the one that started it
+            if number == signal.SIGTERM:  # a parent process may forward it
                 os.kill(os.getpid(), number)
         return optimizer_step(self, *args)
-    monkeypatch.chdir(texts.parent)  # paths are given relative to where the run begins
+    monkeypatch.chdir(texts.parent)  # relative paths
     with monkeypatch.context() as patch:
         patch.setattr(torch.optim.AdamW, "step", stopped)
         flags = ["--model", os.path.relpath(checkpoint), "--data", texts.name, "--out", tmp_path, "--steps", "12"]
@@ -181,7 +181,7 @@ def test_a_stopped_run_goes_on(number, finished, checkpoint, texts, tmp_path, mo
 
 
 def test_a_run_refuses_other_flags_data_and_models(finished, checkpoint, tmp_path):
-    """Catches a run that goes on as another one, and a refusal that has written something already."""
+    """Catches a run resumed with other settings, and a refusal that has already changed files."""
     before = {file: file.read_bytes() for file in finished.rglob("*") if file.is_file()}
     (tmp_path / "more.txt").write_text("more " * 2000)
     other = shutil.copytree(checkpoint, tmp_path / "other")
@@ -207,7 +207,7 @@ def test_states_of_another_format_are_refused_in_one_line(file, contents, finish
 
 
 def run_killed(left, flags):
-    """Trains in a process of its own that SIGKILL ends at the `left`th of the calls below."""
+    """Trains in this process until SIGKILL, sent at the `left`th of the calls below."""
     def mortal(call):
         def wrapped(*args, **kwargs):
             nonlocal left
@@ -225,7 +225,7 @@ def run_killed(left, flags):
 
 @pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
 def test_a_killed_run_goes_on_to_the_same_heads(kills, forks, checkpoint, texts, tmp_path, unmeasured):
-    """Catches files that are half written or do not belong together, whenever SIGKILL comes."""
+    """Catches partly written or inconsistent files after SIGKILL at any time."""
     flags = ["--model", checkpoint, "--data", texts, "--steps", 6 * kills]
     train(*flags, "--out", tmp_path / "whole")
     flags += ["--out", tmp_path / "parts"]
@@ -237,7 +237,7 @@ def test_a_killed_run_goes_on_to_the_same_heads(kills, forks, checkpoint, texts,
         assert process.exitcode == -signal.SIGKILL
         resume = ["--resume"]
     train(*flags, *resume)
-    assert not list((tmp_path / "parts").glob("*.tmp*"))  # a killed run leaves what it was writing
+    assert not list((tmp_path / "parts").glob("*.tmp*"))  # left by a killed run
     assert same_heads(tmp_path / "whole", tmp_path / "parts")
 
 
@@ -251,7 +251,7 @@ def test_a_loss_that_is_no_number_ends_the_run(checkpoint, texts, tmp_path, monk
         if len(calls) == 5:
             self.param_groups[0]["params"][0].data.fill_(float("nan"))
     monkeypatch.setattr(torch.optim.AdamW, "step", poisoned)
-    for save_every, step in ((0.0, 5), (1e9, 20)):  # seen by the weights, by the loss
+    for save_every, step in ((0.0, 5), (1e9, 20)):  # detected in the weights, in the loss
         monkeypatch.setattr(train_heads, "SAVE_EVERY", save_every)
         calls.clear()
         diverged = partial(run, checkpoint, texts, tmp_path / str(step), "--steps", "60")
@@ -263,7 +263,7 @@ def test_a_loss_that_is_no_number_ends_the_run(checkpoint, texts, tmp_path, monk
     ("heads.safetensors", -1, "start it again"), ("train_state.pt", -1, "start it again"),
     ("train_state.pt", 1, "--resume"), ("heads.json", 4, "--evaluate")])
 def test_a_full_disk_ends_the_run(file, saved, advice, checkpoint, texts, tmp_path, monkeypatch, unmeasured):
-    """Catches a traceback, a state that is half of a new one, and a command that is refused for what it left."""
+    """Catches a traceback, a partly written state, and leftovers that make the next run fail."""
     monkeypatch.setattr(train_heads, "SAVE_EVERY", 0.0)
     chmod, path = os.chmod, tmp_path / "train_state.pt"
 
@@ -298,7 +298,7 @@ def losses_of(out):
 def test_two_processes_train_as_one_does(forks, checkpoint, texts, tmp_path, monkeypatch, unmeasured):
     """Catches a batch that is not split, masks counted per process."""
     pair = lambda i: dict(prompt=f"{i} is", completion=f" a number, {i * i} its square" * (i % 5))
-    chats = write_lines(tmp_path / "pairs.jsonl", map(pair, range(600)))  # few tokens in the loss, unevenly spread
+    chats = write_lines(tmp_path / "pairs.jsonl", map(pair, range(600)))  # few and unevenly spread tokens in the loss
     flags = ["--model", checkpoint, "--data", texts, chats, "--steps", "12", "--dtype", "float32"]
     two = partial(train_rank, [*flags, "--out", tmp_path / "two"])
     (code, said, errors), second = run_ranks(tmp_path, two, context=FORKS)
@@ -320,7 +320,7 @@ def test_where_the_first_process_cannot_go_on_all_end_in_one_line(forks, checkpo
 
 def test_the_model_writes_its_own_data_and_another_preset_reads_them_and_their_states(
         checkpoint, tmp_path, monkeypatch, unmeasured):
-    """Catches texts that are written twice, states computed anew for each preset, a window's states of other tokens."""
+    """Catches texts generated twice, states recomputed for each preset, states that belong to other tokens."""
     monkeypatch.setattr(writing, "ROUND", 120)
     monkeypatch.setattr(writing, "TEMPERATURES", (1.0,))
     monkeypatch.setattr(train_heads, "SHOW_EVERY", 1)
@@ -335,12 +335,12 @@ def test_the_model_writes_its_own_data_and_another_preset_reads_them_and_their_s
         train(*flags, "--data", "self", "--self-tokens", "2000", "--steps", "46", "--out", tmp_path / "one", "--resume")
         train(*flags, "--data", folder, "--preset", "medusa", "--out", tmp_path / "two")
     train(*flags, "--data", folder, "--quantize", "int8", "--out", tmp_path / "rounded")
-    assert len([*folder.glob("states-*.npy")]) == 2  # those of rounded weights are others
+    assert len([*folder.glob("states-*.npy")]) == 2  # quantised weights have their own states
     CloverHeads.from_pretrained(tmp_path / "rounded", GPT.from_pretrained(checkpoint, device="cpu"))
 
 
 def test_heads_are_measured_on_the_data_of_their_training(checkpoint, texts, tmp_path, unmeasured):
-    """Catches figures of other data in a record that names these."""
+    """Catches measurements on other data than heads.json says."""
     trained_on = run(checkpoint, texts, tmp_path, "--steps", "1")["training"]
     want = {name: trained_on[name] for name in ("data", "key")}
     more = tmp_path / "more.txt"
@@ -359,8 +359,8 @@ def test_heads_are_measured_on_the_data_of_their_training(checkpoint, texts, tmp
 
 
 def test_an_ablation_and_its_draft_vocabulary_are_kept(checkpoint, texts, tmp_path, monkeypatch, capsys, unmeasured):
-    """Catches a default that a resumed or evaluated run applies anew, and a record or weights that do not follow."""
-    monkeypatch.setattr(data, "VOCABULARY_STEP", 16)  # of 258 ids, of which the text needs fewer than 32
+    """Catches --resume or --evaluate falling back to defaults, and a record or weights that do not match the flags."""
+    monkeypatch.setattr(data, "VOCABULARY_STEP", 16)  # the text needs fewer than 32 of 258 ids
     switches = "--draft-heads 3 --mix concat --augment-layers 2 --no-shared --mix-before --projector res"
     want = dict(preset="clover2", n_draft=3, augment_layers=2, mix="concat", mix_before=True, projector="res",
                 shared=False, vocabulary=32)
@@ -376,7 +376,7 @@ def test_an_ablation_and_its_draft_vocabulary_are_kept(checkpoint, texts, tmp_pa
 
 
 def test_losses_equal_cross_entropy_against_the_shifted_teacher(tmp_path):
-    """Catches a distribution one place too early or too late, and weights that rise, such as 0.7^-i for 0.7^i."""
+    """Catches a target off by one position, and loss weights that rise, such as 0.7^-i instead of 0.7^i."""
     model = toy_model()
     heads, ids = random_heads(model), torch.tensor(random_prompts([25, 25]))
     T, loss_mask = 25 - 4 - 1, torch.ones(2, 25, dtype=torch.bool)

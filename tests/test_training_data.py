@@ -1,5 +1,4 @@
-"""corpus.py and data.py: text comes back whole from its documents' ids, splits never overlap, and the loss mask is
-exact."""
+"""training/corpus.py and training/data.py: documents are complete, splits never overlap, the loss mask is exact."""
 
 import gzip
 import json
@@ -23,7 +22,7 @@ CHATML = ChatTemplate("chatml", (
     "{% for m in messages %}{% if m.role == 'refused' %}{{ raise_exception('no such role') }}{% endif %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"), {})
-FORGETFUL = ChatTemplate("forgetful", (  # as Qwen3's: what an assistant thought is in the last message only
+FORGETFUL = ChatTemplate("forgetful", (  # like Qwen3's: reasoning is kept in the last message only
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"), {})
@@ -75,12 +74,12 @@ def test_builtin_corpus_splits_by_name_and_leaves_out_what_is_not_the_librarys_o
     write(tmp_path, kept | dict.fromkeys(left_out, "x"))
     train, heldout = corpus.builtin_corpus("train"), corpus.builtin_corpus("heldout")
     assert sorted(train + heldout) == sorted(tmp_path / name for name in kept)
-    # These names are fixed: a split that moves between runs would train on what is later held out.
+    # Fixed names: a split that changed between runs would put held-out files into training.
     assert [file.name for file in heldout] == "m0.py m2.py m25.py m37.py".split()
 
 
 def test_documents_come_from_files_folders_and_jsonl_lines_in_order(tmp_path):
-    """Would catch: a file that is overlooked, or read though it is no text or a training run's."""
+    """Catches a file that is missed, and binary files or those of a training run being read."""
     documents = lambda *names: documents_in([f"{tmp_path}/{name}" for name in names])
     lines = '{"text": "one"}\n\n{"text": "two\\nlines", "id": 2}\r\n{"text": ""}\n'
     write(tmp_path, {"one/a.py": "a", "one/b/c.md": "é\r\n", "one/b/d.bin": "no", "one/e.txt": "", "one/f.txt": b"\xff",
@@ -95,7 +94,7 @@ def test_documents_come_from_files_folders_and_jsonl_lines_in_order(tmp_path):
 
 
 def test_a_line_holds_a_text_or_a_prompt_and_its_completion_or_messages_gzipped_or_not(tmp_path):
-    """Would catch: a field that is overlooked, or a kind that a column of nulls beside it hides."""
+    """Catches a missed field, and a record misread because another field is null."""
     lines = jsonl([{"text": "t"}, PAIR, CHAT, PAIR | {"text": None}, CHAT | {"prompt": "p"}, {"text": ""},
                    {"text": "t"} | PAIR, messages([("user", "not answered")])])
     write(tmp_path, {"plain/a.jsonl": lines, "packed/a.jsonl.gz": gzip.compress(lines.encode())})
@@ -108,7 +107,7 @@ def test_a_line_holds_a_text_or_a_prompt_and_its_completion_or_messages_gzipped_
 
 
 def test_a_json_file_is_read_as_lines_are(tmp_path):
-    """Bug: chats.json, which is one array, is trained on as raw text, or a byte order mark and ShareGPT's names are."""
+    """Bug: a JSON array, a byte order mark or ShareGPT's role names are trained on as raw text."""
     turns = [("human", "q\u2028"), ("gpt", "a")]
     shared = {"conversations": [{"from": role, "value": text} for role, text in turns]}
     chats = [CHAT, shared, shared | {"system": "s"}, PAIR]
@@ -128,7 +127,7 @@ def test_a_json_file_is_read_as_lines_are(tmp_path):
 
 
 def test_a_few_chats_that_the_template_refuses_are_left_out(tmp_path, capsys):
-    """Bug: one odd conversation of a million ends the run; or half of the data is dropped with a line nobody reads."""
+    """Bug: one odd chat in a million ends the run, or half of the data is dropped with only a warning."""
     bad = messages([("refused", "q"), ("assistant", "a")])
     write(tmp_path, {"a.jsonl": jsonl([CHAT] * 4 + [bad] + [CHAT] * 14 + [bad] + [PAIR] * 99)})
     found = list(corpus.read_records([tmp_path / "a.jsonl"], CHATML))
@@ -145,7 +144,7 @@ def test_a_few_chats_that_the_template_refuses_are_left_out(tmp_path, capsys):
     messages([("user", "q"), ("assistant", None)]), {"messages": [dict(role="user", content="q"), dict(content="a")]},
     messages([("refused", "q"), ("assistant", "a")])], ids=range(13))
 def test_a_broken_line_is_refused_by_its_number(line, tmp_path):
-    """Would catch: a KeyError, a RecursionError or a template's own error out of one line of a million."""
+    """Catches a KeyError, a RecursionError or a template's own error from a single bad line."""
     line = json.dumps(line) if isinstance(line, dict) else line
     line = line if isinstance(line, bytes) else line.encode()
     write(tmp_path, {"a.jsonl": b'{"text": "fine"}\n\n' + line + b"\n"})
@@ -153,7 +152,7 @@ def test_a_broken_line_is_refused_by_its_number(line, tmp_path):
 
 
 def test_messages_without_a_template_odd_templates_and_damaged_files_are_refused(tmp_path):
-    """Would catch: conversations skipped in silence, a loss mask in the wrong place, half a file taken for all."""
+    """Catches chats that are silently skipped, a misplaced loss mask, a truncated file that is accepted."""
     write(tmp_path, {"b.jsonl": jsonl([PAIR] * 50 + [CHAT])})
     refusal(lambda: documents_in([tmp_path / "b.jsonl"]), tmp_path / "b.jsonl", "line 51", "chat template")
     odd = ChatTemplate("odd", "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", {})
@@ -166,13 +165,13 @@ def test_messages_without_a_template_odd_templates_and_damaged_files_are_refused
 
 @pytest.mark.parametrize("template, turns, counted, forgotten", [
     (CHATML, TURNS, (2, 4), None),
-    (CHATML, [*TURNS, ("user", "bye")], (2, 4), None),  # what nobody answers is dropped
+    (CHATML, [*TURNS, ("user", "bye")], (2, 4), None),  # an unanswered message is dropped
     (CHATML, [("assistant", "a greeting"), *TURNS[1:]], (2, 4), None),
-    (FORGETFUL, TURNS, (4,), 2),  # its first answer is not as it was said: it does not count
+    (FORGETFUL, TURNS, (4,), 2),  # its first answer was cut: not in the loss
     (FORGETFUL, TURNS[:3], (2,), None),
 ], ids="two trailing-user greeting forgetful forgetful-one".split())
 def test_exactly_what_the_assistant_says_counts(template, turns, counted, forgotten, chatty, tmp_path):
-    """Would catch: heads trained on the user's words, on the template's, or on an answer that was cut later on."""
+    """Catches heads trained on the user's text, the template's, or an answer that the template cuts later."""
     write(tmp_path, {"a.jsonl": jsonl([messages(turns)])})
     [record] = corpus.read_records([tmp_path / "a.jsonl"], template)
     ids, loss_mask = data.encode_record(record, chatty)
@@ -187,7 +186,7 @@ def test_exactly_what_the_assistant_says_counts(template, turns, counted, forgot
 
 @pytest.fixture
 def library(tmp_path):
-    """A folder of 200 documents of 30 to 50 letters, no two alike."""
+    """A folder of 200 different documents of 30 to 50 letters."""
     rng = random.Random(3)
     texts = ["".join(rng.choices("abcdefgijkmnopqrstuvxyz", k=rng.randint(30, 50))) for _ in range(200)]
     return write(tmp_path / "library", {f"{i:03}.txt": text for i, text in enumerate(texts)})
@@ -204,7 +203,7 @@ def test_documents_are_split_by_their_text_alone(library, tiny, tmp_path):
 
 
 def test_prompts_with_completions_are_in_one_split_whole_and_texts_in_pieces(tmp_path, monkeypatch):
-    """Would catch: half of a completion held out, its loss mask moved, or neighbouring pieces torn apart."""
+    """Catches a completion split in two, a shifted loss mask, or neighbouring pieces that are not joined."""
     monkeypatch.setattr(corpus, "PIECE", 10)
     long = "".join(random.Random(0).choices("abcdefgijk", k=995))
     write(tmp_path, {"a.jsonl": jsonl([{"prompt": long, "completion": long[::-1]}, {"text": long}])})
@@ -217,16 +216,16 @@ def test_prompts_with_completions_are_in_one_split_whole_and_texts_in_pieces(tmp
 
 
 def test_texts_and_completions_have_a_prefix_and_an_end_and_special_text_only_where_it_is_meant(tiny):
-    """Would catch: a BOS that heads learn to guess, an end that they do not, a text that can write special tokens."""
+    """Catches a BOS in the loss, an end that is not, and text that is encoded to special tokens."""
     tiny.prefix = [7, 8]
     encoded = lambda *record: [array.tolist() for array in data.encode_record(corpus.Record(*record), tiny)]
     ids, counts = encoded(((f"he{EOT}", True),))
     assert ids == [7, 8, *tiny.encode(f"he{EOT}"), 261] and counts == [False] * 2 + [True] * (len(ids) - 2)
     ids, counts = encoded((("he", False), (f"ll{EOT}", True)), "completion")
-    assert ids == [7, 8, 256, 257, 261, 261]  # not 258, hell: a prompt's end is a token's
+    assert ids == [7, 8, 256, 257, 261, 261]  # not 258, "hell": no token spans the end of the prompt
     assert counts == [False] * 3 + [True] * 3
     assert encoded((("he", False), (EOT, True)), "chat") == [[256, 261], [False, True]]
-    tiny.prefix = [261]  # the end of the document before
+    tiny.prefix = [261]  # ends the previous document
     assert encoded((("he", True),))[0] == [*tiny.encode("he"), 261]
 
 
@@ -247,7 +246,7 @@ def store(file, paths, encoding):
 
 
 def test_stored_tokens_are_those_of_the_documents(paths, chatty, tmp_path):
-    """Would catch: splits mixed up, documents out of order or lost, a document's loss mask beside another's ids."""
+    """Catches mixed-up splits, lost or reordered documents, a loss mask of another document."""
     stored = store(tmp_path / "out" / "tokens.pt", paths, chatty)
     for split in corpus.SPLITS:
         records = corpus.split_records(paths, [split], CHATML)
@@ -259,7 +258,7 @@ def test_stored_tokens_are_those_of_the_documents(paths, chatty, tmp_path):
 
 
 def test_stored_tokens_are_used_again_until_what_they_are_of_changes(paths, chatty, tmp_path, monkeypatch):
-    """Would catch: hours of tokenising for each --resume, and tokens of yesterday's text."""
+    """Catches tokenising again on each --resume, and stale tokens."""
     file = tmp_path / "tokens.pt"
     first = store(file, paths, chatty)
     calls, encode = [], data.encode_splits
@@ -280,7 +279,7 @@ def test_stored_tokens_are_used_again_until_what_they_are_of_changes(paths, chat
 
 
 def draft_vocabulary(counts, n):
-    """The ids chosen for a text that has id i counts[i] times."""
+    """The draft vocabulary chosen for text that has id i counts[i] times."""
     ids = np.random.default_rng(0).permutation(np.repeat(np.arange(len(counts)), counts))
     chosen, model = [], SimpleNamespace(config=SimpleNamespace(vocab_size=len(counts)))
     heads = SimpleNamespace(model=model, set_vocabulary=chosen.extend)
@@ -289,8 +288,8 @@ def draft_vocabulary(counts, n):
 
 
 def test_a_draft_vocabulary_covers_most_of_the_text_with_few_ids():
-    """Would catch: the rarest ids, and a size that is rounded down, is no multiple, or gains next to nothing."""
-    counts = [1] * 3500 + [100] * 500  # of 53,500 tokens: 97% are the last 500 ids and 1,895 others, 2,395 in all
+    """Catches the rarest ids being chosen, and a size that is rounded down, no multiple, or nearly all."""
+    counts = [1] * 3500 + [100] * 500  # 97% of 53,500 tokens: the last 500 ids and 1,895 others
     counts += [0] * (8192 - len(counts))
     assert draft_vocabulary(counts, None) == [*range(3500, 4000), *range(3072 - 500)]
     for n in (0, 8, 501):
@@ -300,7 +299,7 @@ def test_a_draft_vocabulary_covers_most_of_the_text_with_few_ids():
 
 
 def test_windows_carry_their_loss_masks_and_the_numbers_of_their_documents():
-    """Would catch: a first or last token that is in no window, and guesses across the border of two documents."""
+    """Catches a first or last token that is never in a window, and wrong document indices."""
     rng = np.random.default_rng(0)
     starts = np.append(True, rng.random(299) < 0.2)
     tokens = data.Tokens(np.arange(300).astype(np.uint32), rng.random(300) < 0.5, np.flatnonzero(starts))
@@ -317,7 +316,7 @@ def test_windows_carry_their_loss_masks_and_the_numbers_of_their_documents():
 
 
 def test_prompts_of_texts_are_windows_of_single_documents_one_of_each_while_they_last(library, tiny):
-    """Would catch: prompts across two documents, or that end with the end of a text, or one document asked twice."""
+    """Catches prompts that span documents or end with a text's last token, and documents used twice."""
     tiny.prefix = [7]
     tokens = data.load_tokens([library], tiny, "heldout")
     texts = [[7, *tiny.encode(record.text)] for _, record in corpus.split_records([library], ["heldout"])]
@@ -332,7 +331,7 @@ def test_prompts_of_texts_are_windows_of_single_documents_one_of_each_while_they
 
 
 def test_prompts_of_completions_and_conversations_end_where_an_answer_begins(chatty, tmp_path):
-    """Would catch: a prompt that gives part of the answer away, or the front of one that is too long, not its end."""
+    """Catches a prompt that contains part of the answer, or the start of a long prompt instead of its end."""
     two = [[("user", c), ("assistant", "hell"), ("user", c + c), ("assistant", "he")] for c in "abcdefgh" * 5]
     completions = [{"prompt": 4 * c, "completion": "0" * 50} for c in "stuvwxyz" * 5]
     long = [{"prompt": 101 * c, "completion": "0"} for c in "ijk"]

@@ -1,4 +1,4 @@
-"""loss.py: the plain computation's loss and gradient, in chunks."""
+"""training/loss.py: loss and gradient equal the plain computation's; memory is bounded."""
 
 from types import SimpleNamespace
 from weakref import WeakValueDictionary
@@ -23,7 +23,7 @@ def inputs(model):
 
 
 def plain(model, outputs, hidden, guess_mask, ids):
-    """Written out: all logits at once, of which those of tokens that are not drafted are -inf for the heads."""
+    """The plain computation: all logits at once; the heads' are -inf for tokens outside the draft vocabulary."""
     teacher, sums, hits = model.lm_head(hidden), [], []
     drafted = torch.isin(torch.arange(97), torch.tensor(ids))
     for i, out in enumerate(outputs):
@@ -38,7 +38,7 @@ def plain(model, outputs, hidden, guess_mask, ids):
 @pytest.mark.parametrize("ids", [range(97), [40, 3, 96, *range(50, 80)]], ids=["all", "some"])
 @pytest.mark.parametrize("chunk", [1, 97 * 4, 97 * 7, 10**9])
 def test_loss_gradient_and_accuracy_equal_the_plain_computation(chunk, ids, monkeypatch):
-    """Catches a chunk's border off by one, a guess that should not count, a gradient's scale, a teacher cut short."""
+    """Catches errors at chunk borders, masked guesses in the loss, a wrong gradient scale, a truncated teacher."""
     monkeypatch.setattr(loss, "CHUNK", chunk)
     model = toy_model()
     heads = CloverHeads(preset("clover"), model)
@@ -62,7 +62,7 @@ def test_loss_gradient_and_accuracy_equal_the_plain_computation(chunk, ids, monk
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", ["llama", "gpt2"])
 def test_autocast_is_on_for_the_heads_and_off_for_a_half_model(shape, dtype):
-    """Catches what CUDA makes slow: its autocast gives norms in float32, so a half model is cast at each of them."""
+    """Catches slow half-precision models: CUDA's autocast computes norms in float32, with a cast at each of them."""
     model, seen = toy_model(**SHAPES[shape]).to(dtype), []
     heads, ids = CloverHeads(preset("clover"), model), torch.tensor(random_prompts([T + 4 + 1] * B))
     note = lambda name: lambda *_: seen.append((name, torch.is_autocast_enabled("cpu")))
@@ -73,7 +73,7 @@ def test_autocast_is_on_for_the_heads_and_off_for_a_half_model(shape, dtype):
 
 
 def test_guesses_across_a_border_and_of_tokens_that_do_not_count_are_left_out():
-    """Catches a head that is trained to guess another document's first words, or what the user says."""
+    """Catches a head that is trained on another document's first tokens, or on masked ones."""
     tokens = torch.arange(2 * 9).view(2, 9)
     documents = torch.tensor([[0, 0, 0, 0, 1, 1, 1, 1, 2], [0] * 9])
     loss_mask = torch.tensor([[True] * 9, [False] * 5 + [True] * 4])
@@ -85,9 +85,8 @@ def test_guesses_across_a_border_and_of_tokens_that_do_not_count_are_left_out():
 
 
 
-
 def test_memory_does_not_grow_with_heads_tokens_and_vocabulary(monkeypatch):
-    """Real sizes, on the meta device, where nothing is computed: 5 heads, 4096 tokens, V = 152,000, C = 4096."""
+    """Real sizes on the meta device: 5 heads, 4096 tokens, V = 152,000, C = 4096."""
     V, C, N, heads, chunk = 152_000, 4096, 4096, 5, 2**24
     monkeypatch.setattr(loss, "CHUNK", chunk)
     with torch.device("meta"):
@@ -99,7 +98,7 @@ def test_memory_does_not_grow_with_heads_tokens_and_vocabulary(monkeypatch):
     live, peaks = WeakValueDictionary(), []
 
     def note(name, args, result):
-        """Notes how many bytes operations' results take; views and results written in place take none."""
+        """Tracks the bytes of live results; views and in-place results take none."""
         given = {x.untyped_storage()._cdata for x in args if isinstance(x, torch.Tensor)}
         for x in result if isinstance(result, (tuple, list)) else [result]:
             if isinstance(x, torch.Tensor) and x.untyped_storage()._cdata not in given:
@@ -112,6 +111,6 @@ def test_memory_does_not_grow_with_heads_tokens_and_vocabulary(monkeypatch):
     with Operations(note):
         losses, _ = head_losses(SimpleNamespace(model=Model, vocabulary=None), outputs, teacher, guess_mask)
         losses.sum().backward()
-    kept = 4 * C * (3 * heads + 1) * (N + heads)  # what the norm gives, its gradient, and that of the outputs, per head
+    kept = 4 * C * (3 * heads + 1) * (N + heads)  # per head: the norm's output, its gradient, and the outputs' gradient
     assert max(peaks) < kept + 6 * 4 * chunk < 4 * V * N
     assert all(out.grad.shape == out.shape for out in outputs)

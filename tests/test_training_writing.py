@@ -1,4 +1,4 @@
-"""writing.py, and the states of data.py: texts that the model writes, and its states, which are computed once."""
+"""training/writing.py: the model's own text; and the stored states of training/data.py."""
 
 import json
 from types import SimpleNamespace
@@ -23,7 +23,7 @@ def encoding(tmp_path):
 
 
 class Scripted:
-    """Stands in for `Engine`: answers each prompt by a function of its text."""
+    """A fake `Engine` that answers each prompt with a function of its index and text."""
 
     def __init__(self, encoding, says):
         self.encoding = encoding
@@ -61,7 +61,7 @@ def lines(folder):
 
 
 def test_a_chat_model_asks_and_answers_and_what_is_no_good_is_dropped(encoding, tmp_path, monkeypatch):
-    """Catches words of the wrong role, near-duplicates, runaways, special tokens, second turns in all texts or none."""
+    """Catches text of the wrong role, near-duplicates, runaways, special tokens, second turns in all texts or none."""
     asked = ["what is 0", "What  is 0", "", "a" * 20, "2 <|im_start|>", "what is 5", "b b c", "what is 7"]
     ends = [True, True, True, False, True, True, True, True]
 
@@ -83,7 +83,7 @@ def test_a_chat_model_asks_and_answers_and_what_is_no_good_is_dropped(encoding, 
 
 
 def test_a_round_is_written_once_and_each_process_has_its_own(encoding, tmp_path, monkeypatch):
-    """Catches a run that starts anew after Ctrl-C, two processes that write the same, temperatures that do not vary."""
+    """Catches a run that starts over after Ctrl-C, processes that write the same text, a constant temperature."""
     says = lambda i, text: f"{len(made.seen)} {i}" if text.endswith("user\n") else "hell"
     with_end = lambda i, text: says(i, text) + "<|im_end|>"
     made, script = writer(tmp_path / "self", encoding, monkeypatch, with_end)
@@ -101,7 +101,7 @@ def test_a_round_is_written_once_and_each_process_has_its_own(encoding, tmp_path
 
 
 def test_half_of_the_messages_begin_with_an_opening_that_may_quote_an_answer(encoding, tmp_path, monkeypatch):
-    """Catches an opening that the message lacks, a quotation of nothing, one kind of request alone."""
+    """Catches a message without its opening, an empty quotation, a lack of variety."""
     def says(i, text):
         return ("hell " * 2 + f"{len(script.calls)} {i}" if text.endswith("assistant\n") else f"ask {i}") + "<|im_end|>"
     monkeypatch.setattr(writing, "QUOTED", range(5, 100))
@@ -110,7 +110,7 @@ def test_half_of_the_messages_begin_with_an_opening_that_may_quote_an_answer(enc
     made.count(first)
     begun = {text["messages"][0]["content"] for text in made.round(1)}
     assert {text["messages"][0]["content"] for text in first} >= {"Explain: ask 0", "ask 2", "Explain: ask 5"}
-    assert second == [] and any(text.startswith("Shorten: hell hell ") for text in begun)  # nothing new without answers
+    assert second == [] and any(text.startswith("Shorten: hell hell ") for text in begun)  # no answers, nothing new
 
 
 def test_a_base_model_writes_from_its_first_token(encoding, tmp_path, monkeypatch):
@@ -121,7 +121,7 @@ def test_a_base_model_writes_from_its_first_token(encoding, tmp_path, monkeypatc
 
 
 def test_stored_states_are_those_of_each_document_alone(tmp_path, monkeypatch):
-    """Catches rows at another document's place, padding that is read, a long document's end that is lost."""
+    """Catches rows stored for another document, padding that is stored, the lost end of a long document."""
     monkeypatch.setattr(data, "BATCH", 40)
     model, rng = toy_model(), np.random.default_rng(0)
     sizes = [5, 1, 30, 7, 7, 12]
@@ -145,7 +145,7 @@ def test_stored_states_are_those_of_each_document_alone(tmp_path, monkeypatch):
     first = next(i for i in range(54) if (tokens.ids[i:i + 9] == ids[0].numpy()).all())
     whole = data.unpack_teacher(torch.tensor(rows[None, first:first + 8]), torch.float32)
     assert torch.equal(teacher.hidden[0], whole.hidden[0]) and torch.equal(teacher.logsumexp[0], whole.logsumexp[0])
-    monkeypatch.setattr(data, "write_states", None)  # they are there
+    monkeypatch.setattr(data, "write_states", None)  # not called: they exist
     data.store_states(file, model, tokens, Group(), torch.float32)
     monkeypatch.setattr(data.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
     more = tmp_path / "states-1.npy"

@@ -1,1 +1,1 @@
-"""Training: text into tokens, losses, evaluation, processes."""
+"""Training of draft heads: data, losses, evaluation."""

@@ -1,4 +1,4 @@
-"""The `main` of train_heads.py. Parses the flags before torch is loaded."""
+"""`main` of train_heads.py. Parses the flags before loading torch."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""What a run is, its files, the learning rate's schedule, signals."""
+"""Shared by training programs: run config, files, learning rate schedule, progress, signals."""
 
 import contextlib
 import json
@@ -16,20 +16,20 @@ from hf.paths import is_repository
 from model import InputError, atomic_write, expect, read_json
 from training.flags import FIXED, STORED, RunConfig
 
-STATE_FILE = "train_state.pt"  # of a run: weights, optimizer, step
-RUN_FILE = "run.json"          # its RunConfig
+STATE_FILE = "train_state.pt"  # weights, optimizer, step
+RUN_FILE = "run.json"          # RunConfig
 
 
 def run_config(args, out):
-    """The `RunConfig` of the flags; where one is not given, with --resume that of the run in `out`.
-    Raises InputError where it would overwrite that run, or change what FIXED names."""
-    given = {name: value for name, value in vars(args).items() if name in STORED}
-    if "model" in given and not is_repository(args.model):
-        given["model"] = os.path.abspath(args.model)  # for --resume from anywhere
+    """The `RunConfig` from the flags; with --resume, flags not set default to the run in `out`.
+    Raises InputError if this would overwrite that run or change a flag in FIXED."""
+    flags = {name: value for name, value in vars(args).items() if name in STORED}
+    if "model" in flags and not is_repository(args.model):
+        flags["model"] = os.path.abspath(args.model)  # so that --resume works in any directory
     if args.evaluate or not args.resume:
         expect(args.evaluate or not (out / STATE_FILE).exists(), f"{out} holds a run already; "
-               "--resume continues it, or use another --out")
-        return RunConfig(**given)
+               "add --resume to continue it, or use another --out")
+        return RunConfig(**flags)
     try:
         saved = read_json(out / RUN_FILE)
         expect(set(saved) == set(STORED), f"{RUN_FILE} has other flags")
@@ -37,15 +37,15 @@ def run_config(args, out):
         raise InputError(f"{out}: --resume needs a run that this version saved there "
                          f"({error})") from None
     flag = lambda name: name.replace("n_draft", "draft_heads").replace("_", "-")
-    differ = "; ".join(f"{flag(name)} {saved[name]}, not {given[name]}" for name in FIXED
-                       if given.get(name, saved[name]) != saved[name])
+    differ = "; ".join(f"{flag(name)} {saved[name]}, not {flags[name]}" for name in FIXED
+                       if flags.get(name, saved[name]) != saved[name])
     expect(not differ, f"{out} holds a run with {differ}, which --resume cannot change")
-    return replace(RunConfig(**saved), **given)
+    return replace(RunConfig(**saved), **flags)
 
 
 @contextlib.contextmanager
 def saving(what, advice):
-    """Around writing files. Raises InputError, with the reason, where they cannot be written."""
+    """Turns errors of writing files inside into an InputError: "{what} (reason); {advice}"."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -60,30 +60,30 @@ def save_lines(path, values):
 
 def save_file(path, value):
     def write(tmp):
-        with open(tmp, "wb") as file:  # where it opens a file itself, torch hides why that fails
+        with open(tmp, "wb") as file:  # if torch opens the file, it hides why that failed
             torch.save(value, file)
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, write)
 
 
 def load_file(path, keys, mmap=False):
-    """Reads a dict with these keys, as `save_file` wrote it. mmap: its tensors stay in the file."""
+    """Reads these keys of a dict written by `save_file`. mmap: memory-map the tensors."""
     try:
         value = torch.load(path, map_location="cpu", weights_only=True, mmap=mmap)
         return {key: value[key] for key in keys}
-    except Exception as error:  # torch.load raises many kinds for a damaged file
+    except Exception as error:  # torch.load raises many types for a damaged file
         reason = repr(error).split("\\n")[0]
         raise InputError(f"{path}: damaged, or not of this version ({reason})") from None
 
 
 def set_learning_rate(optimizer, peak, step, steps):
-    """Rises linearly over the first 2% of the steps, falls linearly to zero over the last 40%."""
+    """Linear warm-up over the first 2% of the steps, linear decay to zero over the last 40%."""
     for group in optimizer.param_groups:
         group["lr"] = peak * min(1.0, (step + 1) / (0.02 * steps), (steps - step) / (0.4 * steps))
 
 
 def progress(start, steps, tokens_per_step, log):
-    """A function that logs a step and a line about it, with tokens per second and time left."""
+    """Returns show(step, line), which logs the line with tokens per second and time left."""
     began = time.perf_counter()
 
     def show(step, line):
@@ -95,17 +95,17 @@ def progress(start, steps, tokens_per_step, log):
 
 @contextlib.contextmanager
 def noted_signals():
-    """Inside, Ctrl-C and SIGTERM only add their numbers to a list. A second Ctrl-C interrupts; a
-    second SIGTERM does not, since a parent process may have sent it too."""
+    """Yields a list to which Ctrl-C and SIGTERM add their numbers instead of ending the process. A
+    second Ctrl-C interrupts; a second SIGTERM does not: a parent process may forward the first."""
     received = []
 
     def note(number, frame):
         if received and number == signal.SIGINT:
             raise KeyboardInterrupt
         received.append(number)
-    before = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
+    handlers = {number: signal.signal(number, note) for number in (signal.SIGINT, signal.SIGTERM)}
     try:
         yield received
     finally:
-        for number, handler in before.items():
+        for number, handler in handlers.items():
             signal.signal(number, handler)

@@ -1,4 +1,4 @@
-"""Reads documents from files of text and of conversations, in a training and a held-out split."""
+"""Reads documents from text and chat files, and splits them into training and held-out data."""
 
 import contextlib
 import hashlib
@@ -15,13 +15,13 @@ TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts",
                  ".rs", ".jsonl", ".jsonl.gz")
 SPLITS = ("train", "heldout")
 NO_CODE = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
-MOST_REFUSED = 0.1  # share of the chats that a template may refuse
-PIECE = 4096  # characters; longer texts are cut into pieces of this size, each in one split
+MOST_REFUSED = 0.1  # more chats refused by the template than this share are an error
+PIECE = 4096  # characters; longer texts are cut into pieces, which are split separately
 
 
 class Record(NamedTuple):
-    """A document as (text, in_loss) pairs; in_loss: heads learn to guess its tokens. kind: "text",
-    "completion" (all but the prompt is in the loss) or "chat" (only the assistant's turns are)."""
+    """A document as (text, in_loss) pairs; in_loss: its tokens are training targets. kind: "text",
+    "completion" (the loss covers all but the prompt) or "chat" (only the assistant's turns)."""
     parts: tuple
     kind: str = "text"
 
@@ -31,30 +31,30 @@ class Record(NamedTuple):
 
 
 def builtin_corpus(split):
-    """The files of Python's standard library in a split. They need no download."""
+    """The source files of Python's standard library in a split, which need no download."""
     root = Path(sysconfig.get_paths()["stdlib"])
     is_code = lambda path: not any(part in NO_CODE or part.endswith("data") for part in path.parts)
     files = [file for file in sorted(root.rglob("*.py")) if is_code(file.relative_to(root))
              and split_of(file.relative_to(root).as_posix()) == split]
-    expect(files, f"{root}: expected code for the split {split!r}; give files of text")
+    expect(files, f"{root}: no code for the {split} split; use --data")
     return files
 
 
 def find_files(path):
-    """The files of a path, a sorted list of Path: the file itself, or those with TEXT_SUFFIXES in a
-    folder, except in training runs."""
+    """The file at a path, or the text files in a folder, except in folders of training runs."""
     path = Path(path)
-    expect(path.exists(), f"{path}: no such file or folder; check it")
+    expect(path.exists(), f"{path}: no such file or folder")
+    if path.is_file():
+        return [path]
     runs = {state.parent for state in path.rglob(STATE_FILE)}
-    return [path] if path.is_file() else [
-        file for file in sorted(path.rglob("*")) if file.name.endswith(TEXT_SUFFIXES)
-        and file.is_file() and not runs & set(file.parents)]
+    return [file for file in sorted(path.rglob("*")) if file.name.endswith(TEXT_SUFFIXES)
+            and file.is_file() and not runs & set(file.parents)]
 
 
 def read_records(paths, template=None):
-    """Yields a `Record` for each document that is not empty. template: a `ChatTemplate` that turns
-    messages into text; chats that it refuses are left out, and counted on standard error. Raises
-    InputError for a path without documents, a malformed line, and if it refuses many."""
+    """Yields a `Record` for each non-empty document. template: the `ChatTemplate` for chats; those
+    it refuses are skipped with a warning. Raises InputError for a path without documents, a
+    malformed line, and if more than MOST_REFUSED of the chats are refused."""
     chats = 0
     refused = []
     for path in paths:
@@ -62,29 +62,28 @@ def read_records(paths, template=None):
         for file in find_files(path):
             for where, record in read_file(file):
                 if record.kind == "chat":
-                    expect(template, f"{file}, {where}: messages need a model that has a chat "
-                           "template")
+                    expect(template, f"{file}, {where}: messages need a model with a chat template")
                     chats += 1
                     try:
                         record = Record(chat_parts(record.parts, template), "chat")
                     except InputError as error:
                         refused.append(f"{file}, {where}: {error}")
-                        record = Record(())
                         empty = False
+                        continue
                 if record.text:
                     empty = False
                     yield record
-        expect(not empty, f"{path}: expected UTF-8 text that is not empty; give another")
+        expect(not empty, f"{path}: expected UTF-8 text, got none; check the path")
     if refused:
-        says = (f"the chat template refuses {len(refused)} of {chats} chats; the first is "
-                f"{refused[0]}")
-        expect(len(refused) <= MOST_REFUSED * chats, f"{says}; correct them, or leave them out")
-        warn(f"{says}; these are left out")
+        problem = (f"the chat template refuses {len(refused)} of {chats} chats; the first is "
+                   f"{refused[0]}")
+        expect(len(refused) <= MOST_REFUSED * chats, f"{problem}; correct or remove them")
+        warn(f"{problem}; skipping these")
 
 
 def read_file(file):
-    """Yields (where, `Record`) of a file, of a chat with its messages as parts; nothing if it is a
-    text that is not UTF-8."""
+    """Yields (position, `Record`) for each document of a file; nothing if it is not UTF-8 text. The
+    parts of a chat are its messages, not rendered yet."""
     if not file.name.endswith(OBJECTS):
         with contextlib.suppress(InputError):
             yield "", Record(((read_text(file), True),))
@@ -94,7 +93,7 @@ def read_file(file):
 
 
 def parse_record(value):
-    """The Record of an object with "text", else "prompt" and "completion", else `messages_of`."""
+    """The Record of an object with "text", else "prompt" and "completion", else chat messages."""
     text, prompt, completion = map(value.get, ("text", "prompt", "completion"))
     if text is not None:
         record = Record(((text, True),))
@@ -108,20 +107,20 @@ def parse_record(value):
 
 
 def chat_parts(messages, template):
-    """The (text, in_loss) pairs of a conversation up to the assistant's last turn. What rendering
-    a turn of the assistant adds to its prompt is in the loss."""
-    # not a first message: many templates refuse the empty conversation before it
+    """The (text, in_loss) pairs of a chat up to the assistant's last turn. The loss covers what
+    rendering an assistant turn adds to its prompt."""
+    # skip an assistant's first message: many templates refuse the empty chat before it
     turns = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
-    # some templates drop the reasoning of earlier turns: then only the last is as generated
+    # if the template drops the reasoning of earlier turns, only the last turn is as generated
     for answers in (turns, turns[-1:]):
-        texts = [""]  # each begins with the one before it
+        texts = [""]  # each must be a prefix of the next
         for i in answers:
             texts.append(template.render(messages[:i], add_generation_prompt=True))
             texts.append(template.render(messages[:i + 1], add_generation_prompt=False))
         pairs = list(itertools.pairwise(texts))
         if all(text.startswith(before) for before, text in pairs):
             return tuple((text[len(before):], i % 2 > 0) for i, (before, text) in enumerate(pairs))
-    raise InputError("the chat template does not render a prefix")
+    raise InputError("the chat template does not render a prefix of a chat as a prefix of its text")
 
 
 def split_of(text):
@@ -131,8 +130,8 @@ def split_of(text):
 
 
 def split_records(paths, splits, template=None):
-    """Yields (split, Record) for the documents of some of SPLITS; paths None: the built-in corpus.
-    Texts are cut into pieces, so that one file fills both splits; neighbours are joined again."""
+    """Yields (split, Record) for the documents in some of SPLITS. paths None: the built-in corpus.
+    Texts are cut, so that one file can fill both splits; neighbours in a split are joined again."""
     if paths is None:
         for split in splits:
             for file in builtin_corpus(split):
@@ -140,10 +139,11 @@ def split_records(paths, splits, template=None):
         return
     missing = set(splits)
     for record in read_records(paths, template):
-        whole = record.kind != "text"  # prompts with completions, and conversations
+        whole = record.kind != "text"  # completions and chats are not cut
         pieces = [record.text[i:i + PIECE] for i in range(0, len(record.text), PIECE)]
         for split, run in itertools.groupby([record.text] if whole else pieces, split_of):
             if split in splits:
                 missing.discard(split)
                 yield split, record if whole else Record((("".join(run), True),))
-    expect(not missing, f"{' '.join(map(str, paths))}: expected text for {missing}; give more")
+    expect(not missing, f"{' '.join(map(str, paths))}: too little text, none is in the split "
+           f"{' or '.join(missing)}; give more")

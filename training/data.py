@@ -1,4 +1,4 @@
-"""Tokens of documents, and the model's hidden states for them: stored files, windows, prompts."""
+"""Training data: tokens and the model's hidden states, their files, training windows, prompts."""
 
 import contextlib
 import hashlib
@@ -18,18 +18,18 @@ from training.loss import Teacher, hidden_states, teach
 
 FILE = "tokens.pt"      # in --out
 COVERAGE = 0.97         # share of the training tokens that an "auto" draft vocabulary covers
-VOCABULARY_STEP = 1024  # the size of such a vocabulary is a multiple of this
-SPAN = 2048             # the model reads longer documents in parts of this many tokens
-BATCH = 8192            # most tokens of such a forward pass
-BESIDE = 4  # int16 numbers after a state's: the logsumexp, as float32, and the token, as int32
+VOCABULARY_STEP = 1024  # its size is a multiple of this
+SPAN = 2048             # for stored states, longer documents are read in parts of this many tokens
+BATCH = 8192            # maximum tokens per forward pass
+EXTRA = 4               # int16 values after each state: logsumexp (float32), greedy token (int32)
 
 
 class Tokens(NamedTuple):
-    """Documents one after the other."""
-    ids: np.ndarray        # [N], uint32
-    loss_mask: np.ndarray  # [N], bool: heads are trained to guess this token
-    starts: np.ndarray     # int64, ascending: the offset of each document's first token
-    states: np.ndarray | None = None  # of `store_states`, where they are stored
+    """Concatenated documents."""
+    ids: np.ndarray        # uint32 [N]
+    loss_mask: np.ndarray  # bool [N]: the token is a training target
+    starts: np.ndarray     # int64, ascending: offset of each document's first token
+    states: np.ndarray | None = None  # int16 [N, C + EXTRA] from `store_states`, if stored
 
 
 def pack(documents):
@@ -39,8 +39,8 @@ def pack(documents):
 
 
 def encode_record(record, encoding):
-    """The token ids and the loss mask of a Record. All but chats get the tokenizer's prefix, unless
-    that is the end_of_text, which follows each. Plain text has no special tokens."""
+    """Encodes a Record -> (token ids, loss mask). Texts and completions end with end_of_text and
+    begin with the tokenizer's prefix, unless that is the same. Text has no special tokens."""
     special = () if record.kind == "text" else "all"
     parts = [(encoding.encode(text, allowed_special=special), in_loss)
              for text, in_loss in record.parts]
@@ -54,7 +54,7 @@ def encode_record(record, encoding):
 
 
 def encode_splits(paths, splits, encoding):
-    """The documents of `split_records`, encoded -> {split: Tokens}."""
+    """Encodes the documents of `split_records` -> {split: Tokens}."""
     documents = {split: [] for split in splits}
     for split, record in split_records(paths, splits, encoding.template):
         documents[split].append(encode_record(record, encoding))
@@ -66,7 +66,7 @@ def load_tokens(paths, encoding, split):
 
 
 def tokens_key(paths, encoding):
-    """16 hex digits of what tokens depend on: tokenizer, template, each file's path, size, time."""
+    """16 hex digits: a hash of the tokenizer, template, and each file's path, size and mtime."""
     groups = map(builtin_corpus, SPLITS) if paths is None else map(find_files, paths)
     files = sorted((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns)
                    for file in itertools.chain(*groups))
@@ -76,16 +76,16 @@ def tokens_key(paths, encoding):
 
 
 def store_tokens(file, key, paths, encoding, vocab_size):
-    """`open_tokens` of a file, which is written unless it has this `tokens_key`. Raises InputError
-    for tokens that the model has no embeddings for."""
+    """`open_tokens` of a file, which is first written unless it has this `tokens_key`. Raises
+    InputError for token ids of vocab_size and up."""
     with contextlib.suppress(InputError):
         stored = open_tokens(file)
         if stored["key"] == key:
             return stored
     tokens = encode_splits(paths, SPLITS, encoding)
     expect(all((tokens[split].ids < vocab_size).all() for split in SPLITS), "--data has token "
-           f"ids of {vocab_size} and up, which the model has no embeddings for; leave them out")
-    for states in file.parent.glob("states-*.npy"):  # of other tokens
+           f"ids of {vocab_size} and up, for which the model has no embeddings; remove them")
+    for states in file.parent.glob("states-*.npy"):  # they belong to the old tokens
         states.unlink()
     arrays = {split: list(map(torch.from_numpy, tokens[split][:3])) for split in SPLITS}
     with saving(f"{file}: cannot be written", "make room, or use another --out"):
@@ -94,14 +94,14 @@ def store_tokens(file, key, paths, encoding, vocab_size):
 
 
 def open_tokens(file):
-    """A token file as a dict: its key, and the splits' Tokens, mapped into memory."""
+    """Opens a token file -> {"key": its `tokens_key`, split: memory-mapped Tokens}."""
     stored = load_file(file, ("key", *SPLITS), mmap=True)
     return stored | {split: Tokens(*(x.numpy() for x in stored[split])) for split in SPLITS}
 
 
 def set_draft_vocabulary(heads, ids, n, log=print):
-    """Lets heads draft only among the n most frequent of the token ids in an array, ties to the
-    lower id. n 0: all; None: those that cover COVERAGE, or all if that is half of all or more."""
+    """Restricts heads to the n most frequent token ids in an array, ties to the lower id. n 0: all
+    token ids. n None: enough for COVERAGE, or all if that takes half of the vocabulary or more."""
     vocab_size = heads.model.config.vocab_size
     counts = np.bincount(ids, minlength=vocab_size)
     order = np.argsort(-counts, kind="stable")
@@ -111,17 +111,17 @@ def set_draft_vocabulary(heads, ids, n, log=print):
         n = -(-needed // VOCABULARY_STEP) * VOCABULARY_STEP
         n = n if 2 * n < vocab_size else 0
         log(f"draft vocabulary: {n or 'all'} of {vocab_size} token ids; {needed} cover "
-            f"{COVERAGE:.0%} of the training text")
+            f"{COVERAGE:.0%} of the training tokens")
     heads.set_vocabulary(order[:n].tolist())
 
 
 def window_batch(tokens, n, length, seed, device, mine=slice(None), dtype=torch.float32):
-    """The slice `mine` of n random windows of `Tokens` -> (ids, int64; loss_mask, bool; documents,
-    int64: the number of each token's, or None if a window has one alone), each [windows, length],
-    and the `Teacher` of all but the last position in a dtype, None where no states are stored."""
+    """Draws n random windows of `Tokens` and returns the slice `mine` of them: ids int64, loss_mask
+    bool, documents int64 (0, 1, ... in each window; None if none has several), each [windows,
+    length]; a `Teacher` of all but the last position in a dtype, None if no states are stored."""
     last = len(tokens.ids) - length
-    expect(last >= 0, f"expected a window of {length} tokens in each split, but one has only "
-           f"{len(tokens.ids)}; give more text, or a smaller --block-size")
+    expect(last >= 0, f"expected {length} tokens or more in each split, got {len(tokens.ids)}; "
+           "give more text, or a smaller --block-size")
     starts = torch.randint(last + 1, (n, 1), generator=torch.Generator().manual_seed(seed))
     columns = (starts.numpy() + np.arange(length))[mine]
     documents = np.searchsorted(tokens.starts, columns, side="right")
@@ -136,24 +136,24 @@ def window_batch(tokens, n, length, seed, device, mine=slice(None), dtype=torch.
 
 
 def to_device(array, device):
-    """A numpy array as a tensor. To CUDA it goes from pinned memory: the host does not wait."""
+    """Copies a numpy array to a device. The copy to CUDA is asynchronous, from pinned memory."""
     tensor = torch.from_numpy(np.ascontiguousarray(array))
     on_gpu = torch.device(device).type == "cuda"
     return (tensor.pin_memory() if on_gpu else tensor).to(device, non_blocking=on_gpu)
 
 
 def prompts(tokens, n, length, seed=0):
-    """n prompts, lists of ids, the same for the same seed, from random documents; no document twice
-    before all were used. From a text: `length` ids before its last, or fewer where no document has
-    as many. From others: up to 4 * length that precede an answer."""
+    """Draws n prompts, lists of token ids, from random documents, each used once before any is used
+    again. From a text: `length` tokens, fewer if no document is longer, never its last. From a
+    completion or chat: up to 4 * length tokens before an answer."""
     rng = np.random.default_rng(seed)
     ends = np.append(tokens.starts[1:], len(tokens.ids))
     length = min(length, int((ends - tokens.starts).max()) - 1)
 
-    def prompt_of(i):  # None if it has none
+    def prompt_of(i):  # None if the document is too short, or has no answer
         start = tokens.starts[i]
         mask = tokens.loss_mask[start:ends[i]]
-        answers = np.flatnonzero(mask & ~np.append(False, mask[:-1]))  # where the loss begins
+        answers = np.flatnonzero(mask & ~np.append(False, mask[:-1]))  # first token of each
         if len(answers) == 1 and answers[0] <= 2 and mask[-1]:  # a text, perhaps after a prefix
             if len(mask) > length:
                 first = start + rng.integers(len(mask) - length)
@@ -161,27 +161,28 @@ def prompts(tokens, n, length, seed=0):
         elif (answers > 0).any():
             answer = rng.choice(answers[answers > 0])
             return tokens.ids[start + max(answer - 4 * length, 0):start + answer].tolist()
-    found = ((i, prompt_of(i)) for i in rng.permutation(len(tokens.starts)))
-    chosen = dict(itertools.islice((pair for pair in found if pair[1]), n))
-    expect(chosen, "expected documents of two tokens, for prompts; give more text")
+    chosen = {}  # document -> prompt
+    for i in rng.permutation(len(tokens.starts)):
+        if len(chosen) < n and (prompt := prompt_of(i)):
+            chosen[i] = prompt
+    expect(chosen, "prompts need documents of two tokens or more; give more text")
     again = itertools.islice(itertools.cycle(chosen), n - len(chosen))
     return [*chosen.values(), *map(prompt_of, again)]
 
 
-# The frozen model reads all tokens once. Stored with each of its states are the greedy token and
-# the logsumexp of the logits: with them, the probabilities of some token ids need only their rows
-# of the LM head.
+# Hidden states of the frozen model are computed once and stored, with the logsumexp of the logits:
+# then the probabilities of a draft vocabulary need only its rows of the LM head.
 
-def unpack_teacher(packed, dtype):
-    """Rows of `store_states`, int16 [B, T, C + BESIDE] -> `Teacher`, with states in a dtype."""
-    hidden, logsumexp, greedy = packed.split((packed.shape[-1] - BESIDE, 2, 2), dim=-1)
+def unpack_teacher(rows, dtype):
+    """Unpacks rows of `store_states`, int16 [B, T, C + EXTRA] -> `Teacher`, hidden in a dtype."""
+    hidden, logsumexp, greedy = rows.split((rows.shape[-1] - EXTRA, 2, 2), dim=-1)
     return Teacher(hidden.view(torch.bfloat16).to(dtype),
                    logsumexp.contiguous().view(torch.float32)[..., 0],
                    greedy.contiguous().view(torch.int32)[..., 0].long())
 
 
 def span_batches(tokens, longest):
-    """Batches of (start, end): parts of documents, of similar lengths up to `longest` tokens."""
+    """Cuts documents into spans (start, end) of up to `longest` tokens, batched by length."""
     ends = np.append(tokens.starts[1:], len(tokens.ids))
     spans = [(first, min(first + longest, end)) for start, end in zip(tokens.starts, ends)
              for first in range(start, end, longest)]
@@ -191,9 +192,9 @@ def span_batches(tokens, longest):
 
 
 def store_states(file, model, tokens, group, dtype):
-    """The model's states for `Tokens`, int16 [N, C + BESIDE], mapped from a file. All processes of
-    the group write it together, unless it exists."""
-    shape = (len(tokens.ids), model.config.n_embd + BESIDE)
+    """The model's states for `Tokens`, int16 [N, C + EXTRA], memory-mapped from a file. If it does
+    not exist, all processes of the group write it together."""
+    shape = (len(tokens.ids), model.config.n_embd + EXTRA)
     if not file.exists():
         temporary = file.with_name(f"{file.name}.tmp")
         group.on_first(lambda: create(temporary, shape))
@@ -211,7 +212,7 @@ def store_states(file, model, tokens, group, dtype):
 
 
 def create(file, shape):
-    """Makes a file of int16 zeros. Raises InputError if it does not fit the disk."""
+    """Creates a .npy file of int16 zeros. Raises InputError if the disk has too little space."""
     check_memory("hidden states take", 2 * shape[0] * shape[1],
                  shutil.disk_usage(file.parent).free, file.parent, "use less text")
     with saving(f"{file}: cannot be written", "make room and start it again"):
@@ -224,6 +225,6 @@ def write_states(rows, model, tokens, spans, dtype):
     hidden = hidden_states(model, ids.to(model.device), dtype=dtype)
     hidden, logsumexp, greedy = teach(model, hidden.bfloat16(), dtype)
     parts = hidden, logsumexp.float()[..., None], greedy.int()[..., None]
-    packed = torch.cat([x.view(torch.int16) for x in parts], dim=-1).cpu().numpy()
-    for row, (start, end) in zip(packed, spans):
-        rows[start:end] = row[:end - start]
+    states = torch.cat([x.view(torch.int16) for x in parts], dim=-1).cpu().numpy()
+    for state, (start, end) in zip(states, spans):
+        rows[start:end] = state[:end - start]

@@ -1,4 +1,4 @@
-"""Measures draft heads: head accuracy, tokens per step, how often nodes of trees are accepted."""
+"""Measures draft heads: head accuracy, tokens per step, acceptance rate of tree nodes."""
 
 import torch
 
@@ -9,28 +9,28 @@ from training.common import saving
 from training.data import prompts, window_batch
 from training.loss import window_losses
 
-PROMPTS = 32       # held-out prompts that are decoded
+PROMPTS = 32       # held-out prompts to decode
 DECODED = 64       # new tokens per prompt
 TREE_SIZE = 17
-BATCHES = 8        # of held-out windows, for head accuracy
+BATCHES = 8        # batches of held-out windows for head accuracy
 
 
 @torch.no_grad()
 def head_accuracy(heads, heldout, batch_size, block_size):
-    """[K]: the shares of held-out positions whose greedy token is a head's first guess."""
+    """For each head, the share of held-out positions where its top-1 token is the greedy token."""
     length = block_size + heads.config.n_draft + 1
     hits = guesses = 0
     for seed in range(BATCHES):
         batch = window_batch(heldout, batch_size, length, seed, heads.model.device)
-        _, right, counted = window_losses(heads, *batch, dtype=torch.float32)
-        hits = hits + right
-        guesses = guesses + counted
+        _, batch_hits, batch_guesses = window_losses(heads, *batch, dtype=torch.float32)
+        hits = hits + batch_hits
+        guesses = guesses + batch_guesses
     return (hits / guesses.clamp(min=1)).tolist()
 
 
 @torch.inference_mode()
 def acceptance(heads, prompts, temperature):
-    """([[accepted, proposed]] nodes by bin of their joint log-probability, tokens per step)"""
+    """Decodes -> ([accepted, proposed] nodes by bin of joint log-probability, tokens per step)"""
     engine = prepare(heads.model, prompts, DECODED, heads, graph=False, tree_size=TREE_SIZE,
                      temperature=temperature)
     output = engine.generate(prompts, DECODED)
@@ -39,18 +39,18 @@ def acceptance(heads, prompts, temperature):
 
 
 def measure(heads, heldout, batch_size, block_size):
-    """The measurements for heads.json, a dict."""
+    """Measures heads -> the dict to add to heads.json."""
     print("measuring 1 of 3: head accuracy", flush=True)
     accuracy = head_accuracy(heads, heldout, batch_size, block_size)
-    cpu.apply(heads.model, heads)  # from here on they decode
-    room = heads.model.config.block_size - DECODED  # for a prompt of up to 4 * length tokens
+    cpu.apply(heads.model, heads)  # packs both for decoding
+    room = heads.model.config.block_size - DECODED  # prompts have up to 4 * length tokens
     starts = prompts(heldout, PROMPTS, max(min(64, room // 4), 1))
-    tables = {}
-    for part, (name, temperature) in enumerate(dict(sampled=0.8, greedy=0.0).items(), start=2):
-        print(f"measuring {part} of 3: {name}, tree size {TREE_SIZE}", flush=True)
-        tables[name], tokens_per_step = acceptance(heads, starts, temperature)
+    print(f"measuring 2 of 3: sampled, tree size {TREE_SIZE}", flush=True)
+    sampled, _ = acceptance(heads, starts, temperature=0.8)
+    print(f"measuring 3 of 3: greedy, tree size {TREE_SIZE}", flush=True)
+    greedy, tokens_per_step = acceptance(heads, starts, temperature=0.0)
     return dict(accuracy=accuracy, prompts=PROMPTS, tokens_per_step=tokens_per_step,
-                acceptance=tables)
+                acceptance=dict(sampled=sampled, greedy=greedy))
 
 
 def record(heads, out, tokenizer, measured):

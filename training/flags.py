@@ -1,4 +1,4 @@
-"""The flags of train_heads.py, and the run that they describe. Loads no torch."""
+"""The flags of train_heads.py and the config of a run. Does not load torch."""
 
 import argparse
 import os
@@ -6,18 +6,18 @@ from dataclasses import dataclass, fields
 
 from tools.flags import DEMO, Parser, add_model_flags, add_quantize_flag, at_least
 
-SELF = "self"  # as --data: text that the model writes
+SELF = "self"  # --data self: text that the model generates
 SWITCHES = ("n_draft", "augment_layers", "mix", "mix_before", "projector", "shared")
 
 
 @dataclass(frozen=True)
 class RunConfig:
-    """What a training run does, by its flags. Saved with its checkpoint, all but the device, and
-    compared when it is resumed. None: as the preset, the model or the data suggest."""
+    """The flags of a training run. All but the device are saved with its checkpoint and compared on
+    --resume. None: depends on the preset, the model or the data."""
     model: str = str(DEMO)
     data: list | None = None  # absolute paths, or SELF
     steps: int = 500
-    batch_size: int = 8       # of all processes together
+    batch_size: int = 8       # total over all processes
     block_size: int | None = None
     lr: float = 6e-3
     seed: int = 1
@@ -36,7 +36,7 @@ class RunConfig:
 
     @property
     def window(self):
-        """Tokens of a training window: those that the heads read, and those that they guess."""
+        """Tokens per training window: block_size that the heads read, and the tokens after them."""
         return self.block_size + self.n_draft + 1
 
     @property
@@ -49,11 +49,11 @@ class RunConfig:
 
 STORED = [field.name for field in fields(RunConfig) if field.name != "device"]
 FIXED = [name for name in STORED if name not in ("model", "data", "steps")]
-TRAINING = FIXED[:FIXED.index("preset")]  # what heads.json says about the training
+TRAINING = FIXED[:FIXED.index("preset")]  # recorded in heads.json
 
 
 def parse_heads(argv=None):
-    """train_heads.py's flags. Those of the `RunConfig` are there only where they are given."""
+    """Parses train_heads.py's flags. Fields of `RunConfig` are set only if their flag is."""
     parser = Parser("Trains draft heads on a frozen model.", prog="train_heads.py")
     parser.add_argument("--out", metavar="DIR", help="default: out/ and the preset's name")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
@@ -62,27 +62,27 @@ def parse_heads(argv=None):
                                     argument_default=argparse.SUPPRESS)
     add_model_flags(run, argparse.SUPPRESS)
     add_quantize_flag(run)
-    add_data_flag(run, "self: what the model writes; default: self for a chat model, else "
+    add_data_flag(run, "self: text that the model generates; default: self for a chat model, else "
                        "Python's standard library")
     add = run.add_argument
     count = dict(type=at_least(1), metavar="N")
-    add("--self-tokens", **count, help="of --data self; default: a quarter of those to train on")
+    add("--self-tokens", **count, help="for --data self; default: a quarter of the training tokens")
     add("--steps", **count, help=f"default: {RunConfig.steps}")
     add("--batch-size", **count, help=f"sequences per step; default: {RunConfig.batch_size}")
-    add("--block-size", **count, help="tokens per sequence; default: 256, or what the context fits")
+    add("--block-size", **count, help="tokens per sequence; default: 256, if the context allows")
     add("--lr", type=float, metavar="X", help=f"peak learning rate; default: {RunConfig.lr}")
     add("--seed", type=int, metavar="N", help=f"default: {RunConfig.seed}")
     add("--preset", metavar="NAME", help=f"default: {RunConfig.preset}; docs/training.md lists "
         "presets and their switches, the next six flags")
     add("--draft-heads", dest="n_draft", type=int, metavar="K")
-    add("--augment-layers", type=int, metavar="N", help="blocks before the heads")
-    add("--mix", metavar="NAME", help="how a head reads the token guessed before it")
+    add("--augment-layers", type=int, metavar="N", help="augmenting blocks before the heads")
+    add("--mix", metavar="NAME", help="how a head reads the previously drafted token")
     on_off = argparse.BooleanOptionalAction
-    add("--mix-before", action=on_off, help="read the root before the augmenting block too")
-    add("--projector", metavar="NAME", help="what comes before the LM head")
-    add("--shared", action=on_off, help="all heads but the first share their weights")
-    add("--draft-vocabulary", type=at_least(0, auto=True), metavar="N|auto", help="draft among the "
-        "N most frequent tokens; 0: all; default: auto, what covers 97%% of the text if under half")
+    add("--mix-before", action=on_off, help="mix in the root before the augmenting blocks too")
+    add("--projector", metavar="NAME", help="layer before the LM head")
+    add("--shared", action=on_off, help="all heads but the first share weights")
+    add("--draft-vocabulary", type=at_least(0, auto=True), metavar="N|auto", help="draft the N "
+        "most frequent tokens; 0: all; default: auto, to cover 97%% of the text, or else all")
     return parser.parse_args(argv, argparse.Namespace(device=None))
 
 
@@ -92,4 +92,4 @@ def data_path(name):
 
 def add_data_flag(parser, default="default: Python's standard library"):
     parser.add_argument("--data", nargs="+", type=data_path, metavar="PATH",
-                        help=f"files of text, .jsonl or .json, and folders; {default}")
+                        help=f"text, .jsonl or .json files, and folders; {default}")

@@ -1,47 +1,44 @@
-"""The loss of draft heads, in memory that does not grow with heads, tokens or vocabulary.
+"""The loss of draft heads, without storing logits for all heads and tokens.
 
-K heads over N tokens make K * N * V logits, and as many in their gradient: with K = 5, N = 4096 and
-V = 152,000 that is 12 GB each. But the LM head is frozen, so the gradient of its input is known as
-soon as the logits are. The forward pass computes both chunk by chunk and keeps only [N, C].
+K heads over N tokens have K * N * V logits, and a gradient as large: with K = 5, N = 4096 and
+V = 152,000, 12 GB each. But the LM head is frozen, so the gradient of its input is known as soon as
+the logits are. The forward pass computes both in chunks and keeps only that gradient, K * N * C.
 
-Head i (from 0) at position t guesses token t + 2 + i, which the model itself predicts at position
-t + 1 + i. Heads with a draft vocabulary learn only the probabilities of its tokens: V is its size.
-Losses are sums, not means: several processes add theirs up.
+Head i (from 0) at position t guesses token t + 2 + i, which the model predicts at position
+t + 1 + i. With a draft vocabulary, the loss covers only its tokens, and V is its size. Losses are
+sums, so that several processes can add them up.
 
-dtype: of matrix products, float32 or bfloat16; None: the model's."""
+dtype: of matrix products, float32 or bfloat16."""
 
 from typing import NamedTuple
 
 import torch
 
-# Logits at a time: 16 MB in float32, which fit a CPU's cache; more on a GPU, where a product of few
-# rows is bound by reading the LM head. Memory holds six times as many numbers.
+# Logits per chunk: 16 MB in float32, to fit a CPU's cache; larger on a GPU, where small products
+# are bound by reading the LM head. Peak memory is about six such chunks.
 CHUNK = 2**22
 CUDA_CHUNK = 2**26
 
 
 def chunk_rows(V, is_cuda):
+    """How many positions to process at once."""
     return max(1, (CUDA_CHUNK if is_cuda else CHUNK) // V)
 
 
 class Teacher(NamedTuple):
-    """What heads learn from, at each position."""
-    hidden: torch.Tensor     # [B, T, C]: the model's last-block output
-    logsumexp: torch.Tensor  # float32 [B, T], of its logits
-    greedy: torch.Tensor     # int64 [B, T]: its likeliest token
+    """The model's outputs that heads learn from."""
+    hidden: torch.Tensor     # [B, T, C]: output of the last block
+    logsumexp: torch.Tensor  # float32 [B, T]: of the logits
+    greedy: torch.Tensor     # int64 [B, T]: argmax of the logits
 
 
 @torch.no_grad()
-def teach(model, hidden, dtype=None):
+def teach(model, hidden, dtype=torch.float32):
     """The `Teacher` of hidden states [B, T, C]."""
-    weight = None if dtype is None else model.head.weight.to(dtype)
+    weight = model.head.weight.to(dtype)
     parts = []
     for states in hidden.flatten(0, 1).split(chunk_rows(model.config.vocab_size, hidden.is_cuda)):
-        normed = model.norm(states)
-        if dtype is None:
-            logits = model.head.logits(normed)
-        else:
-            logits = (normed.to(dtype) @ weight.T).float()
+        logits = (model.norm(states).to(dtype) @ weight.T).float()
         parts.append((logits.logsumexp(dim=-1), logits.argmax(dim=-1)))
     logsumexp, greedy = (torch.cat(part).view(hidden.shape[:2]) for part in zip(*parts))
     return Teacher(hidden, logsumexp, greedy)
@@ -52,40 +49,40 @@ def autocast(model, dtype):
 
 
 @torch.no_grad()
-def hidden_states(model, ids, documents=None, dtype=None):
+def hidden_states(model, ids, documents=None, dtype=torch.float32):
     """The model's hidden states [B, T, C] for token ids and their documents [B, T]."""
-    is_half = model.dtype.itemsize == 2  # which runs as in decoding
+    is_half = model.dtype.itemsize == 2  # needs no autocast, like decoding
     with autocast(model, None if is_half else dtype):
         return model(ids, documents=documents)
 
 
-def run_model(model, ids, documents=None, dtype=None):
-    """The `Teacher` of token ids and documents [B, T + 1], of which the last is not read."""
+def run_model(model, ids, documents=None, dtype=torch.float32):
+    """The `Teacher` [B, T] of token ids and documents [B, T + 1]; ignores the last position."""
     documents = None if documents is None else documents[:, :-1]
     return teach(model, hidden_states(model, ids[:, :-1], documents, dtype), dtype)
 
 
-def run_heads(heads, teacher, ids, documents=None, dtype=None):
-    """The heads' K outputs [B, T, C] by teacher forcing. ids, documents: [B, T + K + 1]."""
+def run_heads(heads, teacher, ids, documents=None, dtype=torch.float32):
+    """The heads' K outputs [B, T, C], with teacher forcing. ids, documents: [B, T + K + 1]."""
     K = heads.config.n_draft
-    up_to = None if documents is None else documents[:, :-K - 1]
+    documents = None if documents is None else documents[:, :-K - 1]
     with autocast(heads.model, dtype):
-        return heads(teacher.hidden[:, :-K], ids[:, 1:], up_to)
+        return heads(teacher.hidden[:, :-K], ids[:, 1:], documents)
 
 
 def guess_masks(tokens, K, loss_mask, documents=None):
-    """Which guesses count, bool [K, B, T]: those of tokens in loss_mask, in the same document.
-    tokens, loss_mask, documents: [B, T + K + 1]."""
+    """Which guesses are in the loss, bool [K, B, T]: those of a token in loss_mask, in the same
+    document as their position. tokens, loss_mask, documents: [B, T + K + 1]."""
     T = tokens.shape[1] - K - 1
     documents = torch.zeros_like(tokens) if documents is None else documents
     ahead = [slice(i + 2, i + 2 + T) for i in range(K)]
     return torch.stack([loss_mask[:, at] & (documents[:, at] == documents[:, :T]) for at in ahead])
 
 
-def window_losses(heads, ids, loss_mask, documents=None, teacher=None, dtype=None):
-    """Of windows as `data.window_batch` gives them, for each head, float32 [K]: the two of
-    `head_losses`, and the number of guesses."""
-    if teacher is None:  # no states are stored
+def window_losses(heads, ids, loss_mask, documents=None, teacher=None, dtype=torch.float32):
+    """Losses of a batch from `data.window_batch` -> the sums and hits of `head_losses`, and the
+    number of guesses, each float32 [K]."""
+    if teacher is None:  # no stored states
         teacher = run_model(heads.model, ids, documents, dtype)
     outputs = run_heads(heads, teacher, ids, documents, dtype)
     guess_mask = guess_masks(ids, len(outputs), loss_mask, documents)
@@ -93,20 +90,19 @@ def window_losses(heads, ids, loss_mask, documents=None, teacher=None, dtype=Non
     return sums, hits, guess_mask.sum(dim=(1, 2)).float()
 
 
-def head_losses(heads, outputs, teacher, guess_mask, dtype=None):
-    """Per head: (sum of cross-entropies against the model's next-token distribution in nats, hits:
-    top-1 is the model's greedy token), float32 [K] each, over guess_mask [K, B, T]. outputs: K
-    tensors [B, T, C], inputs to the LM head. teacher: a `Teacher` of [B, T + K]."""
+def head_losses(heads, outputs, teacher, guess_mask, dtype=torch.float32):
+    """Sums over guess_mask [K, B, T] for each head -> (cross-entropy against the model's next-token
+    distribution in nats, hits: top-1 is the model's greedy token), each float32 [K]. outputs: K
+    tensors [B, T, C], before the final norm. teacher: [B, T + K]."""
     norm = heads.model.norm
     weight = heads.model.head.weight
     greedy = teacher.greedy
-    if heads.vocabulary is not None:  # ids become indices into it, -1 for any other
+    if heads.vocabulary is not None:  # token ids become indices into it, -1 if they are not in it
         rows = heads.vocabulary.long()
         index = rows.new_full((len(weight),), -1)
         index[rows] = torch.arange(len(rows), device=rows.device)
         weight = weight[rows]
         greedy = index[greedy]
-    dtype = dtype or weight.dtype
     hidden = norm(teacher.hidden).detach().to(dtype)
     states = [norm(out.to(teacher.hidden.dtype)).to(dtype) for out in outputs]
     return HeadLosses.apply(weight.to(dtype), hidden, teacher.logsumexp, greedy, guess_mask,
@@ -119,21 +115,20 @@ class HeadLosses(torch.autograd.Function):
     @staticmethod
     def forward(ctx, weight, hidden, logsumexp, greedy, guess_mask, *outputs):
         K, B, T = guess_mask.shape
-        exact = torch.promote_types(weight.dtype, torch.float32)
-        sums, hits = torch.zeros(2, K, dtype=exact, device=weight.device).unbind()
+        sums, hits = torch.zeros(2, K, device=weight.device).unbind()
         ctx.grads = [torch.zeros_like(x) for x in outputs]
-        counts = guess_mask.new_zeros(K, B, T + K)  # by the position that predicts what is guessed
+        counts = guess_mask.new_zeros(K, B, T + K)  # guess_mask by the teacher's position
         for i in range(K):
             counts[i, :, i + 1:i + 1 + T] = guess_mask[i]
         for rows, positions in chunks(counts.any(dim=0), chunk_rows(len(weight), weight.is_cuda)):
-            target = (hidden[rows, positions] @ weight.T).to(exact)
+            target = (hidden[rows, positions] @ weight.T).float()
             target.sub_(logsumexp[rows, positions, None]).exp_()  # (rows, V)
-            total = target.sum(dim=-1)  # 1, or the draft vocabulary's share
+            total = target.sum(dim=-1)  # 1, or the probability of the draft vocabulary
             best = greedy[rows, positions]
             for i, output in enumerate(outputs):
                 counted = counts[i, rows, positions]
                 at = rows, (positions - 1 - i).clamp(0, T - 1)
-                logits = (output[at] @ weight.T).to(exact)
+                logits = (output[at] @ weight.T).float()
                 top, guess = logits.max(dim=-1, keepdim=True)
                 hits[i] += (counted & (guess[:, 0] == best)).sum()
                 agreed = (target * logits.sub_(top)).sum(dim=-1)
@@ -152,8 +147,8 @@ class HeadLosses(torch.autograd.Function):
 
 
 def chunks(mask, n):
-    """Yields (rows, positions) where mask [B, length] is set, n at a time; on a GPU all of them,
-    since the host would have to wait for the mask."""
+    """Yields n (rows, positions) at a time where mask [B, length] is set. On a GPU yields all
+    positions, set or not, as reading the mask would synchronise."""
     grid = torch.cartesian_prod(*(torch.arange(size, device=mask.device) for size in mask.shape))
     if mask.device.type == "cpu":
         grid = grid[mask.flatten()]
