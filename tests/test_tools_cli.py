@@ -174,7 +174,7 @@ def test_a_conversation_that_outgrows_the_context_says_so_and_goes_on(chat_folde
     typed(monkeypatch, "hi", "x" * 200, "ok")
     main("--model", chat_folder, "--device", "cpu", "--max-new-tokens", "8", "--chat")
     said = capsys.readouterr()
-    assert "must hold a new one too; /clear starts anew" in said.err and said.err.count("tokens per step") == 2
+    assert "; /clear starts a new conversation" in said.err and said.err.count("tokens per step") == 2
 
 
 def test_without_a_template_each_line_is_a_prompt(folder, capsys, monkeypatch):
@@ -283,8 +283,8 @@ BAD_FLAGS = {
     "unknown flag": (["--prompt", "a", "--frobnicate"], "--frobnicate"),
     "unknown folder": (["--prompt", "a", "--model", "nowhere"], "nowhere: no such folder"),
     "a tree without drafters": (["--prompt", "a", "--draft", "none", "--tree-size", "5"], "a --tree-size of 1 ("),
-    "heads that do not draft": (["--prompt", "a", "--draft", "lookup", "--heads", "nowhere"], "leaves out"),
-    "drafting by no heads": (["--prompt", "a", "--draft", "heads", "--heads", "none"], "which --draft heads needs"),
+    "heads that do not draft": (["--prompt", "a", "--draft", "lookup", "--heads", "nowhere"], "need draft heads"),
+    "drafting by no heads": (["--prompt", "a", "--draft", "heads", "--heads", "none"], "but --draft heads needs them"),
     "unknown heads": (["--prompt", "a", "--heads", "nowhere"], "nowhere: no such folder"),
     "unknown device": (["--prompt", "a", "--device", "warp"], "'warp' is not available"),
 }
@@ -329,8 +329,8 @@ def test_standard_output_holds_prompt_and_text_alone(folder, capsys):
     main(*flags, "--compare")
     out, err = capsys.readouterr()
     assert out.startswith("abc") and "tokens per" not in out and "tokens per second" in err
-    assert "the text is identical" in err
-    assert "1 of 1 texts ended where the model's context of 128 tokens is full" in err
+    assert "output is identical" in err
+    assert "1 of 1 sequences ended because they filled the model's context of 128 tokens" in err
     main(*flags, "--heads", "none", "--quiet")
     quiet = capsys.readouterr()
     assert quiet.out == out and "tokens per second" not in quiet.err
@@ -383,7 +383,7 @@ def test_what_else_was_asked_for_goes_to_standard_error(folder, capsys, tmp_path
 
 
 @pytest.mark.parametrize("content, message", [
-    ("", "holds no prompt"), ('{"prompt": "a"}\n\n{"prompt": 3}', "line 3: expected an object"),
+    ("", "contains no prompts"), ('{"prompt": "a"}\n\n{"prompt": 3}', "line 3: expected an object"),
     ('{"prompt": ""}', "0 tokens"), ('{"messages": []}', "it has no message"),
     ('{"messages": [{"role": "user", "content": "hi"}]}', "need --chat"), (None, "cannot be read")])
 def test_bad_lines_of_a_file_are_refused_by_number(folder, tmp_path, capsys, content, message):

@@ -73,7 +73,7 @@ def test_a_chat_beside_plain_decoding(model_folder, tmp_path, width):  # noqa: F
     served = Running(model_folder, "--draft", "heads+lookup", "--tree-size", "7")
     browser = Browser(served.url, tmp_path, width)
     texts = "texts = (where) => [...document.querySelectorAll(where)].map(node => node.textContent)"
-    compared = lambda: browser["control === null && texts('#chat').join().split('the same output').length - 1"]
+    compared = lambda: browser["control === null && texts('#chat').join().split('identical output').length - 1"]
     try:
         until(lambda: browser["document.getElementById('name').textContent"] == "toy")
         browser[f"{texts}; document.getElementById('max_tokens').value = 40"]

@@ -83,7 +83,7 @@ class Running:
         barrier.wait()
 
     def idle(self):
-        return (self.app.texts == 0 and not self.worker.jobs and self.worker.calls.empty() and not self.engine.busy
+        return (self.app.active == 0 and not self.worker.jobs and self.worker.calls.empty() and not self.engine.busy
                 and len(self.engine.cached_prefix) == self.args.batch_size)
 
 
@@ -186,10 +186,10 @@ BAD = {
     "NaN": ('{"prompt": "a", "temperature": NaN}', 400, "not valid JSON: NaN"), "a list": ([], 400, "a JSON object"),
     "depth": ("[" * 10**5, 400, "not valid JSON"), "a huge number": (ask(n=10**400), 400, "n must be"),
     "a negative number": (ask(temperature=-1), 400, "temperature must be a number from 0"),
-    "choices": (ask(n=9), 400, "9 texts, n for each prompt, are too many; this server has room for 8: --batch-size"),
+    "choices": (ask(n=9), 400, "expected up to 8 sequences (this server's --batch-size plus --queue), not 9"),
     "stream": (ask(stream="yes"), 400, "stream must be true or false"), "a limit": (ask(max_tokens=0), 400, "max_tok"),
     "another limit": (ask(max_completion_tokens=0), 400, "max_completion_tokens must be a whole number from 1"),
-    "stops": (ask(stop=["a"] * 99), 400, "stop may have 16"), "prompts": (ask(prompt=["a", 3]), 400, "prompt must be"),
+    "stops": (ask(stop=["a"] * 99), 400, "stop takes up to 16"), "prompts": (ask(prompt=["a", 3]), 400, "prompt must be"),
     "no prompt": ({}, 400, "prompt is missing"), "draft": (ask(draft="all"), 400, "draft: only"),
     "an unknown id": (ask(prompt=[[1], [258]], stream=True), 400, "prompt 1 has token ids outside 0..257"),
     "another model": (("/v1/models/x", None), 404, "'toy', not 'x'"), "a path": (("/v2", {}), 404, "Not Found"),
@@ -198,7 +198,7 @@ BAD = {
     "no messages": (say(), 400, "messages must be"), "a role": (say(dict(content="a")), 400, "messages[0] needs a"),
     "an image": (say(SAID, dict(role="user", content=[dict(type="image_url")])), 400,
                  "messages[1].content: a part of type 'image_url' is not supported"),
-    "a part": (say(dict(role="user", content=[dict(type="text")])), 400, "messages[0].content must be a text"),
+    "a part": (say(dict(role="user", content=[dict(type="text")])), 400, "messages[0].content must be a string"),
     "calls": (say(SAID | dict(tool_calls=["f"])), 400, "messages[0].tool_calls must be a list of objects"),
     "no content": (say(dict(role="user", content=None)), 400, "messages[0] needs a role and a content"),
     "nothing to continue": (("/v1/chat/completions", dict(messages=[CALL], continue_final_message=True)), 400,
@@ -336,7 +336,7 @@ def test_a_full_queue_says_when_to_come_again(served):
     with ThreadPoolExecutor(8) as pool:
         with served.paused():
             asked = [pool.submit(served.post, ask(temperature=1, seed=seed)) for seed in range(8)]
-            until(lambda: served.app.texts == 8)
+            until(lambda: served.app.active == 8)
             refused = served.post(ask())
             assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
         texts = [answer.result().json()["choices"][0]["text"] for answer in asked]
@@ -358,7 +358,7 @@ def test_a_client_that_goes_away_frees_its_slot(served, stream):
             served.worker.step()
             sequences = list(served.worker.jobs)
             assert (len(served.engine.running), len(served.engine.waiting)) == (3, 4)
-        until(lambda: served.app.texts == 0)
+        until(lambda: served.app.active == 0)
     until(served.idle)
     assert all(sequence.ended == "cancelled" and len(sequence.tokens) <= 7 for sequence in sequences)
 
