@@ -63,11 +63,8 @@ def check_decode_flags(parser, args):
     names = [Path(drafter).name for drafter in args.drafters]
     if len({*names}) < len(names):
         parser.error("two --drafters have the same name; rename a folder")
-    is_file = is_repository(args.model) or is_gguf(Path(args.model))
-    if args.llama_cpp and not is_file:
+    if args.llama_cpp and not (is_repository(args.model) or is_gguf(Path(args.model))):
         parser.error("--llama-cpp needs a GGUF file; give one as --model")
-    if args.chats and not args.chats.endswith(".jsonl"):
-        parser.error(f"--chats {args.chats}: expected a .jsonl file, such as bench/prompts.jsonl")
 
 
 def add_gpu_flags(parser):
@@ -91,8 +88,10 @@ def main(args):
         for size in filter(None, args.tree_sizes):
             check("tree size", size, 1, MAX_TREE, whole=True)
         finish(args, (operations if args.random_weights else decoding).bench(args))
+    elif args.command == "gpu":
+        gpu.bench(args)
     else:
-        dict(gpu=gpu, draw=draw)[args.command].bench(args)
+        draw.bench()
 
 
 if __name__ == "__main__":

@@ -55,6 +55,6 @@ def draw_text(run):
             + "\n".join(shapes) + "\n</svg>\n")
 
 
-def bench(args):
+def bench():
     PICTURE.write_text(draw_text(read_json(RUN)), encoding="utf-8")
     print(PICTURE)

@@ -5,6 +5,7 @@ to DIR/results.jsonl at once, so an interrupted run keeps them. A part ends afte
 which its share of the time runs out. An error ends only its own part. --dry-run uses tiny sizes,
 also on a CPU."""
 
+import contextlib
 import gc
 import json
 import os
@@ -167,10 +168,9 @@ def tests(run):
     for flags in ((*run.sizes.workers, "-k", f"not {alone}"), ("-k", alone)):
         output, code = run_process(run, "tests.log", sys.executable, "-m", "pytest", "-v", "-rfE",
                                    "--tb=short", *flags, *run.sizes.tests)
-        counts = {name.lower(): len(re.findall(rf"\b{name}\b(?= *\[| tests/)", output))
-                  for name in ("PASSED", "FAILED", "SKIPPED", "ERROR")}
         failures = re.findall(r"^(?:FAILED|ERROR) (tests/.*)", output, re.MULTILINE)
-        yield counts | dict(exit_code=code, failures=[x[:300] for x in failures[:20]])
+        yield dict(summary=output.rstrip().splitlines()[-1:], exit_code=code,
+                   failures=[line[:300] for line in failures[:20]])
 
 
 def sanitizer(run):
@@ -246,8 +246,7 @@ PARTS = {  # name: (function, share of --seconds, relative to the other parts)
 # The run
 
 def bench(args):
-    """`bench gpu`: runs args.parts, by default all. After an error that makes CUDA unusable, starts
-    a new process for the remaining parts."""
+    """`bench gpu`: runs args.parts, by default all."""
     if not (args.dry_run or torch.cuda.is_available()):
         raise InputError("bench gpu needs a CUDA device; --dry-run runs tiny sizes on a CPU")
     parts = args.parts or [name for name in PARTS if args.model or name != "chats"]
@@ -258,14 +257,12 @@ def bench(args):
                           out=Path(args.out).absolute())
     run.out.mkdir(exist_ok=True)
     write(run, dict(part="machine", dry_run=args.dry_run) | machine())
-    shares = [PARTS[name][1] for name in parts]
-    for i, name in enumerate(parts):
-        run_part(run, name, args.seconds * shares[i] / sum(shares))
-        if not frees_memory(run.device) and parts[i + 1:]:
-            left = int(args.seconds * sum(shares[i + 1:]) / sum(shares))
-            rest = ["--seconds", str(max(left, 1)), "--parts", *parts[i + 1:]]
-            # the last one of repeated flags counts
-            os.execv(sys.executable, [sys.executable, "-m", "bench", *sys.argv[1:], *rest])
+    total = sum(PARTS[name][1] for name in parts)
+    for name in parts:
+        run_part(run, name, args.seconds * PARTS[name][1] / total)
+        gc.collect()  # frees the part's memory
+        with contextlib.suppress(RuntimeError):  # after an illegal access every call fails
+            torch.cuda.empty_cache()
 
 
 def run_part(run, name, budget):
@@ -289,15 +286,3 @@ def write(run, row):
     print(line, flush=True)
     with open(run.out / "results.jsonl", "a") as file:
         file.write(line + "\n")
-
-
-def frees_memory(device):
-    """Frees a part's memory. Returns False if CUDA no longer works, as after an illegal access."""
-    gc.collect()
-    try:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.empty_cache()
-    except RuntimeError:
-        return False
-    return True

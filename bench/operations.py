@@ -98,7 +98,8 @@ def commit_cases(c, device, batch_sizes):
         lengths = torch.full((B,), 20, device=device, dtype=torch.int32)
         path = (2 * torch.arange(P, device=device)).repeat(B, 1)
         b = torch.arange(B, device=device)[:, None]
-        source, target = (lengths[:, None] + x for x in (path, path // 2))
+        source = lengths[:, None] + path
+        target = lengths[:, None] + path // 2
 
         def move(kv, *_):
             kv[:, :, b, :, target] = kv[:, :, b, :, source]
@@ -109,12 +110,15 @@ def commit_cases(c, device, batch_sizes):
 
 
 def kernel_row(case, device, bandwidth, copies):
-    """The row of a case. Cycles through copies of its inputs, about 100 MB, so that none is in the
-    cache."""
+    """Times a case. Cycles through about 100 MB of copies of its inputs, so that none is cached."""
     name, shape, size, make, ours, other = case
     inputs = [make() for _ in range(min(math.ceil(1e8 / size) + 1, copies))]
-    us, torch_us = (1e6 * seconds(in_graph(lambda: [function(*x) for x in inputs], device), device)
-                    / len(inputs) for function in (ours, other))
+
+    def microseconds(function):
+        body = in_graph(lambda: [function(*x) for x in inputs], device)
+        return 1e6 * seconds(body, device) / len(inputs)
+    us = microseconds(ours)
+    torch_us = microseconds(other)
     return dict(kernel=name) | shape | dict(us=us, share_of_copy=size / bandwidth * 1e6 / us,
                                             torch_us=torch_us, speed_up=torch_us / us)
 

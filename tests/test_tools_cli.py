@@ -339,7 +339,7 @@ def test_standard_output_holds_only_prompt_and_output(folder, capsys):
 
 
 def test_prompts_of_a_file(folder, capsys, tmp_path):
-    """Bug: outputs in the order in which they end; lines dropped, or split at more characters; a byte order mark kept."""
+    """Bug: outputs in the order in which they end; lines dropped, or split at more characters; a byte order mark."""
     texts = ["abc\u2028d", "import os\x0c\x85", "x", "def f(\x1c", "abc"]
     flags = ["--model", str(folder), "--device", "cpu", "--max-new-tokens", "12", "--batch-size", "2"]
     want = [json.loads(run(capsys, *flags, "--prompt", text, "--json"))["texts"][0] for text in texts]

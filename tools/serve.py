@@ -68,8 +68,8 @@ class Job:
         self.stop = [*app.loaded.stop, *body["stop"], *body["stop_token_ids"]]
         self.encoding = app.loaded.encoding
         self.chat = chat
-        self.variables = (app.loaded.template_kwargs | body["chat_template_kwargs"]
-                          | select("add_generation_prompt", "continue_final_message"))
+        self.template_kwargs = (app.loaded.template_kwargs | body["chat_template_kwargs"]
+                                | select("add_generation_prompt", "continue_final_message"))
         self.inputs = [body["messages"]] if chat else body["prompt"]
         self.count = body["n"] * len(self.inputs)  # choices
         expect(self.count <= app.max_active, f"expected up to {app.max_active} sequences (this "
@@ -224,14 +224,14 @@ class App:
         self.worker = Worker(self.engine)
         self.worker.start()
         self.counts = self.worker.counts
-        handlers = {("GET", "/"): self.page, ("GET", "/health"): self.health,
-                    ("GET", "/metrics"): self.metrics, ("GET", "/v1/models"): self.models,
-                    ("GET", "/v1/models/{name:path}"): self.models,
-                    ("POST", "/v1/chat/completions"): partial(self.complete, True),
-                    ("POST", "/v1/completions"): partial(self.complete, False)}
+        get = {"/": self.page, "/health": self.health, "/metrics": self.metrics,
+               "/v1/models": self.models, "/v1/models/{name:path}": self.models}
+        post = {"/v1/chat/completions": partial(self.complete, True),
+                "/v1/completions": partial(self.complete, False)}
         starlette = Starlette(
             routes=[Route(path, partial(self.guard, handler), methods=[method])
-                    for (method, path), handler in handlers.items()],
+                    for method, handlers in (("GET", get), ("POST", post))
+                    for path, handler in handlers.items()],
             exception_handlers=dict.fromkeys((InputError, HTTPException, Exception), self.refuse))
         self.asgi = CORSMiddleware(starlette, args.allow_origin, ("GET", "POST"), ("*",))
 
@@ -314,7 +314,7 @@ class App:
         longest = self.engine.decoder.capacity - 1
         for index, value in enumerate(job.inputs):
             if job.chat:
-                ids = encoding.chat(value, **job.variables)
+                ids = encoding.chat(value, **job.template_kwargs)
             else:
                 ids = encode_prompt(encoding, value) if isinstance(value, str) else value
             if len(ids) > longest:
