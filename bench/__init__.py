@@ -1,5 +1,5 @@
-"""Measurements, run with `python -m bench`. This file has the sizes of published models, and prints
-tables and the JSON line. It loads no torch, so that flags are checked at once."""
+"""Measurements: `python -m bench`. This file has the sizes of published models, and prints tables
+and the JSON line. It loads no torch, so that flags are checked at once."""
 
 import json
 import os
@@ -27,23 +27,15 @@ SIZES = {  # name: values of FIELDS, other fields of GPTConfig
 
 
 class Measured(NamedTuple):
-    """One run over some prompts."""
+    """One run over some prompts. decoded, batch_steps and decode_seconds exclude prefill and each
+    prompt's first token."""
     tokens: list  # new tokens of each prompt
     steps: int    # verify steps, summed over the prompts
     seconds: float
-    # without prefill and each prompt's first token
-    decoded: int = 0          # tokens
+    decoded: int = 0  # tokens
     batch_steps: int = 0
     decode_seconds: float = 0.0
     prompt_tokens: int = 0
-
-    @property
-    def emitted(self):
-        return sum(map(len, self.tokens))
-
-    @property
-    def tokens_per_second(self):
-        return self.emitted / self.seconds
 
 
 def size_config(name):

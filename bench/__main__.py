@@ -40,8 +40,7 @@ def add_decode_flags(parser):
     add = parser.add_argument
     add("--tree-sizes", type=flags.at_least(1, auto=True), **several,
         help="nodes per tree; default: 5 17 auto, with --random-weights 2 4 8 16")
-    add("--batch-sizes", type=count, default=[1], **several,
-        help="sequences decoded together; default: 1")
+    add("--batch-sizes", type=count, default=[1], **several, help="default: 1")
     add("--temperatures", type=float, default=[0.0], **several, help="default: 0, greedy")
     add("--prompts", type=count, metavar="N",
         help="default: all of --chats, else 16 or the largest batch size")

@@ -20,8 +20,7 @@ from training.data import load_tokens, prompts
 
 
 def bench(args):
-    """`bench decode`: prints the table and returns the result. Kinds of --chats are measured one by
-    one. A method is (drafter, tree size)."""
+    """`bench decode`: prints the table and returns the result. A method is (drafter, tree size)."""
     model, encoding = load_model(args)
     drafters = load_drafters(args.drafters, model, encoding)
     groups, stop = load_prompts(args, encoding)
@@ -34,9 +33,8 @@ def bench(args):
     longest = max(len(prompt) for group in groups.values() for prompt in group)
     table = Table()
     for temperature, B in product(args.temperatures, args.batch_sizes):
-        methods = {method: partial(decode_once, model, stop=stop, batch_size=B,
-                                   temperature=temperature, **own)
-                   for method, own in options.items()}
+        once = partial(decode_once, model, stop=stop, batch_size=B, temperature=temperature)
+        methods = {method: partial(once, **own) for method, own in options.items()}
         if args.llama_cpp:
             methods |= llama_cpp_methods(find_model(args.model), model.device, B,
                                          longest + args.max_new_tokens, temperature, stop)
@@ -121,15 +119,17 @@ def compare(runs):
     """{method: row} from {method: its runs}, plain decoding first. Figures are those of the run of
     median duration, ratios are medians over the rounds."""
     plain = next(iter(runs.values()))
+    emitted = lambda run: sum(map(len, run.tokens))
+    speed = lambda run: emitted(run) / run.seconds
     rows = {}
     for method, own in runs.items():
         run = sorted(own, key=lambda run: run.seconds)[len(own) // 2]
         same = [x == y for a, b in zip(own, plain) for x, y in zip(a.tokens, b.tokens)]
         rows[method] = dict(
-            tokens_per_step=run.emitted / run.steps, tokens_per_second=run.tokens_per_second,
+            tokens_per_step=emitted(run) / run.steps, tokens_per_second=speed(run),
             decoding_per_second=(run.decoded / run.decode_seconds if run.decode_seconds > 0
                                  else None),
             prompt_tokens_per_second=run.prompt_tokens / (run.seconds - run.decode_seconds),
-            speed_up=median(a.tokens_per_second / b.tokens_per_second for a, b in zip(own, plain)),
+            speed_up=median(speed(a) / speed(b) for a, b in zip(own, plain)),
             identical=fmean(same) if method[1] else None)  # not for llama.cpp
     return rows

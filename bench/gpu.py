@@ -205,8 +205,10 @@ def run_process(run, log, *command):
 def kernels(run):
     """Kernels beside their bounds and the same work in torch."""
     bandwidth = copy_bandwidth(run.device)
-    for case in ops.kernel_cases(size_config(run.sizes.large), run.device, run.sizes):
-        yield ops.kernel_row(case, run.device, bandwidth, run.sizes.copies)
+    c = size_config(run.sizes.large)
+    for cases in (ops.attention_cases, ops.lm_head_cases, ops.commit_cases):
+        for case in cases(c, run.device, run.sizes):
+            yield ops.kernel_row(case, run.device, bandwidth, run.sizes.copies)
 
 
 @torch.inference_mode()

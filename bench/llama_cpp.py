@@ -11,22 +11,20 @@ from bench import Measured
 from model import InputError, expect
 
 INSTALL = "pip install --no-binary llama-cpp-python llama-cpp-python"  # compiles for this CPU
-N_BATCH = 512  # most tokens of one call
-N_GUESSES = 2  # of the package's prompt lookup, as its authors advise for CPUs
+N_BATCH = 512  # prompt tokens per call
 
 
 def llama_cpp_methods(path, device, batch_size, capacity, temperature, stop):
     """{(drafter, None): function of prompts and new tokens that returns a `Measured`}: plain
-    decoding, and the package's prompt lookup. capacity: the most tokens of a sequence."""
+    decoding, and the package's prompt lookup of 2 tokens, which its authors advise for CPUs.
+    capacity: the most tokens of a sequence."""
     try:
         import llama_cpp
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
     except ImportError as error:
         raise InputError(f"--llama-cpp needs llama-cpp-python ({error}); {INSTALL}") from None
-    most = N_BATCH // (1 + N_GUESSES)
-    expect(batch_size <= most, f"--llama-cpp takes --batch-sizes up to {most}, not {batch_size}")
     model = LlamaCpp(llama_cpp, path, device, batch_size, capacity, temperature)
-    lookup = LlamaPromptLookupDecoding(num_pred_tokens=N_GUESSES)
+    lookup = LlamaPromptLookupDecoding(num_pred_tokens=2)
     look_up = lambda tokens: lookup(np.array(tokens, np.intc)).tolist()
     return {("llama.cpp", None): partial(decode, model, stop, lambda tokens: []),
             ("llama.cpp lookup", None): partial(decode, model, stop, look_up)}
@@ -45,12 +43,13 @@ class LlamaCpp:
         params = api.llama_context_default_params()
         params.n_ctx = batch_size * capacity
         params.n_seq_max = batch_size
-        params.n_batch = params.n_ubatch = N_BATCH
+        size = max(N_BATCH, 3 * batch_size)  # a step has up to 3 rows per sequence
+        params.n_batch = params.n_ubatch = size
         params.n_threads = params.n_threads_batch = torch.get_num_threads()
         self.context = self.model and api.llama_init_from_model(self.model, params)
         expect(self.context, f"{path}: llama.cpp cannot load it; see its messages above")
         self.memory = api.llama_get_memory(self.context)
-        self.batch = api.llama_batch_init(N_BATCH, 0, 1)
+        self.batch = api.llama_batch_init(size, 0, 1)
         self.sampler = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
         last = api.llama_sampler_init_greedy()
         if temperature:
@@ -63,8 +62,7 @@ class LlamaCpp:
         self.api.llama_model_free(self.model)
 
     def evaluate(self, rows, logits=True):
-        """Runs rows (sequence, token, position), up to N_BATCH. logits: whether `sample` can read
-        theirs."""
+        """Runs rows (sequence, token, position). logits: whether `sample` will read theirs."""
         self.batch.n_tokens = len(rows)
         for i, (sequence, token, position) in enumerate(rows):
             self.batch.token[i] = token
@@ -92,8 +90,7 @@ class LlamaCpp:
 
 
 def decode(model, stop, draft, prompts, new):
-    """Decodes `new` tokens for each prompt and returns a `Measured`. draft(tokens): guesses of the
-    next tokens."""
+    """Decodes `new` tokens for each prompt; returns a `Measured`. draft(tokens): guessed tokens."""
     decode_batch(model, stop, draft, prompts[:model.batch_size], min(8, new))  # wakes the threads
     started = time.perf_counter()
     batches = [prompts[i:i + model.batch_size] for i in range(0, len(prompts), model.batch_size)]
@@ -106,8 +103,7 @@ def decode(model, stop, draft, prompts, new):
 
 
 def decode_batch(model, stop, draft, prompts, new):
-    """Returns the new tokens of each prompt; and after prefill, the steps, summed over the prompts,
-    and the seconds."""
+    """Returns each prompt's new tokens, and the steps (summed) and seconds after prefill."""
     for i in range(len(prompts)):
         model.forget(i, 0)
     texts = [[*prompt, model.prefill(i, prompt)] for i, prompt in enumerate(prompts)]
@@ -128,5 +124,5 @@ def decode_batch(model, stop, draft, prompts, new):
             row += 1 + len(guesses[i])
             model.forget(i, len(texts[i]) - 1)
         steps += len(active)
-    outputs = [text[len(prompt):] for text, prompt in zip(texts, prompts)]
-    return outputs, steps, time.perf_counter() - started
+    seconds = time.perf_counter() - started
+    return [text[len(prompt):] for text, prompt in zip(texts, prompts)], steps, seconds

@@ -26,12 +26,6 @@ random = partial(torch.randn, dtype=torch.bfloat16)
 # Kernels. A case is (name, shape, bytes to move, function that makes inputs, our function, torch's
 # function). c: the GPTConfig that gives the sizes.
 
-def kernel_cases(c, device, sizes):
-    yield from attention_cases(c, device, sizes)
-    yield from lm_head_cases(c, device, sizes.rows)
-    yield from commit_cases(c, device, sizes.batch_sizes)
-
-
 def attention_cases(c, device, sizes):
     for prefix, T, B in product(sizes.prefixes[::-1], sizes.tree_sizes[:4], sizes.batch_sizes):
         S = math.ceil((prefix + T) / 64) * 64
@@ -63,9 +57,9 @@ def sdpa(q, k, v, lengths, ancestors):
     return attend
 
 
-def lm_head_cases(c, device, rows):
+def lm_head_cases(c, device, sizes):
     C, V = c.n_embd, c.vocab_size
-    for M in rows:
+    for M in sizes.rows:
         make = lambda: (random(M, C, device=device), random(V, C, device=device) / C ** 0.5)
         size = 2 * C * (V + M)
         row = torch.arange(M, device=device)
@@ -91,10 +85,10 @@ def sample(hidden, weight, temperature):
     return (logits / temperature - torch.empty_like(logits).exponential_().log()).argmax(-1)
 
 
-def commit_cases(c, device, batch_sizes):
+def commit_cases(c, device, sizes):
     """Paths of P nodes where every row but the root's moves, against torch's indexing."""
     P = 5
-    for B in batch_sizes:
+    for B in sizes.batch_sizes:
         lengths = torch.full((B,), 20, device=device, dtype=torch.int32)
         path = (2 * torch.arange(P, device=device)).repeat(B, 1)
         b = torch.arange(B, device=device)[:, None]
@@ -164,9 +158,8 @@ def drafters(name, heads):
 
 
 def step_rows(model, heads, shapes, bandwidth):
-    """Yields a row for each shape (drafters, batch size, tree size, prefix, sampling): the time of
-    a step and of its stages. floor_ms: the time to read the cache and the weights (an embedding
-    table only if it is tied) at full bandwidth."""
+    """Times a step and its stages for each shape (drafters, batch size, tree size, prefix,
+    sampling). floor_ms: the time to read the cache and the weights, embeddings only if tied."""
     c = model.config
     per_token = 2 * c.n_layer * c.n_kv_head * c.head_size * model.dtype.itemsize
     weights = model.weight_bytes() - sum(x.nbytes for x in model.buffers())

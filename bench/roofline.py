@@ -12,12 +12,10 @@ RECORD = ROOT / "bench" / "results" / "heads-smollm2-trained-cpu.json"
 
 
 def predict(bandwidth, rate, prefix=256):
-    """{name: (tokens per step, tokens per second for B = 1 to 1024, largest B with a speed-up)}.
-
-    The model has 32 B parameters in bfloat16, the sequences `prefix` cached tokens. The trees are
-    those of RECORD, by Clover heads and lookup, with its tokens per step, and the paper's chain of
-    5. Each part of a step takes max(bytes / bandwidth, FLOPs / rate). Activations, sampling and
-    launches are left out."""
+    """{name: (tokens per step, tokens per second for B = 1 to 1024, largest B with a speed-up)} for
+    a model of 32 B parameters in bfloat16 with `prefix` cached tokens per sequence. The trees and
+    their tokens per step are those of RECORD, and the paper's chain of 5. Each part of a step takes
+    max(bytes / bandwidth, FLOPs / rate). Leaves out activations, sampling and launches."""
     steps = {}  # T, K, W, tokens per step
     for row in read_json(RECORD)["decoding"]:
         T = row["tree_size"]

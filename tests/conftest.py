@@ -77,6 +77,11 @@ def edit_json(file, part=None, **changes):
     file.write_text(json.dumps(record))
 
 
+def call_once(body, *_):  # in place of timing.seconds
+    body()
+    return 0.001
+
+
 class Operations(TorchDispatchMode):
     """Calls note(name, arguments, result) after each torch operation."""
 
@@ -94,7 +99,10 @@ class Operations(TorchDispatchMode):
 def prefilled(monkeypatch):
     """A list that collects the (rows, tokens) of each call of GPT.prefill."""
     shapes, prefill = [], GPT.prefill
-    note = lambda self, tokens, *rest: shapes.append(tuple(tokens.shape)) or prefill(self, tokens, *rest)
+
+    def note(self, tokens, *rest):
+        shapes.append(tuple(tokens.shape))
+        return prefill(self, tokens, *rest)
     monkeypatch.setattr(GPT, "prefill", note)
     return shapes
 

@@ -104,7 +104,8 @@ def demo():
 
 def print_launches(tree_sizes=(1, 5, 16, 64)):
     """Prints a table for demo/, a row per tree size and drafter. Returns {row: Counter}."""
-    (model, heads), rows = demo(), {}
+    model, heads = demo()
+    rows = {}
     print("| tree size | drafters | launches | most of them |\n| --- | --- | --- | --- |")
     drafters = {"none": (None, False), "heads": (heads, False), "lookup": (None, True), "heads+lookup": (heads, True)}
     for tree_size in tree_sizes:
@@ -234,8 +235,7 @@ def signature(name, args, named):
 
 
 def usage(target, launch):
-    """Compiles a signature for a target. Returns registers per thread, and spilled and shared bytes; stack counts as
-    spilled. Needs no GPU."""
+    """Compiles a signature without a GPU: dict of registers per thread, spilled bytes (all stack), shared bytes."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -17,7 +17,7 @@ from backends import cpu
 from bench import ROOT, SIZES, Measured, decoding, draw, llama_cpp, operations, roofline, size_config
 from bench import __main__ as bench
 from clover import PRESETS, CloverHeads, Head
-from conftest import needs_compiler, refusal
+from conftest import call_once, needs_compiler, refusal
 from generate import Engine, generate
 from hf.families import hf_config, parse_config
 from hf.tokenizer import load_encoding
@@ -32,7 +32,7 @@ DECODE = "decode --runs 1 --max-new-tokens 12".split()
 @pytest.fixture(name="run")
 def run_fixture(capsys, monkeypatch):
     """Runs a command line: (printed lines, object of the last line). Timed functions run once."""
-    monkeypatch.setattr(timing, "seconds", lambda body, *_: (body(), 0.001)[1])
+    monkeypatch.setattr(timing, "seconds", call_once)
     monkeypatch.setattr(operations, "copy_bandwidth", lambda device: 1e10)
     monkeypatch.setitem(SIZES, "8b", SIZES["tiny"])
 
@@ -92,8 +92,7 @@ def test_auto_is_a_tree_size(run, flags):
 
 
 def test_chats_are_measured_per_kind_and_in_total(run, folders, checkpoint, tmp_path):
-    """Bug: a chat without the template or in another kind, outputs past their end, a sum that weighs kinds equally, a
-    batch larger than a kind."""
+    """Bug: a chat without the template or in another kind, outputs past their end, a sum that weighs kinds equally."""
     model, encoding = GPT.from_pretrained(checkpoint, device="cpu"), load_encoding(checkpoint)
     prompt = lambda text: encoding.encode(f"user: {text};")
     stop = generate(model, [prompt("hello")], 12).tokens[0][7]
@@ -127,9 +126,13 @@ def test_runs_are_interleaved_and_ratios_are_per_round():
     """Bug: a ratio of medians, or inverted; all runs of a method in a row; only first outputs compared."""
     order, done = [], {("plain", 1): spent(1, 2, 4), ("other", 5): spent(4, 1, 2)}
     done["other", 5][2].tokens[0] = [8] * 12
-    ways = {way: lambda *arguments, way=way: order.append((way, *arguments)) or done[way].pop(0) for way in done}
-    (kind, runs), = decoding.interleave(ways, dict(text=[[1], [2]]), 12, rounds=3)
-    assert order == [(way, [[1], [2]], 12) for way in ways] * 3 and kind == "text"
+
+    def decode(method, *arguments):
+        order.append((method, *arguments))
+        return done[method].pop(0)
+    methods = {method: partial(decode, method) for method in done}
+    (kind, runs), = decoding.interleave(methods, dict(text=[[1], [2]]), 12, rounds=3)
+    assert order == [(method, [[1], [2]], 12) for method in methods] * 3 and kind == "text"
     assert [out.seconds for out in runs["other", 5]] == [4, 1, 2]
     assert decoding.compare(runs)["other", 5] == dict(
         tokens_per_step=1.0, tokens_per_second=6, decoding_per_second=pytest.approx(11 / 1.5),
@@ -140,7 +143,7 @@ def test_runs_are_interleaved_and_ratios_are_per_round():
 def test_every_run_of_auto_starts_with_a_new_policy(toy, monkeypatch):
     """Bug: a policy has learnt from an earlier run or from warm-up."""
     once = partial(decoding.decode_once, toy, temperature=1.0, batch_size=2)
-    ways = {("plain", 1): partial(once, tree_size=1), ("auto", "auto"): partial(once, lookup=True)}
+    methods = {("plain", 1): partial(once, tree_size=1), ("auto", "auto"): partial(once, lookup=True)}
     learnt, run = [], Engine.generate
 
     def note(engine, prompts, new, *rest, **options):
@@ -150,7 +153,7 @@ def test_every_run_of_auto_starts_with_a_new_policy(toy, monkeypatch):
             assert engine.policy is decoder.policy and {key for key, _ in decoder.graphs} >= {*engine.policy.options}
         return run(engine, prompts, new, *rest, **options)
     monkeypatch.setattr(Engine, "generate", note)
-    (_, runs), = decoding.interleave(ways, dict(text=[[5, 9, 2], [7, 1]]), 40, rounds=2)
+    (_, runs), = decoding.interleave(methods, dict(text=[[5, 9, 2], [7, 1]]), 40, rounds=2)
     assert runs["auto", "auto"][0].tokens == runs["auto", "auto"][1].tokens and learnt == [(0, 0)] * 4
     assert decoding.compare(runs)["auto", "auto"]["identical"] == 1.0
 
@@ -188,8 +191,7 @@ class FakeLlama:
 
 
 def test_llama_cpp_decodes_and_counts_correctly(monkeypatch):
-    """Bug: an unchecked guess, another sequence's logits, tokens after the end, steps counted for an ended sequence; a
-    traceback without the package."""
+    """Bug: an unchecked guess, another sequence's logits, tokens or steps after the end, a traceback."""
     guess = lambda tokens: [tokens[-1] + 1, tokens[-1] + 2]
     plain, guessed = (llama_cpp.decode(FakeLlama(), {17}, draft, [[1, 2], [14], [30]], 4)
                       for draft in (lambda tokens: [], guess))
@@ -213,8 +215,7 @@ def test_llama_cpp_decodes_beside_ours(run):
 
 
 def test_decode_on_random_weights(run, monkeypatch):
-    """Bug: sizes differ from the model's, the floor counts an unread embedding table, a time is relative to another
-    model's plain step, or is not the fastest round's."""
+    """Bug: wrong sizes, a floor with unread embeddings, a time over another model's plain step or of a slow round."""
     clock = count(1)  # each timing takes longer than the one before: a step, then its stages
     monkeypatch.setattr(timing, "seconds", lambda body, *_: (body(), float(next(clock)))[1])
     _, result = run("decode", "--random-weights", "8b", "tiny", "--batch-sizes", "2", "--tree-sizes", "1", "5", "auto",
@@ -307,8 +308,10 @@ def test_a_predicted_step_is_the_sum_of_its_parts():
         modules = GPT(config), Block(config), Head(PRESETS["clover"], config)
     model, block, head = (sum(p.numel() for p in module.parameters()) for module in modules)
     weights, head = model - 152064 * 5120, head + 9216 * 5120  # without the embedding table, with the draft vocabulary
-    seconds = lambda name, *ceilings: (lambda tokens, rates, _: B * tokens / rates[B - 1])(
-        *roofline.predict(*ceilings, prefix=100)[name])
+
+    def seconds(name, *ceilings):
+        tokens, rates, _ = roofline.predict(*ceilings, prefix=100)[name]
+        return B * tokens / rates[B - 1]
     cache = B * 2 * 8 * 128 * 100  # numbers of a layer
     plain, tree = (seconds(name, 1, math.inf) for name in ("plain, T = 1", "heads, T = 17"))
     assert plain == pytest.approx(2 * (weights + 64 * cache), rel=1e-3)

@@ -18,7 +18,7 @@ import torch
 import kernels
 from bench import __main__ as bench
 from bench import gpu, operations, size_config
-from conftest import refusal
+from conftest import call_once, refusal
 from generate import generate
 from test_kernels import as_int64, random_forest
 from tools import timing
@@ -49,7 +49,8 @@ def test_torch_computes_the_same_projections_and_moves():
     share = torch.bincount(tokens, minlength=5) / len(tokens)
     torch.testing.assert_close(share, ((hidden @ weight.T)[0] / 0.7).softmax(-1), atol=0.02, rtol=0)
     assert torch.equal(operations.sample(hidden, weight, 0.0), (hidden @ weight.T).argmax(-1))
-    (_, _, size, make, ours, other), = operations.commit_cases(size_config("tiny"), "cpu", [3])
+    sizes = SimpleNamespace(batch_sizes=[3])
+    (_, _, size, make, ours, other), = operations.commit_cases(size_config("tiny"), "cpu", sizes)
     assert size == 2 * 2 * 3 * 4 * 2 * 2 * 2 * 16
     a, *rest = make()
     b = a.clone()
@@ -63,12 +64,11 @@ def rows_of(folder):
 
 
 def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
-    """Bug: a part raises or measures nothing, and only a GPU shows it; rows are lost or have other shapes; a tree is
-    compared with a plain step of other sampling or batch size."""
+    """Bug: a part raises or measures nothing; rows are lost or of other shapes; a tree is compared with the wrong step."""
     clock = count(1)
     monkeypatch.setattr(timing, "seconds", lambda body, *_: (body(), float(next(clock)))[1])
     for module in gpu, operations:
-        monkeypatch.setattr(module, "seconds", lambda body, *_: (body(), 0.001)[1])
+        monkeypatch.setattr(module, "seconds", call_once)
     monkeypatch.setattr(gpu, "copy_bandwidth", lambda device: 1e9)
     monkeypatch.setenv("CLOVER_COMMIT", "abc123")
     folder = shutil.copytree(DEMO, tmp_path / "chatty", copy_function=os.symlink,

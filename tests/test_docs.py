@@ -16,6 +16,7 @@ import pytest
 import test_demo
 import train_heads
 from bench import __main__ as bench
+from conftest import call_once
 from generate import Decoder, generate
 from test_train_heads import measured
 from tools import cli, fields, timing
@@ -136,7 +137,7 @@ def sandbox(folder, tmp_path, monkeypatch):
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hi!\n")))
-    monkeypatch.setattr(timing, "seconds", lambda body, *_: (body(), 0.001)[1])
+    monkeypatch.setattr(timing, "seconds", call_once)
     monkeypatch.setattr(train_heads, "measure", measured)
     monkeypatch.setattr(test_demo, "STARTS", test_demo.STARTS[:2])
     monkeypatch.setattr(test_demo, "generate", lambda model, given, n, **options: generate(model, given, 2, **options))

@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from conftest import edit_json, random_prompts, toy_model
+from conftest import call_once, edit_json, random_prompts, toy_model
 from generate import Sampling, Sequence, StepResult, generate
 from hf.tokenizer import load_encoding
 from kernels import BINS
@@ -53,7 +53,7 @@ def test_a_difference_is_a_bug_or_a_tie():
 @pytest.fixture(autouse=True)
 def one_step_of_each_size(monkeypatch):
     """Runs timed functions once. tests/test_tools_timing.py tests the timing."""
-    monkeypatch.setattr(timing, "seconds", lambda body, *_: (body(), 0.001)[1])
+    monkeypatch.setattr(timing, "seconds", call_once)
 
 
 def main(*flags):
@@ -174,7 +174,7 @@ def test_a_conversation_continues_after_a_line_that_is_too_long(chat_folder, cap
     typed(monkeypatch, "hi", "x" * 200, "ok")
     main("--model", chat_folder, "--device", "cpu", "--max-new-tokens", "8", "--chat")
     said = capsys.readouterr()
-    assert "; /clear starts a new conversation" in said.err and said.err.count("tokens per step") == 2
+    assert "; /clear starts over" in said.err and said.err.count("tokens per step") == 2
 
 
 def test_without_a_template_each_line_is_a_prompt(folder, capsys, monkeypatch):
@@ -187,7 +187,12 @@ def test_without_a_template_each_line_is_a_prompt(folder, capsys, monkeypatch):
 def in_take(monkeypatch, n, action):
     """Calls action() in the n-th step of a sequence. Returns a list that grows with each step."""
     take, calls = Sequence.take, []
-    act = lambda self, tokens: calls.append(tokens) or (len(calls) == n and action()) or take(self, tokens)
+
+    def act(self, tokens):
+        calls.append(tokens)
+        if len(calls) == n:
+            action()
+        return take(self, tokens)
     monkeypatch.setattr(Sequence, "take", act)
     return calls
 

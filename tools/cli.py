@@ -20,8 +20,8 @@ def main(argv=None):
         if not conversations:
             return converse(args, loaded)
         prompts = []
-        for number, messages in enumerate(conversations, 1):
-            source = f"{args.prompts}, prompt {number}: " if args.prompts else ""
+        for i, messages in enumerate(conversations, 1):
+            source = f"{args.prompts}, prompt {i}: " if args.prompts else ""
             prompts.append(loaded.encode(messages, args.chat, source))
         engine = make_engine(args, loaded, prompts, args.max_new_tokens)
         printer = Printer(args, loaded, [messages[-1]["content"] for messages in conversations])

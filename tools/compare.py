@@ -64,5 +64,4 @@ def first_difference(model, prompts, ours, plain, sampling):
         noise = gumbel(s.seed, number(index), number(context.shape[1]), ids)
         scores = filter_logits(scores / scale, s.top_k, s.top_p, s.min_p) + noise
     gap = (scores.max() - scores[0, [a[first], b[first]]].min()).item()
-    is_tie = gap <= rounding and not cpu.is_exact(model)
-    return index, first, gap, "tie" if is_tie else "bug"
+    return index, first, gap, "tie" if gap <= rounding and not cpu.is_exact(model) else "bug"

@@ -23,9 +23,8 @@ def interrupt(number, frame):
 
 @contextlib.contextmanager
 def command():
-    """Runs a program. Bad input, running out of memory and I/O errors print one line on standard
-    error and exit with 2, other exceptions print a traceback and exit with 1. Ctrl-C exits with
-    130, SIGTERM with 143."""
+    """Runs a program. Bad input, I/O errors and a lack of memory print one line on standard error
+    and exit with 2. Other exceptions exit with 1, Ctrl-C with 130, SIGTERM with 143."""
     signal.signal(signal.SIGTERM, interrupt)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="replace")  # "?" if a terminal cannot show a character
@@ -49,8 +48,7 @@ def command():
 
 
 def report(error, errors):
-    """Prints an error to the stream `errors` and returns the exit code. Other ranks than 0 leave
-    out a `SharedError`, which rank 0 prints too."""
+    """Prints an error to `errors` and returns the exit code. Only rank 0 prints a `SharedError`."""
     if isinstance(error, OSError):  # otherwise the interpreter flushes standard output and fails
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     if isinstance(error, BrokenPipeError):  # the reader has closed the pipe, as in `| head`
@@ -63,8 +61,7 @@ def report(error, errors):
     name = f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
     rank = os.environ.get("RANK", "0")
     if rank == "0" or not isinstance(error, tensor_parallel.SharedError):
-        prefix = "" if rank == "0" else f"rank {rank}: "
-        print(f"{prefix}{name}: {line}", file=errors)
+        print(f"rank {rank}: " * (rank != "0") + f"{name}: {line}", file=errors)
     return 2
 
 

@@ -1,8 +1,5 @@
-"""The fields of a request to tools/serve.py. Each is supported, ignored or refused by name;
-docs/serving.md lists them.
-
-A reader is called with a field's name and value, and returns the value that the server uses. It
-raises an InputError that names the field."""
+"""The fields of a request to tools/serve.py, as listed in docs/serving.md. A field's reader gets
+its name and value, and returns the value to use or raises an InputError that names the field."""
 
 import json
 
@@ -109,6 +106,7 @@ def messages(name, value):
 
 STREAM_OPTIONS = dict(include_usage=flag, include_obfuscation=flag,
                       continuous_usage_stats=only(False))
+SAMPLING = "temperature top_k top_p min_p seed".split()  # `Sampling` checks their values
 IGNORED = """user metadata store service_tier safety_identifier request_id priority prediction
     parallel_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention""".split()
 NEUTRAL = {  # unsupported fields, each with the values that have no effect
@@ -122,9 +120,7 @@ COMMON = dict(
     model=any_value, stream=flag, stream_options=object_of(STREAM_OPTIONS), show_steps=flag,
     n=whole(1, 128), max_tokens=whole(1, 2**31), max_completion_tokens=whole(1, 2**31),
     stop=stop_strings, stop_token_ids=token_ids, draft=only("none"),
-    # `Sampling` checks these
-    temperature=any_value, top_k=any_value, top_p=any_value, min_p=any_value, seed=any_value,
-    **dict.fromkeys(IGNORED, any_value))
+    **dict.fromkeys([*SAMPLING, *IGNORED], any_value))
 for names, reader in NEUTRAL.items():
     COMMON |= dict.fromkeys(names.split(), reader)
 CHAT = COMMON | dict(messages=messages, chat_template_kwargs=variables, add_generation_prompt=flag,

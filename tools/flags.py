@@ -95,8 +95,7 @@ def parse_generate(argv=None):
     add_sampling_flags(parser, new_tokens=128)
     add_drafting_flags(parser)
     add = parser.add_argument_group("output").add_argument
-    add("--explain", action="store_true",
-        help="print the drafters' shares, the choice of tree sizes, and the time of each stage")
+    add("--explain", action="store_true", help="print drafters, tree sizes and stage times")
     add("--show-tree", action="store_true",
         help="print the first four draft trees; with --json all of them")
     add("--compare", action="store_true", help="also decode plainly; compare speed and output")
@@ -118,8 +117,7 @@ def parse_generate(argv=None):
 
 def parse_serve(argv=None):
     """Parses tools/serve.py's flags."""
-    parser = Parser("Serves a model through an OpenAI API and a chat page.",
-                    prog="python -m tools.serve")
+    parser = Parser("Serves an OpenAI API and a chat page.", prog="python -m tools.serve")
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="default: 127.0.0.1; 0.0.0.0 listens on all IPv4 "
         "addresses, :: also on IPv6")
@@ -162,8 +160,7 @@ def add_sampling_flags(parser, new_tokens, seed=0):
         help=f"keep tokens at least X times as likely as the likeliest; {default} 0")
     add("--seed", type=int, default=seed, metavar="N",
         help=f"default: {'drawn for each request' if seed is None else seed}")
-    add("--stop", action="append", default=[], metavar="TEXT",
-        help="text that ends the output; repeatable")
+    add("--stop", action="append", default=[], metavar="TEXT", help="ends the output; repeatable")
 
 
 def add_drafting_flags(parser):

@@ -157,9 +157,8 @@ def read_prompts(args):
         return messages
     file = Path(args.prompts or "")
     if not args.prompts:
-        texts = [decode(sys.stdin.buffer.read(), "standard input") if text == "-" else text
-                 for text in args.prompt or []]
-        found = list(map(from_user, texts))
+        found = [from_user(decode(sys.stdin.buffer.read(), "standard input") if text == "-"
+                           else text) for text in args.prompt or []]
     elif file.name.endswith(OBJECTS):
         expected = 'an object with a "prompt" string or "messages"'
         found = [prompt for _, prompt in read_objects(file, parse, expected)]

@@ -34,9 +34,8 @@ class Printer:
         self.printed = 0        # sequences
         self.stream = loaded.encoding.stream(loaded.stop)
         self.colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        self.echo = ["" if args.chat else prompt for prompt in prompts]
-        if self.streams:
-            print("".join(self.echo), end="", flush=True)
+        if self.streams and not args.chat:
+            print("".join(prompts), end="", flush=True)
 
     def generate(self, engine, prompts):
         """Decodes the prompts and prints the text. Returns the Output, partial after Ctrl-C."""
@@ -69,12 +68,13 @@ class Printer:
 
     def print_complete(self):
         while sequence := self.complete.pop(self.printed, None):
+            prompt = self.prompts[sequence.index]
             text = self.loaded.decode(sequence.tokens)
             if not self.args.json:
-                print(f"{self.echo[sequence.index]}{text}\n{'-' * 40}", flush=True)
+                print(f"{'' if self.args.chat else prompt}{text}\n{'-' * 40}", flush=True)
             elif self.args.prompts:
-                print(json.dumps(dict(prompt=self.prompts[sequence.index], text=text,
-                                      tokens=sequence.tokens, ended=sequence.ended)), flush=True)
+                print(json.dumps(dict(prompt=prompt, text=text, tokens=sequence.tokens,
+                                      ended=sequence.ended)), flush=True)
             self.printed += 1
 
     def finish(self, output):
@@ -137,9 +137,7 @@ def statistics(output):
 
 def explain(engine, output):
     """The lines of --explain: statistics, the policy's tree sizes, and the time of each stage."""
-    decoder = engine.decoder
-    policy = engine.policy
-    B = decoder.batch_size
+    decoder, policy, B = engine.decoder, engine.policy, engine.decoder.batch_size
     seconds = policy.durations.seconds
     yield f"batch size {B}, device {decoder.device}, {torch.get_num_threads()} threads"
     yield statistics(output)
@@ -203,8 +201,7 @@ def converse(args, loaded):
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # not on Windows
             import readline  # noqa: F401  enables line editing
-        print("/clear starts a new conversation; Ctrl-C ends a reply, Ctrl-D the program",
-              file=sys.stderr)
+        print("/clear starts over; Ctrl-C ends a reply, Ctrl-D the program", file=sys.stderr)
     messages, engine = opening(args), None
     while (line := loaded.group.on_first(read_line)) is not None:
         if line.strip() == "/clear":
@@ -216,7 +213,7 @@ def converse(args, loaded):
             prompt = loaded.encode(turn, args.chat)
             check_prompt(loaded.model, prompt)
         except InputError as error:  # for example, the conversation is too long
-            hint = "; /clear starts a new conversation" if messages != opening(args) else ""
+            hint = "; /clear starts over" if messages != opening(args) else ""
             print(f"{error}{hint}", file=sys.stderr)
             continue
         needed = min(len(prompt) + args.max_new_tokens, loaded.model.config.block_size)

@@ -73,8 +73,7 @@ class Job:
         self.inputs = [body["messages"]] if chat else body["prompt"]
         self.count = body["n"] * len(self.inputs)  # choices
         expect(self.count <= app.max_active, f"expected up to {app.max_active} sequences (this "
-               f"server's --batch-size plus --queue), not {self.count}; send fewer prompts, or a "
-               "smaller n")
+               f"server's --batch-size plus --queue), not {self.count}; send fewer, or a smaller n")
         self.prompts = []  # token ids of each choice
         self.output = Output()
         self.events = asyncio.Queue()  # results of steps, or an exception
@@ -224,14 +223,14 @@ class App:
         self.worker = Worker(self.engine)
         self.worker.start()
         self.counts = self.worker.counts
-        get = {"/": self.page, "/health": self.health, "/metrics": self.metrics,
-               "/v1/models": self.models, "/v1/models/{name:path}": self.models}
-        post = {"/v1/chat/completions": partial(self.complete, True),
-                "/v1/completions": partial(self.complete, False)}
+        route = lambda method, path, handler: Route(path, partial(self.guard, handler),
+                                                    methods=[method])
         starlette = Starlette(
-            routes=[Route(path, partial(self.guard, handler), methods=[method])
-                    for method, handlers in (("GET", get), ("POST", post))
-                    for path, handler in handlers.items()],
+            routes=[route("GET", "/", self.page), route("GET", "/health", self.health),
+                    route("GET", "/metrics", self.metrics), route("GET", "/v1/models", self.models),
+                    route("GET", "/v1/models/{name:path}", self.models),
+                    route("POST", "/v1/chat/completions", partial(self.complete, True)),
+                    route("POST", "/v1/completions", partial(self.complete, False))],
             exception_handlers=dict.fromkeys((InputError, HTTPException, Exception), self.refuse))
         self.asgi = CORSMiddleware(starlette, args.allow_origin, ("GET", "POST"), ("*",))
 

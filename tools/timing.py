@@ -14,9 +14,9 @@ PREFIX = 256  # cached tokens while a step is timed
 
 
 def seconds(body, device, group=Group()):
-    """Seconds per call of body(): on a CPU the fastest call, as other work on the machine only adds
-    time; on CUDA the mean of ten calls back to back, in the fastest round. Measures for about
-    0.1 s, at least three rounds. group: ranks that run body() together; rank 0's time is used."""
+    """Seconds per call of body(): on a CPU the fastest call, as other work only adds time; on CUDA
+    the mean of ten calls back to back, in the fastest round. Measures for about 0.1 s, at least
+    three rounds. group: ranks that run body() together; rank 0's time is used."""
     calls = 10 if device.type == "cuda" else 1
 
     def once():
@@ -53,8 +53,7 @@ def timing_decoder(model, heads, tree_size, prefix=PREFIX, lookup=False, **optio
 
 def decoder_seconds(decoder, body):
     """`seconds` of body(), a step or a stage of a `timing_decoder`."""
-    lengths = decoder.slots.cache.lengths
-    heads_lengths = decoder.slots.heads_cache.lengths
+    lengths, heads_lengths = decoder.slots.cache.lengths, decoder.slots.heads_cache.lengths
 
     def once():
         if heads_lengths is not lengths:  # heads read new tokens while drafting: one in each step
