@@ -144,8 +144,7 @@ SIZES = dict(B=2, L=2, M=3, T=3, H=12, Hq=8, Hkv=2, S=4096, C=4096, V=32000, n=3
 
 
 def arguments(name, dtype=BF16, present="", aligned=True, device="meta", **given):
-    """Arguments for a function of kernels.py. given: sizes and other arguments. present: optional tensors to pass.
-    aligned: whether caches and weights are aligned to 16 bytes."""
+    """Arguments for a kernels.py function. given: sizes and others. present: optional tensors. aligned: to 16 bytes."""
     function = getattr(kernels, name)
     scope = SIZES | given
     scope |= {"2C": 2 * scope["C"], "1+m": 1 + scope["m"]}

@@ -64,7 +64,7 @@ def rows_of(folder):
 
 
 def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
-    """Bug: a part raises or measures nothing; rows are lost or of other shapes; a tree is compared with the wrong step."""
+    """Bug: a part raises or measures nothing; rows are lost or of other shapes; a tree has a wrong plain step."""
     clock = count(1)
     monkeypatch.setattr(timing, "seconds", lambda body, *_: (body(), float(next(clock)))[1])
     for module in gpu, operations:

@@ -68,8 +68,7 @@ def contrast(*colours):
 
 @pytest.mark.parametrize("width", [1000, 400])
 def test_a_chat_beside_plain_decoding(model_folder, tmp_path, width):  # noqa: F811
-    """Bug: output is parsed as HTML, a tree is another step's, the comparison uses another seed, the page is too wide,
-    or a colour is unreadable in one of the schemes."""
+    """Bug: output parsed as HTML, a wrong tree, a comparison with another seed, a wide page, unreadable colours."""
     served = Running(model_folder, "--draft", "heads+lookup", "--tree-size", "7")
     browser = Browser(served.url, tmp_path, width)
     texts = "texts = (where) => [...document.querySelectorAll(where)].map(node => node.textContent)"
