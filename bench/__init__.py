@@ -27,15 +27,13 @@ SIZES = {  # name: values of FIELDS, other fields of GPTConfig
 
 
 class Measured(NamedTuple):
-    """One run over some prompts. decoded, batch_steps and decode_seconds exclude prefill and each
-    prompt's first token."""
+    """One run over some prompts."""
     tokens: list  # new tokens of each prompt
     steps: int    # verify steps, summed over the prompts
     seconds: float
-    decoded: int = 0  # tokens
-    batch_steps: int = 0
-    decode_seconds: float = 0.0
-    prompt_tokens: int = 0
+    decode_seconds: float  # without prefill and each prompt's first token
+    prompt_tokens: int
+    batch_steps: int = 0   # steps in decode_seconds
 
 
 def size_config(name):

@@ -92,9 +92,8 @@ def decode_once(model, texts, new, stop=(), **options):
     first = engine.generate(texts, 1, on_step=forget)
     engine.policy = policy
     out = engine.generate(texts, new, stop, forget)
-    return Measured(out.tokens, out.steps, out.seconds, out.emitted - first.emitted,
-                    out.batch_steps - first.batch_steps, out.seconds - first.seconds,
-                    sum(map(len, texts)))
+    return Measured(out.tokens, out.steps, out.seconds, out.seconds - first.seconds,
+                    sum(map(len, texts)), out.batch_steps - first.batch_steps)
 
 
 def interleave(methods, groups, new, rounds):
@@ -125,10 +124,10 @@ def compare(runs):
     for method, own in runs.items():
         run = sorted(own, key=lambda run: run.seconds)[len(own) // 2]
         same = [x == y for a, b in zip(own, plain) for x, y in zip(a.tokens, b.tokens)]
+        decoded = emitted(run) - len(run.tokens)
         rows[method] = dict(
             tokens_per_step=emitted(run) / run.steps, tokens_per_second=speed(run),
-            decoding_per_second=(run.decoded / run.decode_seconds if run.decode_seconds > 0
-                                 else None),
+            decoding_per_second=decoded / run.decode_seconds if run.decode_seconds > 0 else None,
             prompt_tokens_per_second=run.prompt_tokens / (run.seconds - run.decode_seconds),
             speed_up=median(speed(a) / speed(b) for a, b in zip(own, plain)),
             identical=fmean(same) if method[1] else None)  # not for llama.cpp

@@ -97,9 +97,8 @@ def decode(model, stop, draft, prompts, new):
     outputs, steps, seconds = zip(*(decode_batch(model, stop, draft, batch, new)
                                     for batch in batches))
     tokens = [output for batch in outputs for output in batch]
-    return Measured(tokens, sum(steps) + len(prompts), time.perf_counter() - started,
-                    decoded=sum(map(len, tokens)) - len(prompts), decode_seconds=sum(seconds),
-                    prompt_tokens=sum(map(len, prompts)))
+    return Measured(tokens, sum(steps) + len(prompts), time.perf_counter() - started, sum(seconds),
+                    sum(map(len, prompts)))
 
 
 def decode_batch(model, stop, draft, prompts, new):
