@@ -46,8 +46,8 @@ def add_decode_flags(parser):
         help="default: all of --chats, else 16 or the largest batch size")
     add("--prompt-tokens", type=count, default=64, metavar="N",
         help="length of prompts from --data; default: 64")
-    add("--max-new-tokens", type=count, default=128, help="per prompt; default: 128")
-    add("--runs", type=count, default=3, help="rounds, whose medians are reported; default: 3")
+    add("--max-new-tokens", type=count, default=128, metavar="N", help="per prompt; default: 128")
+    add("--runs", type=count, default=3, metavar="N", help="rounds, for medians; default: 3")
     add("--llama-cpp", action="store_true",
         help="also run llama.cpp on the same GGUF file; needs llama-cpp-python")
     add("--out", metavar="FILE", help="also write the JSON line to this file")

@@ -17,7 +17,7 @@ def whole(low, high):
     return read
 
 
-def of(kind, what):
+def of_type(kind, what):
     def read(name, value):
         expect(type(value) is kind, f"{name} must be {what}")
         return value
@@ -31,9 +31,9 @@ def list_of(kind, what):
     return read
 
 
-flag = of(bool, "true or false")
-text = of(str, "a string")
-variables = of(dict, "an object")
+flag = of_type(bool, "true or false")
+text = of_type(str, "a string")
+variables = of_type(dict, "an object")
 token_ids = list_of(int, "a list of token ids")
 
 
