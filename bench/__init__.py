@@ -1,5 +1,5 @@
-"""Measurements, `python -m bench ...`: sizes of published models, how tables and the JSON line are
-printed. Loads no torch, so that flags are checked at once."""
+"""Measurements: `python -m bench`. This file has the sizes of published models, and prints tables
+and the JSON line. It loads no torch, so that flags are checked at once."""
 
 import json
 import os
@@ -15,7 +15,7 @@ FIELDS = "vocab_size n_layer n_head n_kv_head head_size n_embd n_inner".split()
 LLAMA = dict(block_size=8192, rope_theta=500000.0, tied=False)
 SMOL = LLAMA | dict(tied=True)
 QWEN = LLAMA | dict(qkv_bias=True, family="qwen2")
-SIZES = {  # name: its FIELDS, and the rest of its GPTConfig
+SIZES = {  # name: values of FIELDS, other fields of GPTConfig
     "135m": ((49152, 30, 9, 3, 64, 576, 1536), SMOL),             # SmolLM2
     "360m": ((49152, 32, 15, 5, 64, 960, 2560), SMOL),
     "1.2b": ((128256, 16, 32, 8, 64, 2048, 8192), SMOL),          # Llama 3.2
@@ -27,14 +27,13 @@ SIZES = {  # name: its FIELDS, and the rest of its GPTConfig
 
 
 class Measured(NamedTuple):
-    """One run of decoding. The last three leave out prefill and each prompt's first token."""
+    """One run over some prompts."""
     tokens: list  # new tokens of each prompt
     steps: int    # verify steps, summed over the prompts
     seconds: float
-    decoded: int = 0          # tokens
-    batch_steps: int = 0
-    decode_seconds: float = 0.0
-    prompt_tokens: int = 0
+    decode_seconds: float  # without prefill and each prompt's first token
+    prompt_tokens: int
+    batch_steps: int = 0   # steps in decode_seconds
 
 
 def size_config(name):
@@ -45,7 +44,7 @@ def size_config(name):
 
 
 class Table(list):
-    """Rows (dicts with the same keys), printed as Markdown as they are added."""
+    """Rows (dicts with the same keys), printed as Markdown when they are added."""
 
     def add(self, row):
         if not self:
@@ -69,14 +68,14 @@ def finish(args, result):
 
 
 def public(value):
-    """A flag's value; of a path only the name, since records are published."""
+    """A flag's value, with paths cut to their names, since records are published."""
     if isinstance(value, list):
         return [public(x) for x in value]
     return Path(value).name if isinstance(value, str) else value
 
 
 def machine():
-    """The hardware and versions that were measured."""
+    """The hardware and the versions of a measurement."""
     import torch
 
     import kernels

@@ -1,9 +1,9 @@
-"""Measures decoding and kernels, each against others in the same run. Prints tables and, last, a
-JSON line with the numbers, the hardware and the versions. docs/cli.md has more."""
+"""Measures decoding and kernels beside baselines in the same run. Prints tables, then a JSON line
+with results, hardware and versions. docs/cli.md has more."""
 
 from pathlib import Path
 
-from bench import ROOT, SIZES
+from bench import SIZES
 from hf.paths import default_heads, is_gguf, is_repository
 from tools import flags
 from training.flags import add_data_flag
@@ -12,14 +12,13 @@ from training.flags import add_data_flag
 def parse(argv=None):
     parser = flags.Parser(__doc__, prog="python -m bench")
     add = parser.add_subparsers(dest="command", required=True).add_parser
-    add_decode_flags(add("decode", help="drafters against each other and plain decoding"))
-    add_gpu_flags(add("gpu", help="everything that only a GPU can tell"))
-    draw = add("draw", help="the pictures of README.md")
-    draw.add_argument("--out", default=ROOT / "docs" / "img", metavar="DIR")
+    add_decode_flags(add("decode", help="compare drafters with plain decoding"))
+    add_gpu_flags(add("gpu", help="measure everything that needs a GPU"))
+    add("draw", help="draw the README's picture")
     args = parser.parse_args(argv)
     if args.command == "decode":
         check_decode_flags(parser, args)
-    if args.out and not Path(args.out).absolute().parent.is_dir():
+    if args.command != "draw" and args.out and not Path(args.out).absolute().parent.is_dir():
         parser.error(f"--out {args.out}: its folder does not exist")
     return args
 
@@ -32,51 +31,50 @@ def add_decode_flags(parser):
     input_of.add_argument("--chats", metavar="FILE", help="answer these chats, such as "
                           "bench/prompts.jsonl; default: continue held-out texts of --data")
     input_of.add_argument("--random-weights", nargs="+", choices=SIZES, metavar="SIZE",
-                          help="time the steps of each tree size instead, at the sizes of real "
-                          f"models: {', '.join(SIZES)}")
+                          help="time single steps instead, at the sizes of real models: "
+                          f"{', '.join(SIZES)}")
     parser.add_argument("--drafters", nargs="+", metavar="DRAFTER", help="folders of draft heads, "
-                        "lookup, or both: DIR+lookup; default: the model's own heads, and lookup")
+                        "lookup, or DIR+lookup; default: all three, with the model's own heads")
     several = dict(nargs="+", metavar="N")
     count = flags.at_least(1)
     add = parser.add_argument
-    add("--tree-sizes", type=flags.at_least(1, auto=True), **several, help="nodes of a drafted "
-        "tree, or auto; default: 5 17 auto, with --random-weights 2 4 8 16")
-    add("--batch-sizes", type=count, default=[1], **several, help="sequences together; default: 1")
+    add("--tree-sizes", type=flags.at_least(1, auto=True), **several,
+        help="nodes per tree; default: 5 17 auto, with --random-weights 2 4 8 16")
+    add("--batch-sizes", type=count, default=[1], **several, help="default: 1")
     add("--temperatures", type=float, default=[0.0], **several, help="default: 0, greedy")
     add("--prompts", type=count, metavar="N",
-        help="default: 16, or the largest batch; all of --chats")
-    add("--prompt-tokens", type=count, default=64, metavar="N", help="of --data; default: 64")
-    add("--max-new-tokens", type=count, default=128, help="of each prompt; default: 128")
-    add("--runs", type=count, default=3, help="rounds; medians count; default: 3")
-    parser.add_argument("--llama-cpp", action="store_true", help="also by llama.cpp on the same "
-                        "GGUF file, plainly and with prompt lookup; needs llama-cpp-python")
-    parser.add_argument("--out", metavar="FILE", help="also write the JSON line to this file")
+        help="default: all of --chats, else 16 or the largest batch size")
+    add("--prompt-tokens", type=count, default=64, metavar="N",
+        help="length of prompts from --data; default: 64")
+    add("--max-new-tokens", type=count, default=128, metavar="N", help="per prompt; default: 128")
+    add("--runs", type=count, default=3, metavar="N", help="rounds, for medians; default: 3")
+    add("--llama-cpp", action="store_true",
+        help="also run llama.cpp on the same GGUF file; needs llama-cpp-python")
+    add("--out", metavar="FILE", help="also write the JSON line to this file")
 
 
 def check_decode_flags(parser, args):
-    """Checks what argparse cannot know, and sets defaults that depend on other flags."""
+    """Rejects flags that exclude each other, and sets defaults that depend on other flags."""
     args.tree_sizes = args.tree_sizes or ([2, 4, 8, 16] if args.random_weights else [5, 17, None])
     if args.drafters is None:
         own = default_heads(args.model)
         args.drafters = [str(own), "lookup", f"{own}+lookup"] if own else ["lookup"]
     names = [Path(drafter).name for drafter in args.drafters]
     if len({*names}) < len(names):
-        parser.error("two of the --drafters have the same name; rename a folder")
-    is_file = is_repository(args.model) or is_gguf(Path(args.model))
-    if args.llama_cpp and not is_file:
-        parser.error("--llama-cpp decodes a GGUF file; give one as --model")
-    if args.chats and not args.chats.endswith(".jsonl"):
-        parser.error(f"--chats {args.chats}: expected a .jsonl file, such as bench/prompts.jsonl")
+        parser.error("two --drafters have the same name; rename a folder")
+    if args.llama_cpp and not (is_repository(args.model) or is_gguf(Path(args.model))):
+        parser.error("--llama-cpp needs a GGUF file; give one as --model")
 
 
 def add_gpu_flags(parser):
-    parser.add_argument("--out", required=True, metavar="DIR", help="where results.jsonl grows")
-    parser.add_argument("--parts", nargs="+", metavar="PART", help="default: all, see docs")
-    parser.add_argument("--seconds", type=flags.at_least(1), default=480, metavar="N",
-                        help="for all parts, each has its share; default: 480")
-    parser.add_argument("--model", type=flags.model_path, metavar="MODEL", help="also decode the "
-                        "chats of bench/prompts.jsonl by this model, with its heads")
-    parser.add_argument("--dry-run", action="store_true", help="tiny sizes, also on a CPU")
+    add = parser.add_argument
+    add("--out", required=True, metavar="DIR", help="results are appended to results.jsonl there")
+    add("--parts", nargs="+", metavar="PART", help="default: all; docs/kernels.md lists them")
+    add("--seconds", type=flags.at_least(1), default=480, metavar="N",
+        help="total time of all parts; default: 480")
+    add("--model", type=flags.model_path, metavar="MODEL",
+        help="also answer the chats of bench/prompts.jsonl with this model and its heads")
+    add("--dry-run", action="store_true", help="use tiny sizes, also on a CPU")
 
 
 def main(args):
@@ -84,13 +82,15 @@ def main(args):
     from generate import Sampling
     from model import MAX_TREE, check
     if args.command == "decode":
-        for temperature in args.temperatures:  # bad values are refused before others are measured
+        for temperature in args.temperatures:  # check all values before measuring any
             Sampling(temperature)
         for size in filter(None, args.tree_sizes):
             check("tree size", size, 1, MAX_TREE, whole=True)
         finish(args, (operations if args.random_weights else decoding).bench(args))
+    elif args.command == "gpu":
+        gpu.bench(args)
     else:
-        dict(gpu=gpu, draw=draw)[args.command].bench(args)
+        draw.bench()
 
 
 if __name__ == "__main__":

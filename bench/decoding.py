@@ -1,5 +1,5 @@
 """`python -m bench decode`: drafters and plain decoding, over temperatures, batch sizes and tree
-sizes. Runs alternate, so that other work on the machine slows all of them alike."""
+sizes. Runs are interleaved, so that other work on the machine slows all of them alike."""
 
 from functools import partial, reduce
 from itertools import islice, product
@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import fmean, median
 
 from bench import Measured, Table
-from bench.llama_cpp import PLAIN, llama_cpp_ways
+from bench.llama_cpp import llama_cpp_methods
 from clover import CloverHeads
 from generate import Policy, prepare
 from hf.chat import stop_tokens
@@ -20,7 +20,7 @@ from training.data import load_tokens, prompts
 
 
 def bench(args):
-    """`bench decode`: prints the table -> the result. Kinds of --chats are measured one by one."""
+    """`bench decode`: prints the table and returns the result. A method is (drafter, tree size)."""
     model, encoding = load_model(args)
     drafters = load_drafters(args.drafters, model, encoding)
     groups, stop = load_prompts(args, encoding)
@@ -33,12 +33,12 @@ def bench(args):
     longest = max(len(prompt) for group in groups.values() for prompt in group)
     table = Table()
     for temperature, B in product(args.temperatures, args.batch_sizes):
-        ways = {way: partial(decode_once, model, stop=stop, batch_size=B, temperature=temperature,
-                             **own) for way, own in options.items()}
+        once = partial(decode_once, model, stop=stop, batch_size=B, temperature=temperature)
+        methods = {method: partial(once, **own) for method, own in options.items()}
         if args.llama_cpp:
-            ways |= llama_cpp_ways(find_model(args.model), model.device, B,
-                                   longest + args.max_new_tokens, temperature, stop)
-        for kind, runs in alternate(ways, groups, args.max_new_tokens, args.runs):
+            methods |= llama_cpp_methods(find_model(args.model), model.device, B,
+                                         longest + args.max_new_tokens, temperature, stop)
+        for kind, runs in interleave(methods, groups, args.max_new_tokens, args.runs):
             for (name, T), row in compare(runs).items():
                 table.add(dict(kind=kind, drafted_by=name, temperature=temperature, batch_size=B,
                                tree_size=T) | row)
@@ -49,7 +49,7 @@ def bench(args):
 
 
 def load_drafters(drafters, model, encoding):
-    """--drafters -> {name: options of `prepare`}"""
+    """Loads --drafters: {name: arguments of `prepare`}."""
     heads = {"lookup": None}
     options = {}
     for drafter in drafters:
@@ -62,7 +62,7 @@ def load_drafters(drafters, model, encoding):
 
 
 def load_prompts(args, encoding):
-    """({kind: prompts}, stop tokens): --chats, or held-out texts, which nothing stops."""
+    """({kind: prompts}, stop tokens) of --chats, or of held-out texts without stop tokens."""
     if not args.chats:
         n = args.prompts or max(16, *args.batch_sizes)
         heldout = load_tokens(args.data, encoding, "heldout")
@@ -72,64 +72,63 @@ def load_prompts(args, encoding):
     found = read_objects(Path(args.chats), parse, 'an object with "messages"')
     for _, (kind, messages) in islice(found, args.prompts):
         groups.setdefault(kind, []).append(encoding.chat(messages))
-    expect(groups, f"{args.chats}: holds no prompt")
+    expect(groups, f"{args.chats}: contains no prompts")
     return groups, stop_tokens(args.model, encoding)
 
 
 def decode_once(model, texts, new, stop=(), **options):
-    """The `Measured` of an engine of its own, warmed up, whose policy learnt nothing from that.
-    options: as `prepare` takes them."""
+    """Decodes the prompts `texts` with a new engine and returns a `Measured`. All is compiled
+    beforehand, but the policy has learnt nothing yet. options: those of `prepare`."""
     engine = prepare(model, texts, new, **options)
     policy = engine.policy
 
     def forget(step):
-        """Lets every prompt be read as a whole."""
+        """Prevents prompts from reusing the cache of earlier ones."""
         engine.cached_prefix = dict.fromkeys(engine.cached_prefix, ())
-    engine.policy = Policy(model)  # of plain decoding
+    engine.policy = Policy(model)  # plain decoding
     engine.generate(texts[:engine.decoder.batch_size], 1, on_step=forget)  # compiles the plain step
     engine.clear()
     engine.decoder.warm_up()
     first = engine.generate(texts, 1, on_step=forget)
     engine.policy = policy
     out = engine.generate(texts, new, stop, forget)
-    return Measured(out.tokens, out.steps, out.seconds, out.emitted - first.emitted,
-                    out.batch_steps - first.batch_steps, out.seconds - first.seconds,
-                    sum(map(len, texts)))
+    return Measured(out.tokens, out.steps, out.seconds, out.seconds - first.seconds,
+                    sum(map(len, texts)), out.batch_steps - first.batch_steps)
 
 
-def alternate(ways, groups, new, rounds):
-    """Decodes each group of prompts in all ways, `rounds` times: yields (kind, {way: `Measured` of
-    each round}), and at last the sums of all kinds. ways: {way: a function of prompts and new}."""
+def interleave(methods, groups, new, rounds):
+    """Decodes each group of prompts with every method, `rounds` times. Yields (kind, {method: a
+    `Measured` per round}), and last, for several kinds, their sums as "all". methods: {method:
+    function of prompts and new}."""
     results = []
     for kind, group in groups.items():
-        runs = {way: [] for way in ways}
-        for way, decode in rounds * list(ways.items()):
-            runs[way].append(decode(group, new))
+        runs = {method: [] for method in methods}
+        for _ in range(rounds):
+            for method, decode in methods.items():
+                runs[method].append(decode(group, new))
         results.append(runs)
         yield kind, runs
     if len(results) > 1:
-        sums = lambda rounds: [Measured(*(reduce(add, x) for x in zip(*runs))) for runs in rounds]
-        yield "all", {way: sums(zip(*(runs[way] for runs in results))) for way in ways}
+        total = lambda runs: Measured(*(reduce(add, values) for values in zip(*runs)))
+        yield "all", {method: list(map(total, zip(*(runs[method] for runs in results))))
+                      for method in methods}
 
 
 def compare(runs):
-    """{way: row} of {way: its runs}, plain decoding first. Figures are those of the run of median
-    duration, ratios the medians over the rounds."""
+    """{method: row} from {method: its runs}, plain decoding first. Figures are those of the run of
+    median duration, ratios are medians over the rounds."""
     plain = next(iter(runs.values()))
     emitted = lambda run: sum(map(len, run.tokens))
     speed = lambda run: emitted(run) / run.seconds
-    ratio = lambda ours, theirs: median(speed(a) / speed(b) for a, b in zip(ours, theirs))
     rows = {}
-    for way, own in runs.items():
+    for method, own in runs.items():
         run = sorted(own, key=lambda run: run.seconds)[len(own) // 2]
         same = [x == y for a, b in zip(own, plain) for x, y in zip(a.tokens, b.tokens)]
-        rows[way] = dict(
+        decoded = emitted(run) - len(run.tokens)
+        rows[method] = dict(
             tokens_per_step=emitted(run) / run.steps, tokens_per_second=speed(run),
-            decoding_per_second=(run.decoded / run.decode_seconds if run.decode_seconds > 0
-                                 else None),
+            decoding_per_second=decoded / run.decode_seconds if run.decode_seconds > 0 else None,
             prompt_tokens_per_second=run.prompt_tokens / (run.seconds - run.decode_seconds),
-            speed_up=ratio(own, plain),
-            identical=fmean(same) if way[1] else None)  # llama.cpp's tokens are only counted
-        if PLAIN in runs:
-            rows[way]["over_llama_cpp"] = ratio(own, runs[PLAIN])
+            speed_up=median(speed(a) / speed(b) for a, b in zip(own, plain)),
+            identical=fmean(same) if method[1] else None)  # not for llama.cpp
     return rows

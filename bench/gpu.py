@@ -1,10 +1,11 @@
-"""`python -m bench gpu --out DIR`: everything that only a GPU can tell, in under eight minutes.
+"""`python -m bench gpu --out DIR`: all measurements that need a GPU, in eight minutes.
 
-PARTS run one after another, the most important first. Each yields rows; a row is printed and
-appended to DIR/results.jsonl once it is measured, so a run that is cut off keeps what it had. A
-part ends after the row during which its share of the time runs out, and an error ends only its own
-part. --dry-run takes tiny sizes, also on a CPU."""
+Runs PARTS in order, the most important first. Each part yields rows, which are printed and appended
+to DIR/results.jsonl at once, so an interrupted run keeps them. A part ends after the row during
+which its share of the time runs out. An error ends only its own part. --dry-run uses tiny sizes,
+also on a CPU."""
 
+import contextlib
 import gc
 import json
 import os
@@ -24,8 +25,8 @@ import torch
 
 from bench import ROOT, machine, size_config
 from bench import operations as ops
-from bench.decoding import alternate, compare, decode_once, load_prompts
-from clover import CloverHeads, preset
+from bench.decoding import compare, decode_once, load_prompts
+from clover import PRESETS, CloverHeads
 from generate import Sampling, prepare
 from hf.families import hf_config
 from hf.paths import default_heads
@@ -41,12 +42,12 @@ FULL = SimpleNamespace(
     large="8b", small="135m",    # of bench.SIZES
     batch_sizes=(1, 32),
     tree_sizes=(1, 16, 4, 64, 32),
-    prefixes=(256, 4096),        # tokens in the cache
+    prefixes=(256, 4096),        # cached tokens
     rows=(1, 16, 32, 64, 256, 512),  # of a matrix product
-    matmul=8192,                 # rows and columns of a large one
+    matmul=8192,                 # rows and columns of a large product
     new_tokens=128,
-    copies=64,                   # at most, of a kernel's inputs
-    workers=("-n", "12"),        # of pytest, by pytest-xdist
+    copies=64,                   # most copies of a kernel's inputs
+    workers=("-n", "12"),        # for pytest-xdist
     tests=("-m", "gpu", "--continue-on-collection-errors"))
 TINY = SimpleNamespace(
     large="tiny", small="tiny", batch_sizes=(1, 2), tree_sizes=(1, 4), prefixes=(16,), rows=(1, 3),
@@ -54,11 +55,11 @@ TINY = SimpleNamespace(
 
 
 # --------------------------------------------------------------------------------------------------
-# The parts: generators of rows. run: device, sizes, out, deadline and --model as attributes.
+# The parts: generators of rows. run has the attributes device, sizes, out, deadline and model.
 
 def ceilings(run):
-    """What the hardware can do: a large copy, a large product, a launch in a graph, and the
-    products of a model's step alone, which no step can beat."""
+    """The limits of the hardware: a large copy, a large product, a launch in a graph; and the
+    products of a model's step, a lower bound of the step's time."""
     random = partial(torch.randn, device=run.device, dtype=torch.bfloat16)
     time_graph = lambda body: seconds(ops.in_graph(body, run.device), run.device)
     yield dict(copy_gb_per_s=copy_bandwidth(run.device) / 1e9)
@@ -78,7 +79,7 @@ def ceilings(run):
 
 
 def steps(run, size):
-    """Steps of a model's size, by stage."""
+    """Steps and their stages at the large or small model's size."""
     name = getattr(run.sizes, size)
     prefixes = run.sizes.prefixes if size == "large" else run.sizes.prefixes[:1]
     model, heads = ops.random_model(name, run.device, torch.bfloat16)
@@ -92,21 +93,21 @@ def steps(run, size):
 
 
 def demo(run):
-    """Held-out texts continued by demo/, four for each slot of the largest batch."""
+    """demo/ continues held-out texts, four per slot of the largest batch."""
     for dtype in ("bfloat16", "float32"):
         yield from decoded(run, model=str(DEMO), dtype=dtype, chats=None,
                            prompts=4 * max(run.sizes.batch_sizes))
 
 
 def chats(run):
-    """The chats of bench/prompts.jsonl, answered by the model of --model."""
+    """--model answers the chats of bench/prompts.jsonl."""
     expect(run.model, "no --model was given")
     yield from decoded(run, model=run.model, dtype=None, chats=ROOT / "bench" / "prompts.jsonl",
                        prompts=None)
 
 
 def decoded(run, **flags):
-    """Rows of plain decoding and of each drafter, over batch sizes, each beside its graph alone."""
+    """Rows of plain decoding and each drafter, over batch sizes. graph_ms: a step's graph alone."""
     args = SimpleNamespace(**flags, device=str(run.device), quantize=None, data=None,
                            prompt_tokens=64)
     model, encoding = load_model(args)
@@ -118,13 +119,13 @@ def decoded(run, **flags):
                *product(["heads + lookup" if heads else "lookup"], (16, None))]
     new = run.sizes.new_tokens
     for B in run.sizes.batch_sizes:
-        # the last prompts leave slots idle, which costs as much as busy ones
+        # several prompts per slot: the last ones leave slots idle, which cost as much as busy ones
         group = prompts[:max(4 * B, 16)]
-        prefix = sum(map(len, group)) // len(group) + new // 2  # about the mean
+        prefix = sum(map(len, group)) // len(group) + new // 2  # about the mean length
         options = {(name, T or "auto"): dict(tree_size=T, batch_size=B, **ops.drafters(name, heads))
                    for name, T in drafted}
-        ways = {way: partial(decode_once, model, stop=stop, **own) for way, own in options.items()}
-        (_, runs), = alternate(ways, dict(text=group), new, rounds=1)
+        runs = {method: [decode_once(model, group, new, stop, **own)]
+                for method, own in options.items()}
         plain, = runs["plain", 1]
         for (name, T), row in compare(runs).items():
             out, = runs[name, T]
@@ -138,7 +139,7 @@ def decoded(run, **flags):
 
 
 def differences(model, prompts, ours, plain):
-    """How many sequences differ from plain decoding's by ties, and by bugs."""
+    """Counts the outputs that differ from plain decoding: by ties, and by bugs."""
     found = [first_difference(model, [prompt], [a], [b], [Sampling()])
              for prompt, a, b in zip(prompts, ours.tokens, plain.tokens)]
     kinds = Counter(difference[-1] for difference in found if difference)
@@ -146,14 +147,13 @@ def differences(model, prompts, ours, plain):
 
 
 def toy(run):
-    """Random weights decoded eagerly with all heads and sampling modes: all kernels of a step."""
+    """Runs all kernels of a step: random weights, all presets and sampling modes, no graphs."""
     config = GPTConfig(vocab_size=300, block_size=256, n_layer=2, n_head=4, n_kv_head=2,
                        head_size=32, n_embd=128)
     prompts = [[1, 2, 3] * 4, [7] * 5]
-    presets = "clover", "clover2", "hydra", "medusa"
-    for name, dtype in product(presets, (torch.bfloat16, torch.float32)):
+    for name, dtype in product(PRESETS, (torch.bfloat16, torch.float32)):
         model = GPT(config).init_weights().to(run.device, dtype).requires_grad_(False).eval()
-        heads = CloverHeads(preset(name), model).to(run.device, dtype).requires_grad_(False).eval()
+        heads = CloverHeads(PRESETS[name], model).to(run.device, dtype).requires_grad_(False).eval()
         for sampling in (Sampling(), NOISE, Sampling(0.8, 50, 0.9, 0.01)):
             decode = lambda **options: prepare(
                 model, prompts, 8, graph=False, **options, **asdict(sampling)).generate(prompts, 8)
@@ -163,33 +163,31 @@ def toy(run):
 
 
 def tests(run):
-    """The tests that need a GPU; the one that counts free memory runs alone."""
+    """The tests that need a GPU. The one that measures free memory runs alone."""
     alone = "memory_of_a_graph"
     for flags in ((*run.sizes.workers, "-k", f"not {alone}"), ("-k", alone)):
         output, code = run_process(run, "tests.log", sys.executable, "-m", "pytest", "-v", "-rfE",
                                    "--tb=short", *flags, *run.sizes.tests)
-        counts = {name.lower(): len(re.findall(rf"\b{name}\b(?= *\[| tests/)", output))
-                  for name in ("PASSED", "FAILED", "SKIPPED", "ERROR")}
         failures = re.findall(r"^(?:FAILED|ERROR) (tests/.*)", output, re.MULTILINE)
-        yield counts | dict(exit_code=code, failures=[x[:300] for x in failures[:20]])
+        yield dict(summary=output.rstrip().splitlines()[-1:], exit_code=code,
+                   failures=[line[:300] for line in failures[:20]])
 
 
 def sanitizer(run):
-    """compute-sanitizer, of the CUDA toolkit, on `toy`: accesses out of bounds, then data races."""
+    """The CUDA toolkit's compute-sanitizer on `toy`: out-of-bounds accesses, then data races."""
     for tool in ("memcheck", "racecheck"):
         half = max(run.deadline - time.perf_counter(), 2) / 2
         output, code = run_process(
             run, "sanitizer.log", "compute-sanitizer", "--tool", tool, sys.executable, "-m",
             "bench", "gpu", "--out", run.out / tool, "--parts", "toy", "--seconds", str(int(half)))
         summary = re.findall(r"=+ (\w+ SUMMARY: .*)", output)
-        cases = {answer: output.count(f'"identical": {answer}') for answer in ("true", "false")}
-        yield dict(tool=tool, summary=summary[-1:], identical=cases["true"],
-                   different=cases["false"], exit_code=code)
+        yield dict(tool=tool, summary=summary[-1:], identical=output.count('"identical": true'),
+                   different=output.count('"identical": false'), exit_code=code)
 
 
 def run_process(run, log, *command):
-    """(what a command printed, also into a log, and its exit code; None where it was killed at the
-    part's deadline)"""
+    """Runs a command and appends its output to a log. Returns the output and the exit code, None if
+    the command was killed at the part's deadline."""
     with open(run.out / log, "a+") as file:
         start = file.tell()
         process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file,
@@ -197,7 +195,7 @@ def run_process(run, log, *command):
         try:
             code = process.wait(max(run.deadline - time.perf_counter(), 1))
         except subprocess.TimeoutExpired:
-            os.killpg(process.pid, signal.SIGKILL)  # with its workers, which hold the GPU
+            os.killpg(process.pid, signal.SIGKILL)  # its workers too, which hold the GPU
             process.wait()
             code = None
         file.seek(start)
@@ -205,15 +203,17 @@ def run_process(run, log, *command):
 
 
 def kernels(run):
-    """Kernels beside their bounds and the same work by torch."""
+    """Kernels beside their bounds and the same work in torch."""
     bandwidth = copy_bandwidth(run.device)
-    for case in ops.kernel_cases(size_config(run.sizes.large), run.device, run.sizes):
-        yield ops.kernel_row(case, run.device, bandwidth, run.sizes.copies)
+    c = size_config(run.sizes.large)
+    for cases in (ops.attention_cases, ops.lm_head_cases, ops.commit_cases):
+        for case in cases(c, run.device, run.sizes):
+            yield ops.kernel_row(case, run.device, bandwidth, run.sizes.copies)
 
 
 @torch.inference_mode()
 def transformer_steps(run):
-    """A plain step by transformers on the same sizes, eagerly and captured in a graph."""
+    """A plain step of transformers at the large model's size, eager and in a graph."""
     from transformers import AutoModelForCausalLM, LlamaConfig, StaticCache
     c = size_config(run.sizes.large)
     config = LlamaConfig(**hf_config(c, torch.bfloat16))
@@ -226,17 +226,17 @@ def transformer_steps(run):
         model(tokens, past_key_values=cache)  # allocates
         lengths = torch.zeros(c.n_layer, dtype=torch.int64, device=run.device)
         for layer, length in zip(cache.layers, lengths):
-            layer.cumulative_length = length  # so that one launch resets all of them
+            layer.cumulative_length = length  # views of one tensor: a single launch resets all
 
         def step():
-            lengths.fill_(prefix)  # each layer has added the token
+            lengths.fill_(prefix)  # the last call has added a token
             return model(tokens, past_key_values=cache).logits.argmax(-1)
         row = dict(model=run.sizes.large, batch_size=B, prefix=prefix)
         yield row | dict(eager_ms=1e3 * seconds(step, run.device))
         yield row | dict(graph_ms=1e3 * seconds(ops.in_graph(step, run.device), run.device))
 
 
-PARTS = {  # name: (function, its share of --seconds, relative to the others')
+PARTS = {  # name: (function, share of --seconds, relative to the other parts)
     "ceilings": (ceilings, 0.06), "steps": (partial(steps, size="large"), 0.22),
     "small-steps": (partial(steps, size="small"), 0.07),
     "demo": (demo, 0.15), "chats": (chats, 0.15), "toy": (toy, 0.04), "tests": (tests, 0.2),
@@ -248,10 +248,9 @@ PARTS = {  # name: (function, its share of --seconds, relative to the others')
 # The run
 
 def bench(args):
-    """`bench gpu`: runs args.parts, default all. An error that leaves CUDA unusable starts a new
-    process for the parts that are left."""
+    """`bench gpu`: runs args.parts, by default all."""
     if not (args.dry_run or torch.cuda.is_available()):
-        raise InputError("bench gpu needs a CUDA device; --dry-run takes tiny sizes on a CPU")
+        raise InputError("bench gpu needs a CUDA device; --dry-run runs tiny sizes on a CPU")
     parts = args.parts or [name for name in PARTS if args.model or name != "chats"]
     if unknown := [name for name in parts if name not in PARTS]:
         raise InputError(f"--parts: expected some of {', '.join(PARTS)}, not {unknown[0]!r}")
@@ -260,14 +259,12 @@ def bench(args):
                           out=Path(args.out).absolute())
     run.out.mkdir(exist_ok=True)
     write(run, dict(part="machine", dry_run=args.dry_run) | machine())
-    shares = [PARTS[name][1] for name in parts]
-    for i, name in enumerate(parts):
-        run_part(run, name, args.seconds * shares[i] / sum(shares))
-        if not frees_memory(run.device) and parts[i + 1:]:
-            left = int(args.seconds * sum(shares[i + 1:]) / sum(shares))
-            rest = ["--seconds", str(max(left, 1)), "--parts", *parts[i + 1:]]
-            # of a flag that is there twice the last one counts
-            os.execv(sys.executable, [sys.executable, "-m", "bench", *sys.argv[1:], *rest])
+    total = sum(PARTS[name][1] for name in parts)
+    for name in parts:
+        run_part(run, name, args.seconds * PARTS[name][1] / total)
+        gc.collect()  # frees the part's memory
+        with contextlib.suppress(RuntimeError):  # after an illegal access every call fails
+            torch.cuda.empty_cache()
 
 
 def run_part(run, name, budget):
@@ -291,15 +288,3 @@ def write(run, row):
     print(line, flush=True)
     with open(run.out / "results.jsonl", "a") as file:
         file.write(line + "\n")
-
-
-def frees_memory(device):
-    """Frees a part's memory -> whether CUDA still works: after an illegal access no call does."""
-    gc.collect()
-    try:
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-            torch.cuda.empty_cache()
-    except RuntimeError:
-        return False
-    return True

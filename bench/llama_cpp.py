@@ -1,5 +1,5 @@
-"""llama.cpp beside ours, for `python -m bench decode --llama-cpp`: llama-cpp-python, compiled for
-this CPU, decodes the same file and prompts on as many threads."""
+"""llama.cpp for `python -m bench decode --llama-cpp`: llama-cpp-python, compiled for this CPU,
+decodes the same file and prompts with the same number of threads."""
 
 import time
 from functools import partial
@@ -10,15 +10,14 @@ import torch
 from bench import Measured
 from model import InputError, expect
 
-PLAIN = "llama.cpp", None
 INSTALL = "pip install --no-binary llama-cpp-python llama-cpp-python"  # compiles for this CPU
-N_BATCH = 512  # most tokens of one call
+N_BATCH = 512  # prompt tokens per call
 
 
-def llama_cpp_ways(path, device, batch_size, capacity, temperature, stop):
-    """{(drafter, None): function of prompts and new tokens -> `Measured`}: plainly, and with the
-    package's prompt lookup of 2 tokens, which its authors advise for CPUs. capacity: tokens of a
-    sequence."""
+def llama_cpp_methods(path, device, batch_size, capacity, temperature, stop):
+    """{(drafter, None): function of prompts and new tokens that returns a `Measured`}: plain
+    decoding, and the package's prompt lookup of 2 tokens, which its authors advise for CPUs.
+    capacity: the most tokens of a sequence."""
     try:
         import llama_cpp
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
@@ -26,13 +25,13 @@ def llama_cpp_ways(path, device, batch_size, capacity, temperature, stop):
         raise InputError(f"--llama-cpp needs llama-cpp-python ({error}); {INSTALL}") from None
     model = LlamaCpp(llama_cpp, path, device, batch_size, capacity, temperature)
     lookup = LlamaPromptLookupDecoding(num_pred_tokens=2)
-    return {PLAIN: partial(decode, model, stop, lambda tokens: []),
-            ("llama.cpp lookup", None): partial(
-                decode, model, stop, lambda tokens: lookup(np.array(tokens, np.intc)).tolist())}
+    look_up = lambda tokens: lookup(np.array(tokens, np.intc)).tolist()
+    return {("llama.cpp", None): partial(decode, model, stop, lambda tokens: []),
+            ("llama.cpp lookup", None): partial(decode, model, stop, look_up)}
 
 
 class LlamaCpp:
-    """A model and a context of `batch_size` sequences, by the C functions."""
+    """A model and a context of `batch_size` sequences, through llama.cpp's C functions."""
 
     def __init__(self, api, path, device, batch_size, capacity, temperature):
         self.api = api
@@ -44,12 +43,13 @@ class LlamaCpp:
         params = api.llama_context_default_params()
         params.n_ctx = batch_size * capacity
         params.n_seq_max = batch_size
-        params.n_batch = params.n_ubatch = N_BATCH
+        size = max(N_BATCH, 3 * batch_size)  # a step has up to 3 rows per sequence
+        params.n_batch = params.n_ubatch = size
         params.n_threads = params.n_threads_batch = torch.get_num_threads()
         self.context = self.model and api.llama_init_from_model(self.model, params)
-        expect(self.context, f"{path}: llama.cpp cannot load it; see what it printed")
+        expect(self.context, f"{path}: llama.cpp cannot load it; see its messages above")
         self.memory = api.llama_get_memory(self.context)
-        self.batch = api.llama_batch_init(N_BATCH, 0, 1)
+        self.batch = api.llama_batch_init(size, 0, 1)
         self.sampler = api.llama_sampler_chain_init(api.llama_sampler_chain_default_params())
         last = api.llama_sampler_init_greedy()
         if temperature:
@@ -57,69 +57,71 @@ class LlamaCpp:
             last = api.llama_sampler_init_dist(0)
         api.llama_sampler_chain_add(self.sampler, last)
 
-    def __del__(self):  # each temperature and batch size has a model of its own
+    def __del__(self):  # each temperature and batch size loads the model again
         self.api.llama_free(self.context)
         self.api.llama_model_free(self.model)
 
-    def evaluate(self, rows):
-        """Runs tokens (sequence, token, position), and keeps the logits of all in the last call."""
-        for first in range(0, len(rows), N_BATCH):
-            part = rows[first:first + N_BATCH]
-            self.batch.n_tokens = len(part)
-            for i, (sequence, token, position) in enumerate(part):
-                self.batch.token[i] = token
-                self.batch.pos[i] = position
-                self.batch.n_seq_id[i] = 1
-                self.batch.seq_id[i][0] = sequence
-                self.batch.logits[i] = len(rows) <= N_BATCH or first + i == len(rows) - 1
-            if self.api.llama_decode(self.context, self.batch):
-                raise InputError(f"llama.cpp refuses {len(part)} tokens")
+    def evaluate(self, rows, logits=True):
+        """Runs rows (sequence, token, position). logits: whether `sample` will read theirs."""
+        self.batch.n_tokens = len(rows)
+        for i, (sequence, token, position) in enumerate(rows):
+            self.batch.token[i] = token
+            self.batch.pos[i] = position
+            self.batch.n_seq_id[i] = 1
+            self.batch.seq_id[i][0] = sequence
+            self.batch.logits[i] = logits
+        if self.api.llama_decode(self.context, self.batch):
+            raise InputError(f"llama.cpp cannot decode {len(rows)} tokens; see its messages above")
 
-    def read(self, sequence, prompt):
-        """The first new token after a prompt."""
-        self.evaluate([(sequence, token, i) for i, token in enumerate(prompt[:-1])])
-        self.evaluate([(sequence, prompt[-1], len(prompt) - 1)])
+    def prefill(self, sequence, prompt):
+        """Reads a prompt and returns the first new token."""
+        *rows, last = [(sequence, token, position) for position, token in enumerate(prompt)]
+        for first in range(0, len(rows), N_BATCH):
+            self.evaluate(rows[first:first + N_BATCH], logits=False)
+        self.evaluate([last])
         return self.sample(0)
 
     def sample(self, row):
         return self.api.llama_sampler_sample(self.sampler, self.context, row)
 
     def forget(self, sequence, start):
-        """Takes the rows from `start` on out of the cache."""
+        """Removes the cache rows from `start` on."""
         self.api.llama_memory_seq_rm(self.memory, sequence, start, -1)
 
 
 def decode(model, stop, draft, prompts, new):
-    """`Measured`, after a few tokens that wake the threads. draft: function of a text's tokens ->
-    guesses of those that follow."""
-    decode_batch(model, stop, draft, prompts[:model.batch_size], min(8, new))
+    """Decodes `new` tokens for each prompt; returns a `Measured`. draft(tokens): guessed tokens."""
+    decode_batch(model, stop, draft, prompts[:model.batch_size], min(8, new))  # wakes the threads
     started = time.perf_counter()
     batches = [prompts[i:i + model.batch_size] for i in range(0, len(prompts), model.batch_size)]
-    made, steps, seconds = zip(*(decode_batch(model, stop, draft, batch, new) for batch in batches))
-    tokens = [sequence for batch in made for sequence in batch]
-    return Measured(tokens, sum(steps) + len(prompts), time.perf_counter() - started,
-                    sum(map(len, tokens)) - len(prompts), sum(steps), sum(seconds),
+    outputs, steps, seconds = zip(*(decode_batch(model, stop, draft, batch, new)
+                                    for batch in batches))
+    tokens = [output for batch in outputs for output in batch]
+    return Measured(tokens, sum(steps) + len(prompts), time.perf_counter() - started, sum(seconds),
                     sum(map(len, prompts)))
 
 
 def decode_batch(model, stop, draft, prompts, new):
-    """-> new tokens of each prompt; steps, summed over them, and seconds after the prompts' own"""
+    """Returns each prompt's new tokens, and the steps (summed) and seconds after prefill."""
     for i in range(len(prompts)):
         model.forget(i, 0)
-    made = [[model.read(i, prompt)] for i, prompt in enumerate(prompts)]
-    goes_on = lambda i: len(made[i]) < new and made[i][-1] not in stop
-    began, steps = time.perf_counter(), 0
+    texts = [[*prompt, model.prefill(i, prompt)] for i, prompt in enumerate(prompts)]
+    limits = [len(prompt) + new for prompt in prompts]
+    goes_on = lambda i: len(texts[i]) < limits[i] and texts[i][-1] not in stop
+    started = time.perf_counter()
+    steps = 0
     while active := list(filter(goes_on, range(len(prompts)))):
-        guesses = {i: draft(prompts[i] + made[i])[:new - len(made[i]) - 1] for i in active}
-        model.evaluate([(i, token, len(prompts[i]) + len(made[i]) - 1 + j) for i in active
-                        for j, token in enumerate([made[i][-1], *guesses[i]])])
+        guesses = {i: draft(texts[i])[:limits[i] - len(texts[i]) - 1] for i in active}
+        model.evaluate([(i, token, len(texts[i]) - 1 + j) for i in active
+                        for j, token in enumerate([texts[i][-1], *guesses[i]])])
         row = 0
         for i in active:
             for j, guess in enumerate([*guesses[i], None]):
-                made[i].append(model.sample(row + j))
-                if made[i][-1] != guess or not goes_on(i):
+                texts[i].append(model.sample(row + j))
+                if texts[i][-1] != guess or not goes_on(i):
                     break
             row += 1 + len(guesses[i])
-            model.forget(i, len(prompts[i]) + len(made[i]) - 1)
+            model.forget(i, len(texts[i]) - 1)
         steps += len(active)
-    return made, steps, time.perf_counter() - began
+    seconds = time.perf_counter() - started
+    return [text[len(prompt):] for text, prompt in zip(texts, prompts)], steps, seconds

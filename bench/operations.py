@@ -1,5 +1,5 @@
-"""What is timed against the memory's bandwidth: the kernels, beside the same work by torch, for
-`python -m bench gpu`; and steps at the sizes of real models, for `decode --random-weights` too."""
+"""Times kernels and the same work in torch, for `python -m bench gpu`; and decoding steps at the
+sizes of real models, also for `decode --random-weights`. Compares both with memory bandwidth."""
 
 import math
 from functools import partial
@@ -18,26 +18,20 @@ from hf.checkpoint import put_packed
 from model import GPT, check_memory, expect, free_memory, pick_device
 from tools.timing import PREFIX, copy_bandwidth, seconds, stage_times, step_time, timing_decoder
 
-DRAFT_VOCABULARY = 8192  # of heads with random weights
+DRAFT_VOCABULARY = 8192  # token ids, for heads with random weights
 random = partial(torch.randn, dtype=torch.bfloat16)
 
 
 # --------------------------------------------------------------------------------------------------
-# Kernels. A case is (name, shape, bytes that must be moved, what makes inputs, our function,
-# torch's). c: the GPTConfig that they are parts of.
-
-def kernel_cases(c, device, sizes):
-    yield from attention_cases(c, device, sizes)
-    yield from lm_head_cases(c, device, sizes.rows)
-    yield from commit_cases(c, device, sizes.batch_sizes)
-
+# Kernels. A case is (name, shape, bytes to move, function that makes inputs, our function, torch's
+# function). c: the GPTConfig that gives the sizes.
 
 def attention_cases(c, device, sizes):
     for prefix, T, B in product(sizes.prefixes[::-1], sizes.tree_sizes[:4], sizes.batch_sizes):
         S = math.ceil((prefix + T) / 64) * 64
         size = 4 * B * c.head_size * (c.n_kv_head * (prefix + T) + c.n_head * T)
         lengths = torch.full((B,), prefix, device=device, dtype=torch.int32)
-        ancestors = ((2 << torch.arange(T, device=device)) - 1).repeat(B, 1)  # of a chain
+        ancestors = ((2 << torch.arange(T, device=device)) - 1).repeat(B, 1)  # a chain
         make = lambda: (random(B, T, c.n_head, c.head_size, device=device),
                         *random(2, B, c.n_kv_head, S, c.head_size, device=device),
                         lengths, ancestors)
@@ -46,15 +40,15 @@ def attention_cases(c, device, sizes):
 
 
 def sdpa(q, k, v, lengths, ancestors):
-    """tree_attention by torch's attention, with a group's query heads as rows. The mask, made
-    beforehand, needs no conversion: added to the scores, rows of a multiple of 16 bytes."""
+    """tree_attention with torch's SDPA, where query heads of a group are rows. The mask is made
+    beforehand in the form that SDPA needs: added to the scores, rows of a multiple of 16 bytes."""
     B, T, Hq, _ = q.shape
     S = int(lengths.max()) + T
     group = Hq // k.shape[1]
     own = torch.arange(math.ceil(S / 8) * 8, device=q.device) - lengths[:, None]  # (B, rows)
     seen = (own < 0)[:, None] | (ancestors[..., None] >> own[:, None].clamp(0, 63) & 1 == 1)
     mask = torch.where(seen, 0.0, -math.inf).to(q.dtype).repeat_interleave(group, 1)[:, None]
-    mask = mask[..., :S] if T > 1 else None  # one node sees all rows: flash attention can run
+    mask = mask[..., :S] if T > 1 else None  # one node sees all rows, so flash attention can run
 
     def attend(q, k, v, *_):
         rows = q.unflatten(2, (-1, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
@@ -63,9 +57,9 @@ def sdpa(q, k, v, lengths, ancestors):
     return attend
 
 
-def lm_head_cases(c, device, rows):
+def lm_head_cases(c, device, sizes):
     C, V = c.n_embd, c.vocab_size
-    for M in rows:
+    for M in sizes.rows:
         make = lambda: (random(M, C, device=device), random(V, C, device=device) / C ** 0.5)
         size = 2 * C * (V + M)
         row = torch.arange(M, device=device)
@@ -91,13 +85,15 @@ def sample(hidden, weight, temperature):
     return (logits / temperature - torch.empty_like(logits).exponential_().log()).argmax(-1)
 
 
-def commit_cases(c, device, batch_sizes, P=5):
-    """Paths of P nodes of which every row but the root's moves, against torch's indexing."""
-    for B in batch_sizes:
+def commit_cases(c, device, sizes):
+    """Paths of P nodes where every row but the root's moves, against torch's indexing."""
+    P = 5
+    for B in sizes.batch_sizes:
         lengths = torch.full((B,), 20, device=device, dtype=torch.int32)
         path = (2 * torch.arange(P, device=device)).repeat(B, 1)
         b = torch.arange(B, device=device)[:, None]
-        source, target = (lengths[:, None] + x for x in (path, path // 2))
+        source = lengths[:, None] + path
+        target = lengths[:, None] + path // 2
 
         def move(kv, *_):
             kv[:, :, b, :, target] = kv[:, :, b, :, source]
@@ -108,18 +104,22 @@ def commit_cases(c, device, batch_sizes, P=5):
 
 
 def kernel_row(case, device, bandwidth, copies):
-    """The row of a case. Copies of its inputs, up to 100 MB, alternate: no cache holds the next."""
+    """Times a case. Cycles through about 100 MB of copies of its inputs, so that none is cached."""
     name, shape, size, make, ours, other = case
     inputs = [make() for _ in range(min(math.ceil(1e8 / size) + 1, copies))]
-    us, torch_us = (1e6 * seconds(in_graph(lambda: [function(*x) for x in inputs], device), device)
-                    / len(inputs) for function in (ours, other))
+
+    def microseconds(function):
+        body = in_graph(lambda: [function(*x) for x in inputs], device)
+        return 1e6 * seconds(body, device) / len(inputs)
+    us = microseconds(ours)
+    torch_us = microseconds(other)
     return dict(kernel=name) | shape | dict(us=us, share_of_copy=size / bandwidth * 1e6 / us,
                                             torch_us=torch_us, speed_up=torch_us / us)
 
 
 def in_graph(body, device):
-    """A function that runs body(); on CUDA it replays a graph of it, without launch gaps."""
-    with torch.inference_mode():  # as in `capture`, for which torch.compile would compile anew
+    """A function that runs body(). On CUDA it replays a graph, so there are no launch gaps."""
+    with torch.inference_mode():  # the mode of `capture`: torch.compile compiles once per mode
         body()
     return capture(body, device) if device.type == "cuda" else body
 
@@ -128,19 +128,19 @@ def in_graph(body, device):
 # Steps
 
 def random_model(name, device, dtype, quantize=None):
-    """A GPT of a real model's sizes, and Clover heads that draft among DRAFT_VOCABULARY token ids,
-    with random weights. quantize: as in `checkpoint.load`. InputError where memory has no room."""
+    """A GPT with a real model's sizes and random weights, and Clover heads with a draft vocabulary
+    of DRAFT_VOCABULARY. quantize: as in `checkpoint.load`. Raises InputError if memory is short."""
     config = size_config(name)
-    config.tied &= not quantize  # the LM head gets a table of its own
+    config.tied &= not quantize  # a rounded LM head has a table of its own
     with torch.device("meta"):
         model = GPT(config).to(dtype)
     check_memory(f"random weights of {name} in {str(dtype).removeprefix('torch.')} take",
                  model.weight_bytes(), free_memory(device), device,
-                 "take another size or --dtype bfloat16")
+                 "use another size or --dtype bfloat16")
     model = model.to_empty(device=device).requires_grad_(False).eval()
     for parameter_name, p in model.named_parameters():
         p.fill_(1) if parameter_name.endswith("norm.weight") else p.normal_(0, 0.02)
-    # logits of deviation 4: a nucleus of some hundred tokens, as trained models have
+    # a standard deviation of 4 gives top-p some hundred tokens, as in trained models
     model.head.weight.normal_(0, 4 / config.n_embd ** 0.5)
     with model.device:
         heads = CloverHeads(preset("clover"), model).to(dtype).requires_grad_(False).eval()
@@ -153,13 +153,13 @@ def random_model(name, device, dtype, quantize=None):
 
 
 def drafters(name, heads):
-    """Arguments of a `Policy` by a name: plain, lookup, heads or heads + lookup."""
+    """Arguments of a `Policy` for "plain", "lookup", "heads" or "heads + lookup"."""
     return dict(heads=heads if "heads" in name else None, lookup="lookup" in name)
 
 
 def step_rows(model, heads, shapes, bandwidth):
-    """A row for each (drafters, batch size, tree size, prefix, sampling): the time of a step and of
-    its stages. floor_ms: to read the weights, of embeddings only a tied table, and the cache."""
+    """Times a step and its stages for each shape (drafters, batch size, tree size, prefix,
+    sampling). floor_ms: the time to read the cache and the weights, embeddings only if tied."""
     c = model.config
     per_token = 2 * c.n_layer * c.n_kv_head * c.head_size * model.dtype.itemsize
     weights = model.weight_bytes() - sum(x.nbytes for x in model.buffers())
@@ -176,8 +176,8 @@ def step_rows(model, heads, shapes, bandwidth):
 
 
 def over_plain(rows):
-    """Adds to rows of steps over_plain: the time relative to a plain step's of the same batch,
-    prefix and sampling, which comes first. A step pays that emits more tokens than this."""
+    """Adds over_plain to rows of steps: the time relative to a plain step with the same batch size,
+    prefix and sampling, which comes first. A step pays if it yields more tokens than this."""
     plain = {}
     for row in rows:
         case = tuple(row[key] for key in ("batch_size", "prefix", "temperature", "top_p"))
@@ -186,21 +186,21 @@ def over_plain(rows):
 
 
 def bench(args):
-    """`bench decode --random-weights`: prints the time of a step of each shape -> the result."""
+    """`bench decode --random-weights`: prints the time of each step and returns the result."""
     device = pick_device(args.device)
     expect(not args.quantize or cpu.is_usable(device), "--quantize needs a CPU with a C compiler; "
            "leave it out")
     dtype = getattr(torch, args.dtype) if args.dtype else cpu.default_dtype(device, torch.bfloat16)
     bandwidth = copy_bandwidth(device)
-    sizes = [T for T in args.tree_sizes if T not in (1, None)]  # auto depends on what is accepted
-    ways = [("plain", 1), *product(("lookup", "heads"), sizes)]
+    sizes = [T for T in args.tree_sizes if T not in (1, None)]  # auto needs accepted tokens
+    methods = [("plain", 1), *product(("lookup", "heads"), sizes)]
     table = Table()
     for size in args.random_weights:
         model, heads = random_model(size, device, dtype, args.quantize)
         cpu.apply(model, heads)
         shapes = [(name, B, T, PREFIX, Sampling(t)) for t, B, (name, T) in product(
-            args.temperatures, args.batch_sizes, ways)]
-        # rounds alternate, so that other work on the machine slows all steps alike
+            args.temperatures, args.batch_sizes, methods)]
+        # in rounds, so that other work on the machine slows all steps alike
         rounds = [[*step_rows(model, heads, shapes, bandwidth)] for _ in range(args.runs)]
         for row in over_plain(min(runs, key=itemgetter("step_ms")) for runs in zip(*rounds)):
             table.add(dict(model=size) | row)

@@ -1,5 +1,5 @@
-"""Predicts throughput over batch size from bandwidth and arithmetic alone, after Figure 2 of the
-paper (arXiv 2405.00263)."""
+"""Predicts throughput over batch size from memory bandwidth and arithmetic alone, like Figure 2 of
+the Clover paper (arXiv 2405.00263)."""
 
 import numpy as np
 
@@ -7,15 +7,15 @@ from bench import ROOT, Table, size_config
 from clover import DEFAULT_BEAMS
 from model import read_json
 
-NOMINAL = 3.35e12, 989e12  # H100 SXM, by its datasheet: bytes/s, dense bfloat16 FLOP/s
+NOMINAL = 3.35e12, 989e12  # H100 SXM datasheet: bytes/s, dense bfloat16 FLOP/s
 RECORD = ROOT / "bench" / "results" / "heads-smollm2-trained-cpu.json"
 
 
 def predict(bandwidth, rate, prefix=256):
-    """{drafted: (tokens per step, tokens per second at B = 1 to 1024, the last B that pays)} for a
-    model of 32 B parameters in bfloat16 with `prefix` cached tokens per sequence: trees of Clover
-    heads and lookup that yield the tokens of RECORD, and the paper's chain of 5. Each part of a
-    step takes max(bytes / bandwidth, FLOPs / rate). Left out: activations, sampling, launches."""
+    """{name: (tokens per step, tokens per second for B = 1 to 1024, largest B with a speed-up)} for
+    a model of 32 B parameters in bfloat16 with `prefix` cached tokens per sequence. The trees and
+    their tokens per step are those of RECORD, and the paper's chain of 5. Each part of a step takes
+    max(bytes / bandwidth, FLOPs / rate). Leaves out activations, sampling and launches."""
     steps = {}  # T, K, W, tokens per step
     for row in read_json(RECORD)["decoding"]:
         T = row["tree_size"]
@@ -35,11 +35,11 @@ def predict(bandwidth, rate, prefix=256):
         if K:  # draft, commit
             products += [(head, B), ((K - 1) * head, B * W), (block, B * min(T, 16))]
         cached = 4 * (c.n_layer + (K > 0)) * B * prefix * c.head_size  # bytes of one KV head
-        parts = [(cached * c.n_kv_head, cached * c.n_head * T),
-                 *((2 * weights, 2 * weights * rows) for weights, rows in products)]
+        parts = [(cached * c.n_kv_head, cached * c.n_head * T)]  # (bytes, FLOPs): attention
+        parts += [(2 * weights, 2 * weights * rows) for weights, rows in products]
         seconds = sum(np.maximum(size / bandwidth, flops / rate) for size, flops in parts)
         rates = B * tokens / seconds
-        plain = next(iter(predicted.values()), (1, rates))[1]
+        plain = next(iter(predicted.values()))[1] if predicted else rates
         predicted[name] = tokens, rates, int(B[rates > plain].max(initial=0))
     return predicted
 

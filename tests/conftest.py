@@ -1,10 +1,10 @@
-"""Small models that the tests make for themselves."""
+"""Small models and helpers for the tests."""
 
 import json
 import os
 import shutil
 
-os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests have no network
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests run without network
 
 import pytest
 import tokenizers
@@ -17,7 +17,7 @@ from clover import PRESETS, CloverHeads
 from model import GPT, GPTConfig, InputError
 from training.corpus import builtin_corpus
 
-torch.set_num_threads(1)  # the models are tiny: a second thread only waits
+torch.set_num_threads(1)  # the models are too small for a second thread
 needs_compiler = pytest.mark.skipif(cpu.library() is None, reason="there is no C compiler")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -37,7 +37,7 @@ SHAPES = {
 
 
 def toy_model(seed=0, scale=4.0, **flags):
-    """A random model of 97 tokens; `scale` sharpens its next-token distributions so that guesses can be right."""
+    """A random model with 97 tokens. scale: sharpens next-token distributions, so that guesses can be right."""
     sizes = dict(vocab_size=97, block_size=256, n_layer=2, n_head=4, n_kv_head=2, head_size=16, n_embd=64, n_inner=96)
     model = GPT(GPTConfig(**sizes | flags)).init_weights(torch.Generator().manual_seed(seed))
     with torch.no_grad():
@@ -55,7 +55,7 @@ def random_prompts(lengths, vocab_size=97, seed=0):
 
 
 def refusal(call, *says):
-    """The message of the InputError that `call` raises: one line that contains all of `says`."""
+    """The message of the InputError that call() raises. Asserts that it is one line and contains all of `says`."""
     with pytest.raises(InputError) as caught:
         call()
     message = str(caught.value)
@@ -64,21 +64,26 @@ def refusal(call, *says):
 
 
 def edit_weights(path, change, name="model.safetensors"):
-    """Changes the tensors of a folder's file by change(tensors)."""
+    """Calls change(tensors) on the tensors of a file, and saves them."""
     tensors = load_file(path / name)
     change(tensors)
     save_file({name: x.contiguous() for name, x in tensors.items()}, path / name)
 
 
 def edit_json(file, part=None, **changes):
-    """Changes values of a file's object, or of a part of it."""
+    """Changes values of a JSON file's object, or of a part of it."""
     record = json.loads(file.read_text())
     (record[part] if part else record).update(changes)
     file.write_text(json.dumps(record))
 
 
+def call_once(body, *_):  # in place of timing.seconds
+    body()
+    return 0.001
+
+
 class Operations(TorchDispatchMode):
-    """Calls note(name, arguments, result) after each of torch's operations."""
+    """Calls note(name, arguments, result) after each torch operation."""
 
     def __init__(self, note):
         super().__init__()
@@ -92,9 +97,12 @@ class Operations(TorchDispatchMode):
 
 @pytest.fixture
 def prefilled(monkeypatch):
-    """The (rows, tokens) of each call of GPT.prefill."""
+    """A list that collects the (rows, tokens) of each call of GPT.prefill."""
     shapes, prefill = [], GPT.prefill
-    note = lambda self, tokens, *rest: shapes.append(tuple(tokens.shape)) or prefill(self, tokens, *rest)
+
+    def note(self, tokens, *rest):
+        shapes.append(tuple(tokens.shape))
+        return prefill(self, tokens, *rest)
     monkeypatch.setattr(GPT, "prefill", note)
     return shapes
 
@@ -116,7 +124,7 @@ def corpus():
 
 @pytest.fixture(scope="session")
 def checkpoint(tmp_path_factory):
-    """A checkpoint folder with random weights and a tokenizer of the 256 bytes, 'ab' and an end-of-text token."""
+    """A checkpoint folder with random weights, and a tokenizer of 256 bytes, 'ab' and an end-of-text token."""
     path = tmp_path_factory.mktemp("checkpoint")
     toy_model(vocab_size=258, block_size=128).save_pretrained(path)
     write_tokenizer(path)

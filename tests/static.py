@@ -37,7 +37,7 @@ FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided"
 
 @contextlib.contextmanager
 def recorded(multiprocessors=132):
-    """Yields the list of launches (kernel name, grid, args, named), none of which runs."""
+    """Records launches instead of running them: yields a list of (kernel name, grid, args, named)."""
     if not kernels.HAS_TRITON:
         raise InputError("this needs triton, which is not installed; pip install triton")
     from triton.runtime.jit import JITFunction
@@ -54,7 +54,7 @@ def recorded(multiprocessors=132):
 
 
 def record(function, *args, multiprocessors=132, **named):
-    """The launches of one of the kernels' functions."""
+    """The launches of a function of kernels.py."""
     with recorded(multiprocessors) as launches:
         function(*args, **named)
     return launches
@@ -64,7 +64,7 @@ def record(function, *args, multiprocessors=132, **named):
 # The launches of a step
 
 class Launches(TorchDispatchMode):
-    """Counts torch's operations by name while it is active."""
+    """Counts torch operations by name while it is active."""
 
     def __init__(self):
         super().__init__()
@@ -72,7 +72,7 @@ class Launches(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         with self:
-            result = operation.decompose(*args, **kwargs or {})  # into those that have kernels
+            result = operation.decompose(*args, **kwargs or {})  # into operations that have kernels
         if result is not NotImplemented:
             return result
         name = operation.overloadpacket.__name__
@@ -83,12 +83,12 @@ class Launches(TorchDispatchMode):
 
 @torch.inference_mode()
 def step_launches(model, heads=None, lookup=False, tree_size=1, **options):
-    """Counter of the launches of a Decoder's step, by operation; its modules must be on meta."""
+    """Counts the launches of a Decoder's step by operation. The modules must be on the meta device."""
     policy = Policy(model, heads, lookup, tree_size)
     with recorded() as launches:
         decoder = Decoder(model, policy=policy, graph=False, **options)
         step = partial(decoder.step, *policy.select(1))
-        step()  # with what only the first one does
+        step()  # also does what only the first step does
         launches.clear()
         with Launches() as operations:
             step()
@@ -96,15 +96,16 @@ def step_launches(model, heads=None, lookup=False, tree_size=1, **options):
 
 
 def demo():
-    """demo/ and its heads in bfloat16, the default on CUDA, without values."""
+    """demo/ and its heads on the meta device, in bfloat16, the default on CUDA."""
     model = GPT.from_pretrained(DEMO, BF16, "cpu", packed=False)
     heads = CloverHeads.from_pretrained(DEMO / "clover", model)
     return model.to("meta"), heads.to("meta")
 
 
 def print_launches(tree_sizes=(1, 5, 16, 64)):
-    """Prints a row for each tree size and drafter of demo/ -> {row: Counter}."""
-    (model, heads), rows = demo(), {}
+    """Prints a table for demo/, a row per tree size and drafter. Returns {row: Counter}."""
+    model, heads = demo()
+    rows = {}
     print("| tree size | drafters | launches | most of them |\n| --- | --- | --- | --- |")
     drafters = {"none": (None, False), "heads": (heads, False), "lookup": (None, True), "heads+lookup": (heads, True)}
     for tree_size in tree_sizes:
@@ -117,9 +118,9 @@ def print_launches(tree_sizes=(1, 5, 16, 64)):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Arguments of the functions
+# Arguments of the kernels' functions
 
-# Sizes and dtype of each tensor, "real" for the call's own dtype; "?" marks those that may be None. And the others.
+# Sizes and dtype of each tensor. "real" is the dtype of the call, "?" marks optional tensors.
 TREE = dict.fromkeys(("tokens", "parents", "depths", "ancestors", "sources"), "B T int64")
 HEAD = dict(hidden="M C real", weight="V C real")
 PLACE = dict(sequence="M int64", position="M int64")
@@ -143,8 +144,7 @@ SIZES = dict(B=2, L=2, M=3, T=3, H=12, Hq=8, Hkv=2, S=4096, C=4096, V=32000, n=3
 
 
 def arguments(name, dtype=BF16, present="", aligned=True, device="meta", **given):
-    """The arguments of one of the kernels' functions. given: sizes, other arguments. present: the tensors
-    that are given, of those that may be None. aligned: whether caches and weights are, to 16 bytes."""
+    """Arguments for a kernels.py function. given: sizes and others. present: optional tensors. aligned: to 16 bytes."""
     function = getattr(kernels, name)
     scope = SIZES | given
     scope |= {"2C": 2 * scope["C"], "1+m": 1 + scope["m"]}
@@ -166,7 +166,7 @@ def arguments(name, dtype=BF16, present="", aligned=True, device="meta", **given
 
 
 def launches_of(name, dtype=BF16, present="", aligned=True, multiprocessors=132, **given):
-    """The launches of one of the kernels' functions, with `arguments` on the meta device."""
+    """The launches of a function of kernels.py, with `arguments` on the meta device."""
     return record(getattr(kernels, name), multiprocessors=multiprocessors,
                   **arguments(name, dtype, present, aligned, **given))
 
@@ -174,9 +174,9 @@ def launches_of(name, dtype=BF16, present="", aligned=True, multiprocessors=132,
 # ---------------------------------------------------------------------------------------------------------------------
 # What launches compile to
 
-HEAD_SIZES = [16, 32, 64, 256, 128]  # others have the tile of the next power of two, and masks
+HEAD_SIZES = [16, 32, 64, 256, 128]  # others use the tile of the next power of two, with masks
 ROWS = [8, 32, 64, 128, 512]
-GATE = dict(  # every shape class that kernels.py chooses, a list for alternatives; float16 needs what bfloat16 does
+GATE = dict(  # every shape class that kernels.py chooses; lists are alternatives; float16 compiles like bfloat16
     tree_attention=[
         dict(T=[2, 8, 32, 16], D=HEAD_SIZES, present=["slopes", ""]),  # tiles of 16 to 128 query rows
         dict(T=[2, 8, 16, 32], D=HEAD_SIZES, present="slopes", window=1024),
@@ -207,7 +207,7 @@ GATE = dict(  # every shape class that kernels.py chooses, a list for alternativ
 
 
 def all_launches(sample=False):
-    """The launches of `GATE`, by signature. sample: only those of the last choices of each operation's first shapes."""
+    """The signatures of the launches in `GATE`. sample: only the last choices of each operation's first entry."""
     launches = []
     for name, group in GATE.items():
         for choices in group[:1] if sample else group:
@@ -218,7 +218,7 @@ def all_launches(sample=False):
 
 
 def signature(name, args, named):
-    """What Triton compiles a launch by: types, constants, which arguments are multiples of 16."""
+    """The key by which Triton compiles a launch: types, constants, which arguments are multiples of 16."""
     from triton._C.libtriton import native_specialize_impl
     from triton.backends.compiler import BaseBackend
     parameters = getattr(kernels, name).params
@@ -234,8 +234,7 @@ def signature(name, args, named):
 
 
 def usage(target, launch):
-    """Compiles one signature for a target -> dict(registers per thread, spilled and shared in bytes). All stack is
-    spilled. Needs no GPU."""
+    """Compiles a signature without a GPU: dict of registers per thread, spilled bytes (all stack), shared bytes."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource

@@ -1,4 +1,4 @@
-"""README.md, demo/README.md and docs/: links lead somewhere, flags exist, commands and Python run."""
+"""README.md, demo/README.md and docs/: links work, flags exist, commands and Python run."""
 
 import importlib
 import inspect
@@ -16,6 +16,7 @@ import pytest
 import test_demo
 import train_heads
 from bench import __main__ as bench
+from conftest import call_once
 from generate import Decoder, generate
 from test_train_heads import measured
 from tools import cli, fields, timing
@@ -34,14 +35,14 @@ name = lambda path: str(path.relative_to(ROOT))
 
 
 def anchors(page):
-    """What GitHub calls the headings of a page."""
+    """GitHub's anchors for the headings of a page."""
     headings = re.findall(r"^#+ (.*)", re.sub(BLOCK, "", page.read_text()), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *DOCS], ids=name)
-def test_links_lead_somewhere(page):
-    """Bug: a link to a file that moved, or to a heading that is now called otherwise."""
+def test_links_work(page):
+    """Bug: a link to a file that moved, or to a heading that was renamed."""
     for link in re.findall(r"\]\(([^)\s]+)\)", page.read_text()):
         path, _, heading = link.partition("#")
         if not path.startswith(("http:", "https:")):
@@ -54,27 +55,27 @@ def test_links_lead_somewhere(page):
 
 
 def flags(capsys, parse, *command):
-    """The flags that a command's --help names."""
+    """The flags in a command's --help."""
     with pytest.raises(SystemExit):
         parse([*command, "--help"])
     return set(re.findall(FLAG, capsys.readouterr().out))
 
 
-def test_flags_of_the_pages_exist(capsys):
-    """Bug: a flag that was renamed, or never was; one, or a field of a request, that no page tells of."""
+def test_flags_exist_and_are_documented(capsys):
+    """Bug: a page names a flag that does not exist, or a flag or request field is not documented."""
     generate, heads, serve = (flags(capsys, parse) for parse in (parse_generate, parse_heads, parse_serve))
     known = set.union(OTHERS, generate, heads, serve,
                       *(flags(capsys, bench.parse, command) for command in BENCH))
-    told = {name(page): set(re.findall(FLAG, page.read_text())) for page in (ROOT / "README.md", *DOCS)}
-    assert {page: found - known for page, found in told.items() if found - known} == {}
-    assert generate - told["docs/cli.md"] == serve - generate - told["docs/serving.md"] == set()
-    assert heads - told["docs/cli.md"] - told["docs/training.md"] == set()
+    named = {name(page): set(re.findall(FLAG, page.read_text())) for page in (ROOT / "README.md", *DOCS)}
+    assert {page: found - known for page, found in named.items() if found - known} == {}
+    assert generate - named["docs/cli.md"] == serve - generate - named["docs/serving.md"] == set()
+    assert heads - named["docs/cli.md"] - named["docs/training.md"] == set()
     for name_of in (*fields.CHAT, *fields.COMPLETION, *fields.STREAM_OPTIONS, *fields.MESSAGE):
         assert f"`{name_of}`" in PAGES["docs/serving.md"]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Blocks of code. Those marked as history say how something was made; of their commands only the flags are checked.
+# Blocks of code. Those marked as history are records of past runs; only their flags are checked.
 
 PAGES = {name(page): page.read_text() for page in (ROOT / "README.md", *DOCS)}
 BLOCKS = {f"{page}:{text[:block.start()].count(chr(10)) + 1}": block.groups()
@@ -92,8 +93,8 @@ TINY = "--device cpu --steps 1 --batch-size 2 --block-size 16 --data".split()
 
 
 def commands(code, folder):
-    """The argument lists of a block's Python commands, as bash makes them of it."""
-    typed = re.findall(r"^\$ (.*)", code, re.M)  # of a block with what they print
+    """The argument lists of a block's Python commands, parsed by bash."""
+    typed = re.findall(r"^\$ (.*)", code, re.M)  # in a block that also shows the output
     script = RECORD + ("\n".join(typed) or code)
     subprocess.run(["bash", "-ec", script], cwd=folder, env=dict(LOG="log", PATH="/usr/bin:/bin"), check=True)
     return [entry.split("\0")[:-1] for entry in (folder / "log").read_text().split("\1\0")[:-1]]
@@ -125,7 +126,7 @@ def check_command(program, *argv):
 
 @pytest.fixture
 def sandbox(folder, tmp_path, monkeypatch):
-    """A working directory with what the pages name: models, heads, texts. What is measured is small."""
+    """A working directory with the models, heads and texts that the pages name. Measurements are small."""
     (tmp_path / "demo").symlink_to(ROOT / "demo")
     for path in ("smollm2", "path/to/model", "path/to/large", "path/to/model.gguf", "out/base", "Qwen/Qwen3-0.6B"):
         shutil.copytree(folder, tmp_path / path)
@@ -136,7 +137,7 @@ def sandbox(folder, tmp_path, monkeypatch):
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hi!\n")))
-    monkeypatch.setattr(timing, "seconds", lambda body, *_: (body(), 0.001)[1])
+    monkeypatch.setattr(timing, "seconds", call_once)
     monkeypatch.setattr(train_heads, "measure", measured)
     monkeypatch.setattr(test_demo, "STARTS", test_demo.STARTS[:2])
     monkeypatch.setattr(test_demo, "generate", lambda model, given, n, **options: generate(model, given, 2, **options))
@@ -147,10 +148,10 @@ def sandbox(folder, tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("place", [place for place, (kind, _) in BLOCKS.items() if kind in ("", "history")])
-def test_commands_of_the_pages_run(place, sandbox):
-    """Bug: a command that the code has left behind, such as a module that was renamed, or code inside it."""
+def test_commands_in_the_docs_run(place, sandbox):
+    """Bug: a command, or the code in it, is out of date; for example, a module was renamed."""
     kind, code = BLOCKS[place]
-    if kind == "history":  # the flags may be those for a GGUF file
+    if kind == "history":  # a flag may need a GGUF file
         shutil.rmtree("smollm2")
         Path("smollm2").touch()
     found = commands(code, sandbox)
@@ -159,20 +160,20 @@ def test_commands_of_the_pages_run(place, sandbox):
         (run_command if kind == "" else check_command)(*command)
 
 
-def test_python_of_the_pages_runs(sandbox, capsys):
-    """Bug: an example that the code has left behind. tests/test_copying.py runs those of its page."""
+def test_python_in_the_docs_runs(sandbox, capsys):
+    """Bug: an example is out of date. tests/test_copying.py runs those of docs/copying.md."""
     blocks = {place: code for place, (kind, code) in BLOCKS.items() if kind == "python" and "copying" not in place}
     assert {kind for kind, _ in BLOCKS.values()} == {"", "history", "python", "python history", "text"}
     step, readme, engine, _ = blocks.values()
     assert step == textwrap.dedent(inspect.getsource(Decoder.step))
     names = {}
-    for code in (readme, engine):  # goes on with the README's model, heads and prompt
+    for code in (readme, engine):  # the second uses the README's model, heads and prompt
         exec(code, names)
     assert names["sequence"].ended == "length" and len(names["sequence"].tokens) == 64
 
 
-def test_a_client_of_the_pages_is_answered(sandbox, capsys):
-    """Bug: a request in docs/serving.md that the server refuses."""
+def test_requests_in_the_docs_work(sandbox, capsys):
+    """Bug: the server refuses a request in docs/serving.md."""
     pytest.importorskip("openai")
     from test_tools_serve import Running
     server = Running("smollm2", "--name", "smollm2", "--max-new-tokens", "8")

@@ -14,10 +14,10 @@ pytestmark = records
 
 
 def check_figures(launches, figures):
-    """No spills, and no more shared memory than an RTX 30 or 40 has."""
+    """Asserts that nothing spills, and that shared memory fits an RTX 30 or 40."""
     wrong = []
     for (name, _, constants, _, options), used in zip(launches, figures, strict=True):
-        assert 8 <= used["registers"] <= 255  # fewer: a trap, and no kernel
+        assert 8 <= used["registers"] <= 255  # fewer means a trap instead of a kernel
         if used["spilled"] or used["shared"] > 101376:
             sizes = {getattr(kernels, name).arg_names[i]: value for i, value in constants}
             wrong.append((name, sizes, options, used))
@@ -26,7 +26,7 @@ def check_figures(launches, figures):
 
 @pytest.mark.parametrize("target", ["cuda:90", pytest.param("cuda:80", marks=pytest.mark.slow)])
 def test_a_launch_of_every_kernel_compiles_without_spills(target):
-    """Bug: a kernel that only the interpreter understands, that spills, or that needs too much shared memory."""
+    """Bug: a kernel compiles only in the interpreter, spills, or needs too much shared memory."""
     launches = static.all_launches(sample=True)
     assert {launch[0] for launch in launches} == {name for name in vars(kernels) if name.endswith("_kernel")}
     check_figures(launches, (static.usage(target, launch) for launch in launches))
@@ -38,8 +38,8 @@ def test_every_launch_compiles_without_spills():
     check_figures(launches, static.compile_all("cuda:90", launches))
 
 
-def test_figures_are_read_from_the_binary():
-    """Bug: a spill that the gate cannot see: 96 registers are too few for a tile of 64 rows."""
+def test_register_counts_and_spills_are_read_from_the_binary():
+    """Bug: spills are not detected. 96 registers are too few for a tile of 64 rows."""
     name, _, args, named = launches_of("tree_attention", T=16, D=128)[0]
     used = static.usage("cuda:90", static.signature(name, args, named | dict(maxnreg=96)))
     assert used["registers"] <= 96 and used["spilled"] > 100 and used["shared"] > 32 * 1024
@@ -57,7 +57,7 @@ demo = pytest.fixture(scope="module")(static.demo)
     (16, "heads+lookup", Sampling(), 200)],
     ids=["plain", "plain-sampled", "plain-top-p", "lookup", "tree-of-16", "tree-of-16-top-p", "both"])
 def test_a_step_needs_few_launches(demo, tree_size, drafters, sampling, most):
-    """Bug: an operation that falls apart into several, in a step of the 12 layers of demo/; each costs about 2 us."""
+    """Bug: an operation of a step falls apart into several launches, about 2 us each. demo/ has 12 layers."""
     model, heads = demo
     uses_heads, looks_up = "heads" in drafters, "lookup" in drafters
     found = step_launches(model, heads if uses_heads else None, looks_up, tree_size, capacity=512, sampling=sampling)
@@ -69,7 +69,7 @@ def test_a_step_needs_few_launches(demo, tree_size, drafters, sampling, most):
 
 
 def test_the_table_has_the_counts(capsys):
-    """Bug: a count under another tree size or drafter."""
+    """Bug: a count in the row of another tree size or drafter."""
     rows = static.print_launches((1, 5))
     assert [*rows] == [(1, "none"), (5, "heads"), (5, "lookup"), (5, "heads+lookup")]
     assert f"| 5 | lookup | {rows[5, 'lookup'].total()} | " in capsys.readouterr().out

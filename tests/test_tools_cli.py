@@ -1,4 +1,4 @@
-"""generate.py's command line, with tools/: it says what it did, or what went wrong."""
+"""generate.py's command line: output, statistics, errors and exit codes."""
 
 import io
 import itertools
@@ -17,7 +17,7 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from conftest import edit_json, random_prompts, toy_model
+from conftest import call_once, edit_json, random_prompts, toy_model
 from generate import Sampling, Sequence, StepResult, generate
 from hf.tokenizer import load_encoding
 from kernels import BINS
@@ -32,7 +32,7 @@ FILTERED = dict(temperature=0.7, top_k=20, top_p=0.8, seed=2**40)
 
 
 def test_a_difference_is_a_bug_or_a_tie():
-    """Catches a --compare that excuses everything: only a gap within rounding is a tie."""
+    """Bug: --compare calls a wrong token a tie, though the gap is larger than rounding."""
     model = toy_model(tied=False)
     text = generate(model, PROMPTS[:1], 10).tokens
     greedy = [Sampling()]
@@ -43,7 +43,7 @@ def test_a_difference_is_a_bug_or_a_tie():
     with torch.no_grad():
         model.head.weight[(best + 1) % 97] = model.head.weight[best]
     assert first_difference(model, PROMPTS[:1], text, wrong, greedy)[3] == "tie"
-    third = [text[0][:4] + [(best + 2) % 97]]  # the best two tie, but this is neither
+    third = [text[0][:4] + [(best + 2) % 97]]  # not one of the two tied tokens
     assert first_difference(model, PROMPTS[:1], text, third, greedy)[1::2] == (4, "bug")
     sampled = generate(model, PROMPTS[:1], 10, **FILTERED).tokens
     ours = sampled, [sampled[0][:9]], [Sampling(**FILTERED)]
@@ -52,17 +52,17 @@ def test_a_difference_is_a_bug_or_a_tie():
 
 @pytest.fixture(autouse=True)
 def one_step_of_each_size(monkeypatch):
-    """What is measured runs once, not for tenths of a second: tests/test_tools_timing.py has the measuring itself."""
-    monkeypatch.setattr(timing, "seconds", lambda body, *_: (body(), 0.001)[1])
+    """Runs timed functions once. tests/test_tools_timing.py tests the timing."""
+    monkeypatch.setattr(timing, "seconds", call_once)
 
 
 def main(*flags):
-    """generate.py with these flags."""
+    """Runs generate.py with these flags."""
     cli.main([str(flag) for flag in flags])
 
 
 def refusal(capsys, *flags):
-    """The one line in which these flags are refused."""
+    """The one-line error for these flags."""
     with pytest.raises(SystemExit, match="2"):
         main(*flags)
     line = capsys.readouterr().err
@@ -71,14 +71,14 @@ def refusal(capsys, *flags):
 
 
 def run(capsys, *flags):
-    """What is printed: with --json, or without a prompt, on standard output alone."""
+    """The printed text; with --json or without --prompt only that on standard output."""
     main(*flags)
     out, err = capsys.readouterr()
     return out + err if "--prompt" in flags and "--json" not in flags else out
 
 
-def test_explain_says_what_was_chosen_and_why(folder, capsys):
-    """Catches a size that decodes and is not shown, shares of something else, another step's times."""
+def test_explain_shows_sizes_shares_and_times(folder, capsys):
+    """Bug: a tree size that was used is missing, a share is wrong, or the times are another step's."""
     flags = ["--model", folder, "--device", "cpu", "--prompt", "abcabc", "--max-new-tokens", 60, "--explain", "--json"]
     result = json.loads(run(capsys, *flags))
     first, guessed, *said = result["explained"]
@@ -89,15 +89,15 @@ def test_explain_says_what_was_chosen_and_why(folder, capsys):
     assert set(rows) == {"nodes T", "1", "2", "4", "8", "16", *sizes} and any("a head" in line for line in said)
     for T, (steps, tokens) in sizes.items():
         assert rows[T][:2] == [f"{steps / result['steps']:.0%}", f"{tokens / steps:.2f}"] and float(rows[T][2]) > 0
-    timed = dict.fromkeys(("1", max(sizes, key=sizes.get)))  # plain, and the most used
+    timed = dict.fromkeys(("1", max(sizes, key=sizes.get)))  # plain decoding and the most frequent size
     assert [line.split("  ")[0] for line in said if "T = " in line] == [f"T = {T}" for T in timed]
     assert [sum(numbers) for numbers in zip(*sizes.values())] == [result["steps"], len(result["tokens"][0])]
 
 
 @pytest.mark.parametrize("draft, names", [("heads+lookup", {"head", "lookup"}), ("heads", {"head"}), ("none", set()),
                                           ("lookup", {"lookup"}), (None, {"head", "lookup"})])
-def test_drafters_are_those_asked_for_and_change_nothing(folder, capsys, draft, names):
-    """Catches a --draft that another is taken for, and a text that depends on it."""
+def test_draft_selects_the_drafters_and_keeps_the_output(folder, capsys, draft, names):
+    """Bug: --draft selects the wrong drafters, or changes the output."""
     flags = ["--model", folder, "--device", "cpu", "--prompt", "abcabcabc", "--max-new-tokens", 30, "--json"]
     plain = json.loads(run(capsys, *flags, "--tree-size", 1))
     size = () if draft == "none" else ("--tree-size", 17)
@@ -108,13 +108,13 @@ def test_drafters_are_those_asked_for_and_change_nothing(folder, capsys, draft, 
 
 
 def test_colours_tell_lookup_from_heads(folder, capsys, monkeypatch):
-    """Catches a guess in the colour of the drafter that did not make it."""
+    """Bug: a token has another drafter's colour."""
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True, raising=False)
     monkeypatch.delenv("NO_COLOR", raising=False)
     encoding = load_encoding(folder)
     loaded = SimpleNamespace(stop=[], encoding=encoding)
     shown = printer.Printer(SimpleNamespace(json=False, show_tree=False, chat=False), loaded)
-    sources = [-1, 0, BINS + 2, BINS - 1]  # the last bin is the heads'
+    sources = [-1, 0, BINS + 2, BINS - 1]  # the last is the heads' highest bin
     shown.show(StepResult(SimpleNamespace(index=0, ended=None), [70, 71, 72, 73], [0, 3, 5, 9], sources, 10))
     first, second, third, last = encoding.decode([70, 71, 72, 73])
     assert capsys.readouterr().out == f"\x1b[32m{first}\x1b[0m\x1b[33m{second}\x1b[0m\x1b[34m{third}\x1b[0m{last}"
@@ -126,20 +126,20 @@ TEMPLATE = """{% for m in messages %}{{ m.role[0] }}:{{ m.content }}
 
 @pytest.fixture
 def chat_folder(folder, tmp_path):
-    """The folder with a chat template."""
+    """The checkpoint with heads and a chat template."""
     shutil.copytree(folder, tmp_path / "chat")
     (tmp_path / "chat" / "chat_template.jinja").write_text(TEMPLATE)
     return tmp_path / "chat"
 
 
 def typed(monkeypatch, *lines):
-    """Standard input, as an editor on Windows saves it."""
+    """Sets standard input to these lines, as a Windows editor saves them."""
     data = "".join(line + "\r\n" for line in lines).encode("utf-8-sig")
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(data)))
 
 
-def test_a_token_beyond_the_embeddings_is_refused_in_a_prompt_alone(chat_folder, capsys):
-    """Catches a folder that is refused since its tokenizer has a token for pictures: Gemma 3's."""
+def test_a_token_without_an_embedding_is_refused_only_in_a_prompt(chat_folder, capsys):
+    """Bug: a model is refused because its tokenizer has image tokens without embeddings, as Gemma 3's."""
     edit_json(chat_folder / "tokenizer.json", added_tokens=[
         added(257, "<|endoftext|>"), added(258, "<image>"), added(259, "<sound>", special=False)])
     flags = ["--model", chat_folder, "--device", "cpu", "--max-new-tokens", 3]
@@ -150,7 +150,7 @@ def test_a_token_beyond_the_embeddings_is_refused_in_a_prompt_alone(chat_folder,
 
 
 def test_a_conversation_takes_turns(chat_folder, prefilled, capsys, monkeypatch):
-    """Catches turns that are forgotten, mixed up or read again, and a conversation that cannot be started anew."""
+    """Bug: a turn is forgotten, mixed up or prefilled again; /clear does not clear."""
     flags = ["--model", chat_folder, "--device", "cpu", "--max-new-tokens", 10, "--tree-size", 5, "--chat"]
     def single(text):
         result = json.loads(run(capsys, *flags[:-1], "--json", "--prompt", text))
@@ -169,12 +169,12 @@ def test_a_conversation_takes_turns(chat_folder, prefilled, capsys, monkeypatch)
     assert same > 8 and read == [6, len(asked) - same, 6 - 5]  # all but the last token; what differs; "u:hi\na:" again
 
 
-def test_a_conversation_that_outgrows_the_context_says_so_and_goes_on(chat_folder, capsys, monkeypatch):
-    """Catches a traceback, and a conversation that is lost to one long line."""
+def test_a_conversation_continues_after_a_line_that_is_too_long(chat_folder, capsys, monkeypatch):
+    """Bug: one long line ends in a traceback, or ends the conversation."""
     typed(monkeypatch, "hi", "x" * 200, "ok")
     main("--model", chat_folder, "--device", "cpu", "--max-new-tokens", "8", "--chat")
     said = capsys.readouterr()
-    assert "must hold a new one too; /clear starts anew" in said.err and said.err.count("tokens per step") == 2
+    assert "; /clear starts over" in said.err and said.err.count("tokens per step") == 2
 
 
 def test_without_a_template_each_line_is_a_prompt(folder, capsys, monkeypatch):
@@ -185,9 +185,14 @@ def test_without_a_template_each_line_is_a_prompt(folder, capsys, monkeypatch):
 
 
 def in_take(monkeypatch, n, action):
-    """Acts in the n-th step of a text -> a list that grows with each."""
+    """Calls action() in the n-th step of a sequence. Returns a list that grows with each step."""
     take, calls = Sequence.take, []
-    act = lambda self, tokens: calls.append(tokens) or (len(calls) == n and action()) or take(self, tokens)
+
+    def act(self, tokens):
+        calls.append(tokens)
+        if len(calls) == n:
+            action()
+        return take(self, tokens)
     monkeypatch.setattr(Sequence, "take", act)
     return calls
 
@@ -200,8 +205,8 @@ def test_ctrl_c_ends_a_reply_and_not_the_conversation(chat_folder, capsys, monke
     assert capsys.readouterr().err.count("tokens per step") == 2 and len(calls) > 3
 
 
-def test_the_folder_says_where_to_stop_and_where_no_flag_does_how_to_sample(chat_folder, capsys):
-    """Catches a generation_config.json that nobody reads, and defaults that overrule a flag."""
+def test_generation_config_has_the_stop_tokens_and_sampling_defaults(chat_folder, capsys):
+    """Bug: generation_config.json is not read, or overrides a flag."""
     flags = ["--model", chat_folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 20, "--json"]
     tokens = lambda *more: json.loads(run(capsys, *flags, *more))["tokens"]
     greedy, sampled = tokens(), tokens("--temperature", 2, "--top-k", 50)
@@ -225,12 +230,12 @@ def test_the_folder_says_where_to_stop_and_where_no_flag_does_how_to_sample(chat
     assert tokens() == greedy
     (chat_folder / "generation_config.json").write_text(json.dumps(settings | dict(top_k=2.5)))
     assert "generation_config.json: top_k must be" in refusal(capsys, *flags)
-    for given in (["--top-k", 1], ["--top-p", 0], ["--temperature", 1e-7, "--stop", ""]):  # the folder's is not taken
-        assert tokens(*given) == greedy
+    for more in (["--top-k", 1], ["--top-p", 0], ["--temperature", 1e-7, "--stop", ""]):  # without the file's
+        assert tokens(*more) == greedy
 
 
-def test_the_template_gets_its_variables(chat_folder, capsys):
-    """Bug: a --template-kwargs or --system that does not reach the template, or is ignored without one."""
+def test_the_template_gets_variables_and_the_system_message(chat_folder, capsys):
+    """Bug: --template-kwargs or --system does not reach the template, or is ignored without --chat."""
     (chat_folder / "chat_template.jinja").write_text(TEMPLATE + "{{ 'no ' if think is false }}")
     flags = ["--model", chat_folder, "--device", "cpu", "--max-new-tokens", 20, "--json", "--temperature", 0]
     tokens = lambda *more: json.loads(run(capsys, *flags, *more))["tokens"]
@@ -238,7 +243,7 @@ def test_the_template_gets_its_variables(chat_folder, capsys):
     want = tokens("--prompt", "s:be\nu:abc\na:no ")
     asked = json.loads(run(capsys, *flags, *chat, "--template-kwargs", '{"think": false}'))
     assert asked["tokens"] == want != tokens(*chat) and asked["prompts"] == ["abc"]
-    for bad in ("[1]", "{", "9" * 5000, '{"think": false}'):  # the last lacks --chat
+    for bad in ("[1]", "{", "9" * 5000, '{"think": false}'):  # the last is valid, but lacks --chat
         with pytest.raises(SystemExit, match="2"):
             main("--prompt", "abc", "--template-kwargs", bad)
         assert "--template-kwargs" in capsys.readouterr().err
@@ -247,8 +252,8 @@ def test_the_template_gets_its_variables(chat_folder, capsys):
 # ---------------------------------------------------------------------------------------------------------------------
 # --show-tree
 
-def test_the_trees_shown_are_those_that_were_drafted(folder, capsys):
-    """Catches trees of another step or prompt, wrong parents, guesses credited to another, a text that changes."""
+def test_show_tree_shows_the_drafted_trees(folder, capsys):
+    """Bug: a tree of another step or prompt, wrong parents or drafters, or another output."""
     flags = ["--model", folder, "--device", "cpu", "--prompt", "abcabcabc", "--prompt", "import", "--max-new-tokens",
              24, "--draft", "heads+lookup", "--tree-size", 9, "--json"]
     plain, shown = (json.loads(run(capsys, *flags, *more)) for more in ((), ("--show-tree",)))
@@ -283,8 +288,8 @@ BAD_FLAGS = {
     "unknown flag": (["--prompt", "a", "--frobnicate"], "--frobnicate"),
     "unknown folder": (["--prompt", "a", "--model", "nowhere"], "nowhere: no such folder"),
     "a tree without drafters": (["--prompt", "a", "--draft", "none", "--tree-size", "5"], "a --tree-size of 1 ("),
-    "heads that do not draft": (["--prompt", "a", "--draft", "lookup", "--heads", "nowhere"], "leaves out"),
-    "drafting by no heads": (["--prompt", "a", "--draft", "heads", "--heads", "none"], "which --draft heads needs"),
+    "heads that do not draft": (["--prompt", "a", "--draft", "lookup", "--heads", "nowhere"], "need draft heads"),
+    "drafting by no heads": (["--prompt", "a", "--draft", "heads", "--heads", "none"], "but --draft heads needs them"),
     "unknown heads": (["--prompt", "a", "--heads", "nowhere"], "nowhere: no such folder"),
     "unknown device": (["--prompt", "a", "--device", "warp"], "'warp' is not available"),
 }
@@ -299,7 +304,7 @@ def test_bad_flags_are_refused_in_one_line(folder, capsys, case):
 @pytest.mark.parametrize("allocate", [lambda: torch.empty(2**60, dtype=torch.int8),
                                       Mock(side_effect=torch.OutOfMemoryError("CUDA is full"))], ids=["cpu", "cuda"])
 def test_out_of_memory_exits_with_2_and_advice(capsys, monkeypatch, allocate):
-    """Catches a traceback; other errors of torch must keep theirs."""
+    """Bug: a traceback. Other torch errors must keep theirs."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
     with pytest.raises(SystemExit) as caught:
         with errors.command():
@@ -313,7 +318,7 @@ def test_out_of_memory_exits_with_2_and_advice(capsys, monkeypatch, allocate):
 
 
 def test_bad_input_exits_with_2_and_one_line(folder):
-    """Catches a traceback: the whole command, with a byte on standard input that is no UTF-8."""
+    """Bug: a traceback for standard input that is not UTF-8. Runs the whole command."""
     command = [sys.executable, "generate.py", "--model", str(folder), "--device", "cpu", "--prompt", "-"]
     done = subprocess.run(command, cwd=ROOT, input=b"\xff\xfe", capture_output=True)
     assert done.returncode == 2 and done.stdout == b""
@@ -321,16 +326,16 @@ def test_bad_input_exits_with_2_and_one_line(folder):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where output goes, and how a run ends
+# Output and exit codes
 
-def test_standard_output_holds_prompt_and_text_alone(folder, capsys):
-    """Catches statistics in `> out.txt`, ones that --quiet leaves there, a text that --compare or heads change."""
+def test_standard_output_holds_only_prompt_and_output(folder, capsys):
+    """Bug: `> out.txt` holds statistics, --quiet prints them, or --compare or heads change the output."""
     flags = ["--model", folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 9999]
     main(*flags, "--compare")
     out, err = capsys.readouterr()
     assert out.startswith("abc") and "tokens per" not in out and "tokens per second" in err
-    assert "the text is identical" in err
-    assert "1 of 1 texts ended where the model's context of 128 tokens is full" in err
+    assert "output is identical" in err
+    assert "1 of 1 sequences ended because they filled the model's context of 128 tokens" in err
     main(*flags, "--heads", "none", "--quiet")
     quiet = capsys.readouterr()
     assert quiet.out == out and "tokens per second" not in quiet.err
@@ -339,8 +344,7 @@ def test_standard_output_holds_prompt_and_text_alone(folder, capsys):
 
 
 def test_prompts_of_a_file(folder, capsys, tmp_path):
-    """Catches answers in the order in which they end, lines that are dropped, or split where str.splitlines would, and
-    a byte order mark in a prompt."""
+    """Bug: outputs in the order in which they end; lines dropped, or split at more characters; a byte order mark."""
     texts = ["abc\u2028d", "import os\x0c\x85", "x", "def f(\x1c", "abc"]
     flags = ["--model", str(folder), "--device", "cpu", "--max-new-tokens", "12", "--batch-size", "2"]
     want = [json.loads(run(capsys, *flags, "--prompt", text, "--json"))["texts"][0] for text in texts]
@@ -357,8 +361,8 @@ def test_prompts_of_a_file(folder, capsys, tmp_path):
         assert {one["ended"] for one in found} == {"length"}
 
 
-def test_an_empty_prompt_is_one_where_the_model_has_a_token_to_begin_with(chat_folder, capsys, tmp_path, monkeypatch):
-    """Bug: "" is a prompt on the command line and not in a file, an answer in training data and not in a prompt."""
+def test_an_empty_prompt_works_if_the_tokenizer_adds_a_token(chat_folder, capsys, tmp_path, monkeypatch):
+    """Bug: an empty prompt is accepted on the command line but not in a file or a chat."""
     file = tmp_path / "prompts.jsonl"
     file.write_text('{"prompt": ""}')
     flags = ["--device", "cpu", "--max-new-tokens", 4, "--temperature", 0, "--json"]
@@ -372,8 +376,8 @@ def test_an_empty_prompt_is_one_where_the_model_has_a_token_to_begin_with(chat_f
     assert [asked["tokens"]] == plain["tokens"]
 
 
-def test_what_else_was_asked_for_goes_to_standard_error(folder, capsys, tmp_path):
-    """Bug: --prompts FILE --json computes --compare, --explain and --show-tree, and prints them nowhere."""
+def test_reports_beside_json_lines_go_to_standard_error(folder, capsys, tmp_path):
+    """Bug: --prompts FILE --json computes --compare, --explain and --show-tree without printing them."""
     (tmp_path / "a.txt").write_text("abcabc\nimport\n")
     main("--model", folder, "--device", "cpu", "--max-new-tokens", 12, "--prompts", tmp_path / "a.txt", "--json",
          "--compare", "--explain", "--show-tree")
@@ -383,18 +387,18 @@ def test_what_else_was_asked_for_goes_to_standard_error(folder, capsys, tmp_path
 
 
 @pytest.mark.parametrize("content, message", [
-    ("", "holds no prompt"), ('{"prompt": "a"}\n\n{"prompt": 3}', "line 3: expected an object"),
+    ("", "contains no prompts"), ('{"prompt": "a"}\n\n{"prompt": 3}', "line 3: expected an object"),
     ('{"prompt": ""}', "0 tokens"), ('{"messages": []}', "it has no message"),
     ('{"messages": [{"role": "user", "content": "hi"}]}', "need --chat"), (None, "cannot be read")])
-def test_bad_lines_of_a_file_are_refused_by_number(folder, tmp_path, capsys, content, message):
-    """Catches a file of which some prompts are decoded before a bad line is found."""
+def test_errors_in_a_prompt_file_have_line_numbers(folder, tmp_path, capsys, content, message):
+    """Bug: prompts are decoded before a later bad line is found."""
     file = tmp_path / "prompts.jsonl"
     if content is not None:
         file.write_text(content)
     assert message in refusal(capsys, "--model", folder, "--device", "cpu", "--prompts", file)
 
 
-def test_a_chat_that_the_template_refuses_is_named(chat_folder, tmp_path, capsys):
+def test_an_error_of_the_template_names_the_prompt(chat_folder, tmp_path, capsys):
     file = tmp_path / "prompts.jsonl"
     chats = (dict(messages=[dict(role=role, content="a")]) for role in ("user", "dog"))
     file.write_text("\n".join(map(json.dumps, chats)))
@@ -405,8 +409,8 @@ def test_a_chat_that_the_template_refuses_is_named(chat_folder, tmp_path, capsys
 
 
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_runs_end_with_the_signals_code(folder, capsys, monkeypatch, number, code):
-    """Catches `a && b` that goes on after Ctrl-C, a stopped job that counts as done, lost text or statistics."""
+def test_interrupted_runs_exit_with_the_signals_code(folder, capsys, monkeypatch, number, code):
+    """Bug: exit code 0, so that `a && b` continues after Ctrl-C; text or statistics are lost."""
     in_take(monkeypatch, 4, lambda: os.kill(os.getpid(), number))
     monkeypatch.setattr(errors, "received", [])
     flags = ["--model", folder, "--device", "cpu", "--prompt", "abc", "--heads", "none", "--temperature", 1]
@@ -418,8 +422,8 @@ def test_interrupted_runs_end_with_the_signals_code(folder, capsys, monkeypatch,
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
-def test_output_without_room_is_one_line(folder):
-    """Catches a traceback, and exit code 0 for a text that nobody has."""
+def test_a_full_disk_is_a_one_line_error(folder):
+    """Bug: a traceback, or exit code 0, though the output was not written."""
     command = [sys.executable, "generate.py", "--model", str(folder), "--device", "cpu", "--prompt", "abc", "--quiet"]
     with open("/dev/full", "w") as full:
         done = subprocess.run(command, stdout=full, stderr=subprocess.PIPE, text=True, cwd=ROOT)

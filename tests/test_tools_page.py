@@ -1,4 +1,4 @@
-"""tools/page.html in a browser: what it shows is what the server sent."""
+"""tools/page.html in a browser: the page shows what the server sent."""
 
 import json
 import os
@@ -18,7 +18,7 @@ pytestmark = pytest.mark.skipif(not shutil.which("chromium"), reason="needs chro
 
 
 class Browser:
-    """Headless Chromium, by its debugging protocol over two pipes."""
+    """Headless Chromium, driven through its debugging protocol over two pipes."""
 
     def __init__(self, url, folder, width):
         (its_in, self.out), (self.into, its_out) = os.pipe(), os.pipe()
@@ -59,7 +59,7 @@ class Browser:
 
 
 def contrast(*colours):
-    """Of two rgb(), by WCAG 2."""
+    """The WCAG 2 contrast of two rgb() colours."""
     parts = [[int(part) / 255 for part in re.findall(r"\d+", colour)] for colour in colours]
     parts = [[x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in part] for part in parts]
     dark, light = sorted(0.2126 * red + 0.7152 * green + 0.0722 * blue for red, green, blue in parts)
@@ -68,12 +68,11 @@ def contrast(*colours):
 
 @pytest.mark.parametrize("width", [1000, 400])
 def test_a_chat_beside_plain_decoding(model_folder, tmp_path, width):  # noqa: F811
-    """Bug: text of the model that becomes HTML, a tree that is not the step's, a comparison with another seed, a page
-    too wide, colours that cannot be read in one of the schemes."""
+    """Bug: output parsed as HTML, a wrong tree, a comparison with another seed, a wide page, unreadable colours."""
     served = Running(model_folder, "--draft", "heads+lookup", "--tree-size", "7")
     browser = Browser(served.url, tmp_path, width)
     texts = "texts = (where) => [...document.querySelectorAll(where)].map(node => node.textContent)"
-    compared = lambda: browser["control === null && texts('#chat').join().split('the same output').length - 1"]
+    compared = lambda: browser["control === null && texts('#chat').join().split('identical output').length - 1"]
     try:
         until(lambda: browser["document.getElementById('name').textContent"] == "toy")
         browser[f"{texts}; document.getElementById('max_tokens').value = 40"]
@@ -95,7 +94,7 @@ def test_a_chat_beside_plain_decoding(model_folder, tmp_path, width):  # noqa: F
         assert browser["texts('.answer > .step > :not(.model)').length"] > 0
         browser["""score('clover', [{tokens: ['a'], seconds: 0}, {tokens: ['b', 'c'], seconds: 1e-4}])
             score('plain', [{tokens: 'a', tree_size: 1, seconds: 0}, {tokens: 'b', tree_size: 1, seconds: 2e-4}])"""]
-        assert figures() == [1.5, 20000, 4, 1, 5000, 1]  # prefill and the first step are left out
+        assert figures() == [1.5, 20000, 4, 1, 5000, 1]  # without prefill and the first step
         assert browser["document.documentElement.scrollWidth"] <= width
         for scheme in ("light", "dark"):
             browser("Emulation.setEmulatedMedia", features=[dict(name="prefers-color-scheme", value=scheme)])

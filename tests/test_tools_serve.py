@@ -1,4 +1,4 @@
-"""tools/serve.py: texts are generate()'s; bad requests, lost clients and errors harm no other request."""
+"""tools/serve.py: outputs equal generate()'s; bad requests, lost clients and errors do not affect other requests."""
 
 import asyncio
 import contextlib
@@ -37,7 +37,7 @@ TEMPLATE = """{% for m in messages %}{{ raise_exception("no dogs") if m.role == 
 
 
 class Running:
-    """A server in this process, in threads of its own."""
+    """A server in this process, with its own threads."""
 
     def __init__(self, folder, *flags):
         self.args = parse_serve(["--model", str(folder), "--device", "cpu", "--threads", "1", "--name", "toy", *flags])
@@ -61,7 +61,7 @@ class Running:
         return self.client.post(path, content=body if isinstance(body, (bytes, str)) else json.dumps(body))
 
     def want(self, body, chat=False):
-        """(the texts of generate() for a request, why they end, its Output)"""
+        """What generate() gives for a request: (texts, finish reasons, Output)."""
         encoding = self.loaded.encoding
         texts = [body["messages"]] if chat else body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
         prompts = [encoding.chat(text) if chat else encode_prompt(encoding, text) for text in texts]
@@ -75,7 +75,7 @@ class Running:
 
     @contextlib.contextmanager
     def paused(self):
-        """Between two steps."""
+        """Holds the engine between two steps."""
         barrier = threading.Barrier(2, timeout=60)
         self.worker.calls.put(lambda: (barrier.wait(), barrier.wait()))
         barrier.wait()
@@ -83,7 +83,7 @@ class Running:
         barrier.wait()
 
     def idle(self):
-        return (self.app.texts == 0 and not self.worker.jobs and self.worker.calls.empty() and not self.engine.busy
+        return (self.app.active == 0 and not self.worker.jobs and self.worker.calls.empty() and not self.engine.busy
                 and len(self.engine.cached_prefix) == self.args.batch_size)
 
 
@@ -98,7 +98,7 @@ def events(lines):
 
 
 def joined(parts, chat=False):
-    """(texts, reasons) of a stream's objects."""
+    """The (texts, finish reasons) of a stream's objects."""
     texts, reasons = defaultdict(str), {}
     for choice in (choice for part in parts for choice in part["choices"]):
         texts[choice["index"]] += choice["delta"]["content"] if chat else choice["text"]
@@ -124,7 +124,7 @@ def server(folder):
 @pytest.fixture
 def served(server):
     yield server
-    until(server.idle)  # catches a slot or a place in the queue that is never given back
+    until(server.idle)  # catches slots and places in the queue that leak
 
 
 SAID = dict(role="user", content="hi é")
@@ -136,25 +136,25 @@ BODIES = {"greedy": dict(), "sampled": dict(temperature=0.9, seed=7, n=3), "cont
 
 @pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
 @pytest.mark.parametrize("case", BODIES)
-def test_texts_are_those_of_generate(served, case, chat):
-    """Bug: sampling, stop texts or a limit that get lost, choices that are mixed up, another text beside others."""
-    given = dict(messages=CHAT) if chat else dict(prompt=["abcabc", "\0\x1b\ud800<b>"])
-    body = dict(max_tokens=30, model="toy", user="ignored") | given | BODIES[case]
+def test_outputs_equal_generate(served, case, chat):
+    """Bug: sampling, stop strings or a limit are lost, choices are mixed up, or other requests change the output."""
+    prompt = dict(messages=CHAT) if chat else dict(prompt=["abcabc", "\0\x1b\ud800<b>"])
+    body = dict(max_tokens=30, model="toy", user="ignored") | prompt | BODIES[case]
     texts, reasons, out = served.want(body | dict(messages=[CHAT[0], SAID]), chat)
     path = "/v1/chat/completions" if chat else "/v1/completions"
     whole = served.post(body, path).json()
     said = [choice["message"]["content"] if chat else choice["text"] for choice in whole["choices"]]
     assert (said, [choice["finish_reason"] for choice in whole["choices"]]) == (texts, reasons)
-    prompt = sum(len(s.prompt) for s in out.sequences[::body.get("n", 1)])
-    cost = dict(prompt_tokens=prompt, completion_tokens=out.emitted, total_tokens=prompt + out.emitted)
-    assert whole["usage"] == cost
+    n = sum(len(s.prompt) for s in out.sequences[::body.get("n", 1)])
+    usage = dict(prompt_tokens=n, completion_tokens=out.emitted, total_tokens=n + out.emitted)
+    assert whole["usage"] == usage
     body |= dict(stream=True, stream_options=dict(include_usage=True))
     *parts, last = events(served.post(body, path).text.splitlines())
     assert joined(parts, chat) == (texts, reasons) and last["usage"] == whole["usage"] and last["choices"] == []
 
 
 def test_steps_are_shown_on_request(served):
-    """Bug: tokens that do not make up the text, a plain race that is drafted, plain decoding for ever after it."""
+    """Bug: tokens do not add up to the text, draft="none" still drafts, or drafting stays off afterwards."""
     body = dict(prompt="abcabcabc", max_tokens=30, stream=True, show_steps=True)
     for draft, size in ((None, 7), ("none", 1), (None, 7)):
         parts = events(served.post(body | dict(draft=draft)).text.splitlines())
@@ -186,19 +186,19 @@ BAD = {
     "NaN": ('{"prompt": "a", "temperature": NaN}', 400, "not valid JSON: NaN"), "a list": ([], 400, "a JSON object"),
     "depth": ("[" * 10**5, 400, "not valid JSON"), "a huge number": (ask(n=10**400), 400, "n must be"),
     "a negative number": (ask(temperature=-1), 400, "temperature must be a number from 0"),
-    "choices": (ask(n=9), 400, "9 texts, n for each prompt, are too many; this server has room for 8: --batch-size"),
+    "choices": (ask(n=9), 400, "expected up to 8 sequences (this server's --batch-size plus --queue), not 9"),
     "stream": (ask(stream="yes"), 400, "stream must be true or false"), "a limit": (ask(max_tokens=0), 400, "max_tok"),
     "another limit": (ask(max_completion_tokens=0), 400, "max_completion_tokens must be a whole number from 1"),
-    "stops": (ask(stop=["a"] * 99), 400, "stop may have 16"), "prompts": (ask(prompt=["a", 3]), 400, "prompt must be"),
-    "no prompt": ({}, 400, "prompt is missing"), "draft": (ask(draft="all"), 400, "draft: only"),
+    "stops": (ask(stop=["a"] * 99), 400, "stop takes up to 16"),
+    "prompts": (ask(prompt=["a", 3]), 400, "prompt must be"), "no prompt": ({}, 400, "prompt is missing"),
+    "draft": (ask(draft="all"), 400, "draft: only"), "another path": (("/v2", {}), 404, "Not Found"),
     "an unknown id": (ask(prompt=[[1], [258]], stream=True), 400, "prompt 1 has token ids outside 0..257"),
-    "another model": (("/v1/models/x", None), 404, "'toy', not 'x'"), "a path": (("/v2", {}), 404, "Not Found"),
-    "a model that is no text": (ask(model=["\ud800"]), 404, "'toy'"),
+    "another model": (("/v1/models/x", None), 404, "'toy', not 'x'"), "no name": (ask(model=["\ud800"]), 404, "'toy'"),
     "a large body": (b" " * (4 * 2**20 + 1), 413, "4194304 bytes"), "a book": (ask(prompt="a" * 10**6), 400, "has"),
     "no messages": (say(), 400, "messages must be"), "a role": (say(dict(content="a")), 400, "messages[0] needs a"),
     "an image": (say(SAID, dict(role="user", content=[dict(type="image_url")])), 400,
                  "messages[1].content: a part of type 'image_url' is not supported"),
-    "a part": (say(dict(role="user", content=[dict(type="text")])), 400, "messages[0].content must be a text"),
+    "a part": (say(dict(role="user", content=[dict(type="text")])), 400, "messages[0].content must be a string"),
     "calls": (say(SAID | dict(tool_calls=["f"])), 400, "messages[0].tool_calls must be a list of objects"),
     "no content": (say(dict(role="user", content=None)), 400, "messages[0] needs a role and a content"),
     "nothing to continue": (("/v1/chat/completions", dict(messages=[CALL], continue_final_message=True)), 400,
@@ -208,8 +208,8 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_requests_are_refused_in_a_sentence(served, case):
-    """Bug: a traceback, a 500, a path of this machine, a server that stands still."""
+def test_bad_requests_get_a_one_line_error(served, case):
+    """Bug: a traceback, a 500, a path of this machine in the message, or a server that hangs."""
     body, status, says = BAD[case]
     path, body = body if isinstance(body, tuple) else ("/v1/completions", body)
     answer = served.post(body, path) if body is not None else served.client.get(path)
@@ -230,8 +230,8 @@ NEUTRAL = dict(
 
 
 @pytest.mark.parametrize("path", ["/v1/completions", "/v1/chat/completions"])
-def test_a_field_has_its_effect_none_or_is_refused_by_name(served, path):
-    """Bug: a field that would change the answer and is ignored, a client that is refused for what changes nothing."""
+def test_unsupported_fields_are_ignored_or_refused_by_name(served, path):
+    """Bug: a field that changes the output is ignored, or one that does not is refused."""
     body = dict(prompt="abc") if path == "/v1/completions" else dict(messages=[SAID])
     text = lambda body: str(served.post(body | dict(max_tokens=9), path).json()["choices"])
     assert text(body | NEUTRAL) == text(body)
@@ -248,16 +248,16 @@ CALLED = [CALL | dict(content=None), dict(role="tool", tool_call_id="c1", conten
     (dict(messages=[SAID], add_generation_prompt=False), "hi é"),
     (dict(messages=[SAID, dict(role="assistant", content="so")], continue_final_message=True), "hi éso"),
     (dict(messages=[CALL, *CALLED]), "sumsum5c1a:")])
-def test_a_template_gets_what_was_sent(served, body, prompt):
-    """Bug: tool calls, variables or an unfinished message that get lost on the way."""
+def test_the_template_gets_the_request(served, body, prompt):
+    """Bug: tool calls, variables or an unfinished message do not reach the template."""
     more = dict(max_tokens=20, temperature=1, seed=5)
     said = served.post(body | more, "/v1/chat/completions").json()
     want = served.post(dict(prompt=prompt) | more).json()
     assert (said["choices"][0]["message"]["content"], said["usage"]) == (want["choices"][0]["text"], want["usage"])
 
 
-def test_prompts_and_stops_are_token_ids_too(served):
-    """Bug: a list of ids that is taken for a list of prompts; an id that ends nothing, or is shown."""
+def test_prompts_and_stops_may_be_token_ids(served):
+    """Bug: a list of ids is read as a list of prompts; a stop id does not stop, or is shown."""
     more = dict(max_tokens=20, temperature=1.5, seed=1)
     said = lambda prompt, **stop: [x["text"] for x in served.post(dict(prompt=prompt) | more | stop).json()["choices"]]
     ids, other = map(served.loaded.encoding.encode, ("abc", "é"))
@@ -268,8 +268,8 @@ def test_prompts_and_stops_are_token_ids_too(served):
     assert said(ids, stop_token_ids=[tokens[9], 999]) == [served.loaded.decode(before)]
 
 
-def test_a_seed_is_drawn_unless_one_is_given(served, folder):
-    """Bug: "regenerate" that never changes anything, a text whose seed nobody knows, a --seed that is ignored."""
+def test_a_request_without_a_seed_gets_a_random_one(served, folder):
+    """Bug: repeating a request never changes the output, a drawn seed is not reported, or --seed is ignored."""
     body = ask(max_tokens=20, temperature=1.5)
     first, second = (served.post(body).json() for _ in range(2))
     assert first["choices"] != second["choices"]
@@ -283,7 +283,7 @@ def test_a_seed_is_drawn_unless_one_is_given(served, folder):
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="there is no IPv6")
 def test_addresses_of_ipv6():
-    """Bug: a traceback for ::1, a :: that IPv4 does not reach."""
+    """Bug: a traceback for ::1, or a server on :: that IPv4 cannot reach."""
     with serve.listen("::1", 0) as listener:
         socket.create_connection(listener.getsockname()[:2]).close()
     with serve.listen("::", 0) as listener:
@@ -291,8 +291,8 @@ def test_addresses_of_ipv6():
             socket.create_connection((host, listener.getsockname()[1])).close()
 
 
-def test_requests_that_do_not_arrive_whole(served, monkeypatch):
-    """Bug: a task that waits for a body for ever."""
+def test_incomplete_requests_time_out(served, monkeypatch):
+    """Bug: a task waits for a body for ever."""
     for patience in (60, 0.05):
         monkeypatch.setattr(serve, "PATIENCE", patience)
         with socket.create_connection(served.address) as half:
@@ -301,8 +301,8 @@ def test_requests_that_do_not_arrive_whole(served, monkeypatch):
     until(lambda: not served.server.server_state.tasks)
 
 
-def test_a_client_that_reads_nothing_is_left(served, monkeypatch):
-    """Bug: an answer that waits for ever, with its place in the queue."""
+def test_a_client_that_reads_nothing_times_out(served, monkeypatch):
+    """Bug: a response waits for ever and keeps its place in the queue."""
     monkeypatch.setattr(serve, "PATIENCE", 0.05)
     scope = dict(type="http", method="POST", path="/v1/completions", query_string=b"", headers=[(b"host", b"x")])
     messages = iter([dict(type="http.request", body=json.dumps(ask(stream=True)).encode())])
@@ -313,8 +313,8 @@ def test_a_client_that_reads_nothing_is_left(served, monkeypatch):
         asyncio.run(served.app.asgi(scope, receive, never))
 
 
-def test_the_key_is_asked_for_and_pages_of_allowed_origins_may_send_requests(folder, served):
-    """Bug: an endpoint that forgets to; a page that a browser keeps from the server, or anybody's that it does not."""
+def test_api_key_and_allowed_origins(folder, served):
+    """Bug: an endpoint without a key check; an allowed page is blocked by the browser, or any other is not."""
     running = Running(folder, "--api-key", "k\u00e9y", "--batch-size", "1", "--allow-origin", "http://a")
     get = lambda path, key="none": running.client.get(path, headers={"authorization": f"Bearer {key}".encode()})
     for path in ("/v1/models", "/metrics"):
@@ -326,17 +326,17 @@ def test_the_key_is_asked_for_and_pages_of_allowed_origins_may_send_requests(fol
         page = dict(origin=f"http://{letter}")
         preflight = server.client.options("/v1/completions", headers=asks | page)
         assert (preflight.status_code == 200) == bool(allowed)
-        for answer in (preflight, server.client.get("/v1/models", headers=page)):  # the second without a key
+        for answer in (preflight, server.client.get("/v1/models", headers=page)):  # the second request has no key
             assert answer.headers.get("access-control-allow-origin") == allowed
     running.stop()
 
 
-def test_a_full_queue_says_when_to_come_again(served):
-    """Bug: requests that pile up, or a place that is not given back."""
+def test_a_full_queue_sends_retry_after(served):
+    """Bug: requests pile up, or a place in the queue is never freed."""
     with ThreadPoolExecutor(8) as pool:
         with served.paused():
             asked = [pool.submit(served.post, ask(temperature=1, seed=seed)) for seed in range(8)]
-            until(lambda: served.app.texts == 8)
+            until(lambda: served.app.active == 8)
             refused = served.post(ask())
             assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
         texts = [answer.result().json()["choices"][0]["text"] for answer in asked]
@@ -347,8 +347,8 @@ def test_a_full_queue_says_when_to_come_again(served):
 
 
 @pytest.mark.parametrize("stream", [True, False])
-def test_a_client_that_goes_away_frees_its_slot(served, stream):
-    """Bug: a text that is decoded for nobody, running or waiting."""
+def test_a_client_that_disconnects_frees_its_slot(served, stream):
+    """Bug: sequences of a lost client keep running or waiting."""
     body = json.dumps(ask(max_tokens=100, stream=stream, n=7)).encode()
     with served.paused():
         with socket.create_connection(served.address) as client:
@@ -358,15 +358,15 @@ def test_a_client_that_goes_away_frees_its_slot(served, stream):
             served.worker.step()
             sequences = list(served.worker.jobs)
             assert (len(served.engine.running), len(served.engine.waiting)) == (3, 4)
-        until(lambda: served.app.texts == 0)
+        until(lambda: served.app.active == 0)
     until(served.idle)
     assert all(sequence.ended == "cancelled" and len(sequence.tokens) <= 7 for sequence in sequences)
 
 
 @pytest.mark.parametrize("error, says", [(KeyError("bug"), "KeyError in a step"),
                                          (torch.OutOfMemoryError("full"), "out of memory (full)")])
-def test_an_error_in_a_step_ends_the_texts_in_it(served, monkeypatch, error, says):
-    """Bug: a server that dies or hangs, texts that wait which are lost, a wrong text afterwards."""
+def test_an_error_in_a_step_fails_only_its_requests(served, monkeypatch, error, says):
+    """Bug: the server dies or hangs, waiting requests are lost, or later outputs are wrong."""
     step, errors = served.engine.step, [error]
 
     def fail(with_trees):
@@ -389,8 +389,8 @@ def test_an_error_in_a_step_ends_the_texts_in_it(served, monkeypatch, error, say
 
 
 @pytest.mark.parametrize("signals", [1, 2])
-def test_sigterm_lets_texts_end_and_a_second_one_does_not(signals):
-    """Bug: texts that a restart cuts off, a server that cannot be stopped."""
+def test_sigterm_lets_requests_end_and_a_second_one_does_not(signals):
+    """Bug: a restart cuts off running requests, or the server cannot be stopped."""
     command = [sys.executable, "-m", "tools.serve", "--device", "cpu", "--threads", "1", "--port", "0"]
     process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     address = next(line.split()[-1] for line in process.stderr if "http://" in line)
@@ -409,8 +409,8 @@ def test_sigterm_lets_texts_end_and_a_second_one_does_not(signals):
         assert process.wait(60) == {1: 0, 2: 143}[signals]
 
 
-def test_what_keeps_a_server_from_starting_is_one_line(folder, monkeypatch, capsys):
-    """Bug: a traceback, or a model that is loaded for minutes before it."""
+def test_startup_errors_are_one_line(folder, monkeypatch, capsys):
+    """Bug: a traceback, or an error only after loading the model."""
     monkeypatch.setattr("tools.flags.find_spec", lambda name: name != "uvicorn")
     with pytest.raises(SystemExit, match="2"):
         parse_serve([])
@@ -423,7 +423,7 @@ def test_what_keeps_a_server_from_starting_is_one_line(folder, monkeypatch, caps
 
 @pytest.mark.slow
 def test_two_hundred_requests(folder):
-    """16 at a time, some cut off half-way, some malformed. Bug: texts that are lost or mixed up, a slot that leaks."""
+    """16 at a time, some cut off half-way, some malformed. Bug: outputs are lost or mixed up, or a slot leaks."""
     served = Running(folder)
     pick = random.Random(0).choice
     bodies = [ask(prompt=pick(["abc", "import os", "x" * 60]) + str(i), max_tokens=pick([1, 7, 30, 90]), seed=i,

@@ -1,1 +1,1 @@
-"""What the command lines need beside the library: tuning, comparing, talking."""
+"""The command lines: flags, loading, printing, comparing, timing, and the server."""

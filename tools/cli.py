@@ -1,5 +1,5 @@
-"""The `main` of generate.py, model.py and tools/serve.py. Each parses its flags before it imports
-what loads torch, so a typo is reported at once."""
+"""The `main` functions of generate.py, model.py and tools/serve.py. They parse their flags before
+they import torch, so a typo is reported at once."""
 
 import json
 
@@ -19,14 +19,15 @@ def main(argv=None):
         loaded = load(args, group)
         if not conversations:
             return converse(args, loaded)
-        where = f"{args.prompts}, prompt {{}}: " if args.prompts else ""
-        prompts = [loaded.encode(messages, args.chat, where.format(number))
-                   for number, messages in enumerate(conversations, 1)]
+        prompts = []
+        for i, messages in enumerate(conversations, 1):
+            source = f"{args.prompts}, prompt {i}: " if args.prompts else ""
+            prompts.append(loaded.encode(messages, args.chat, source))
         engine = make_engine(args, loaded, prompts, args.max_new_tokens)
-        printer = Printer(args, loaded, [chat[-1]["content"] for chat in conversations])
+        printer = Printer(args, loaded, [messages[-1]["content"] for messages in conversations])
         output = printer.generate(engine, prompts)
         result = printer.report(output, engine)
-        del engine  # frees its memory before --compare makes another
+        del engine  # frees its memory for the engine of --compare
         if args.compare and None not in output.ended:
             result |= printer.compare(output)
         if args.json and not args.prompts:

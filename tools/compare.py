@@ -1,4 +1,4 @@
-"""--compare: the same prompts by plain decoding, which must give the same text, and its speed."""
+"""--compare: decodes the same prompts plainly, and compares output and speed."""
 
 import sys
 
@@ -8,16 +8,16 @@ from backends import cpu
 from kernels import filter_logits, gumbel
 from tools.load import make_engine
 
-# what two orders of summation may differ by, in units of the dtype's eps times the largest logit
+# rounding error allowed between scores, in units of the dtype's eps times the largest logit
 ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
 
 
 def against_plain(args, loaded, output, say):
-    """Decodes the prompts of an Output plainly and says how it compares -> (the plain Output, the
-    `first_difference`); (None, None) after Ctrl-C."""
+    """Decodes the prompts of an `Output` plainly and reports the comparison through say(line).
+    Returns the plain Output and the `first_difference`; (None, None) after Ctrl-C."""
     prompts = [sequence.prompt for sequence in output.sequences]
     try:
-        engine = make_engine(args, loaded, prompts, args.max_new_tokens, plainly=True)
+        engine = make_engine(args, loaded, prompts, args.max_new_tokens, plain=True)
         sampling = [sequence.sampling for sequence in output.sequences]
         plain = engine.generate(prompts, args.max_new_tokens, loaded.stop,
                                 encoding=loaded.encoding, sampling=sampling)
@@ -28,22 +28,22 @@ def against_plain(args, loaded, output, say):
         f"{output.tokens_per_second / plain.tokens_per_second:.2f}x")
     difference = first_difference(loaded.model, prompts, output.tokens, plain.tokens, sampling)
     if difference is None:
-        say(f"the text is identical, all {plain.emitted} tokens")
+        say(f"output is identical ({plain.emitted} tokens)")
     else:
         prompt, position, gap, kind = difference
-        apart = "one of them ends there" if gap is None else f"the two scores are {gap:.2g} apart"
-        say(f"the text differs first at new token {position} of prompt {prompt}: a {kind}, {apart}")
+        detail = "one output ends there" if gap is None else f"the two scores differ by {gap:.2g}"
+        say(f"outputs first differ at new token {position} of prompt {prompt}: a {kind}, {detail}")
     return plain, difference
 
 
 @torch.inference_mode()
 def first_difference(model, prompts, ours, plain, sampling):
-    """The first token where two outputs differ: None, or (prompt, position, gap, kind). sampling: a
-    `Sampling` for each prompt.
+    """The first token where two outputs differ: None, or (prompt, position, gap, kind). sampling:
+    one `Sampling` per prompt.
 
-    gap: how far the worse of the two tokens is below the best score there (logit, or logit /
-    temperature + noise), None where one text just ends earlier. kind: "tie" when the gap is within
-    rounding of the model's dtype, else "bug"; always that where decoding is exact."""
+    gap: the best score at this position minus the lower score of the two tokens (logits, or
+    logits / temperature + noise); None if one output merely ends earlier. kind: "tie" if the gap is
+    within rounding of the model's dtype, else "bug". Where decoding is bit-exact, always "bug"."""
     index = next((i for i, (a, b) in enumerate(zip(ours, plain)) if a != b), None)
     if index is None:
         return None

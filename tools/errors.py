@@ -1,4 +1,4 @@
-"""How programs end: errors in one line, exit codes, signals."""
+"""How programs end: one-line errors, exit codes, signals."""
 
 import contextlib
 import os
@@ -12,24 +12,24 @@ import torch
 from backends import tensor_parallel
 from model import InputError
 
-received = []  # SIGTERM, once it was sent
+received = []  # [SIGTERM] after SIGTERM
 
 
 def interrupt(number, frame):
-    """The handler of SIGTERM: interrupts as Ctrl-C does, and notes it."""
+    """Handles SIGTERM like Ctrl-C, and records it."""
     received.append(number)
     raise KeyboardInterrupt
 
 
 @contextlib.contextmanager
 def command():
-    """Around a program. Bad input, a lack of memory, and files or output that cannot be read or
-    written are one line on standard error and exit code 2; Ctrl-C and SIGTERM are 130 and 143."""
+    """Runs a program. Bad input, I/O errors and a lack of memory print one line on standard error
+    and exit with 2. Other exceptions exit with 1, Ctrl-C with 130, SIGTERM with 143."""
     signal.signal(signal.SIGTERM, interrupt)
     for stream in (sys.stdout, sys.stderr):
-        stream.reconfigure(errors="replace")  # "?" where a terminal cannot show a character
+        stream.reconfigure(errors="replace")  # "?" if a terminal cannot show a character
     errors = sys.stderr
-    if os.environ.get("RANK", "0") != "0":  # rank 0 prints for all
+    if os.environ.get("RANK", "0") != "0":  # only rank 0 prints
         sys.stdout = sys.stderr = open(os.devnull, "w")
     code = 0
     try:
@@ -48,10 +48,10 @@ def command():
 
 
 def report(error, errors):
-    """Prints an error -> the exit code. A rank other than the first prints only its own errors."""
-    if isinstance(error, OSError):  # the interpreter would flush standard output again, and fail
+    """Prints an error to `errors` and returns the exit code. Only rank 0 prints a `SharedError`."""
+    if isinstance(error, OSError):  # otherwise the interpreter flushes standard output and fails
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if isinstance(error, BrokenPipeError):  # the reader of our output is gone, as with `| head`
+    if isinstance(error, BrokenPipeError):  # the reader has closed the pipe, as in `| head`
         return 0
     line = error_line(error)
     if line is None:
@@ -66,14 +66,14 @@ def report(error, errors):
 
 
 def error_line(error):
-    """What to print of an error; None for a bug, which needs its traceback."""
-    reason = str(error).partition("\n")[0]
+    """The message to print for an error; None for a bug, which needs a traceback."""
     if isinstance(error, InputError):
         return str(error)
-    # on a CPU torch raises a RuntimeError
-    memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    if memory or "can't allocate memory" in reason:
-        return f"out of memory ({reason}); use a smaller --batch-size, or shorter texts"
+    reason = str(error).partition("\n")[0]
+    # on a CPU torch raises a plain RuntimeError
+    is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
+    if is_memory or "can't allocate memory" in reason:
+        return f"out of memory ({reason}); use a smaller --batch-size or shorter prompts"
     if isinstance(error, OSError):
         return reason
     return tensor_parallel.lost_rank(error) if isinstance(error, RuntimeError) else None

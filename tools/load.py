@@ -1,4 +1,4 @@
-"""Loads what the flags name: model, heads, tokenizer, prompts; and makes the engine for them."""
+"""Loads what the flags name (model, heads, tokenizer, prompts), and builds the engine."""
 
 import os
 import sys
@@ -21,10 +21,10 @@ from model import GPT, InputError, check, expect, pick_device, warn
 
 
 def load_model(args, group=None, packed=None, dtype=None):
-    """--model, --device, --dtype, --quantize -> (GPT, its tokenizer as `load_encoding` gives it).
-    group, packed: as in `checkpoint.load`. dtype: the default of --dtype."""
+    """Loads the GPT of --model, --device, --dtype and --quantize, and its tokenizer. group, packed:
+    as in `checkpoint.load`. dtype: used without --dtype."""
     device = pick_device((group and group.device) or args.device)
-    read_config(args.model)  # refuses what is no model before its tokenizer is read
+    read_config(args.model)  # a path that is no model fails here, not for lack of a tokenizer
     encoding = load_encoding(args.model)
     dtype = getattr(torch, args.dtype) if args.dtype else dtype
     return checkpoint.load(args.model, dtype, device, group, args.quantize, packed), encoding
@@ -32,34 +32,34 @@ def load_model(args, group=None, packed=None, dtype=None):
 
 @dataclass(eq=False)
 class Loaded:
-    """What the flags name; the same on all ranks."""
+    """What the flags name, the same on all ranks."""
     model: GPT
     encoding: Encoding
     heads: CloverHeads | None
-    sampling: dict  # of a `Sampling`
-    stop: list      # token ids and texts that end a sequence
+    sampling: dict  # fields of a `Sampling`
+    stop: list      # token ids and strings that end a sequence
     template_kwargs: dict  # variables of the chat template
     group: tensor_parallel.Group
 
-    def encode(self, messages, chat, where=""):
-        """Token ids of a conversation, or without --chat of its last message alone. On rank 0,
-        since a template may look at the clock. where: how an error begins."""
+    def encode(self, messages, chat, source=""):
+        """Token ids of a conversation, or without chat of its last message. Runs on rank 0, since a
+        template may read the clock. source: prefix of an error message."""
         def tokens():
             try:
                 return (self.encoding.chat(messages, **self.template_kwargs) if chat
                         else encode_prompt(self.encoding, messages[-1]["content"]))
             except InputError as error:
-                raise InputError(f"{where}{error}") from None
+                raise InputError(f"{source}{error}") from None
         return self.group.on_first(tokens)
 
     def decode(self, tokens):
-        """Text of token ids without the stop token or text that ended it."""
+        """The text of token ids, without the stop token or string at its end."""
         stream = self.encoding.stream(self.stop)
         return stream.feed(tokens) + stream.finish()
 
 
 def load(args, group):
-    """-> `Loaded`"""
+    """Loads a `Loaded` on every rank, and checks that all ranks have read the same files."""
     loaded = group.raise_together(lambda: load_alone(args, group))
     heads = loaded.heads and (loaded.heads.hash, loaded.heads.info)
     group.check_same([loaded.model.hash, loaded.model.dtype, heads, loaded.encoding.hash,
@@ -68,37 +68,37 @@ def load(args, group):
 
 
 def load_alone(args, group):
-    """As `load`, but does not wait for other ranks."""
+    """`load` on one rank, which does not wait for the others."""
     if args.threads:
         check("threads", args.threads, 1, os.cpu_count() or 1, whole=True)
     sampling = sampling_flags(args)
     if ignored := not_applied(args.model):
-        words = ", ".join(f"{name} {value}" for name, value in ignored.items())
-        warn(f"{args.model}: generation_config.json: not applied: {words:.200}")
+        settings = ", ".join(f"{name} {value}" for name, value in ignored.items())
+        warn(f"{args.model}: generation_config.json: not applied: {settings:.200}")
     model, encoding = load_model(args, group)
     heads = None
     path = args.heads or default_heads(args.model) or "none"
     if args.draft not in ("lookup", "none") and path != "none":
         heads = CloverHeads.from_pretrained(path, model, encoding.hash)
     elif args.draft in ("heads+lookup", "heads"):
-        raise InputError(f"{args.model}: has no heads, which --draft {args.draft} needs; train "
-                         "some with train_heads.py, give --heads, or take --draft lookup")
+        raise InputError(f"{args.model}: has no draft heads, but --draft {args.draft} needs them; "
+                         "train them with train_heads.py, give --heads, or use --draft lookup")
     stop = [*stop_tokens(args.model, encoding), *filter(None, args.stop)]
     return Loaded(model, encoding, heads, sampling, stop, args.template_kwargs, group)
 
 
-def make_engine(args, loaded, prompts, max_new_tokens, plainly=False):
-    """The Engine for these prompts, by the flags. Sets the number of threads."""
+def make_engine(args, loaded, prompts, max_new_tokens, plain=False):
+    """The Engine that the flags describe for these prompts. Sets torch's number of threads."""
     engine = prepare(loaded.model, prompts, max_new_tokens, loaded.heads,
                      lookup=args.draft in ("heads+lookup", "lookup", None),
-                     tree_size=1 if plainly else args.tree_size, beams=args.beams,
+                     tree_size=1 if plain else args.tree_size, beams=args.beams,
                      batch_size=args.batch_size, **loaded.sampling)
     may_choose = loaded.model.device.type == "cpu" and loaded.group.size == 1
     if args.threads:
         torch.set_num_threads(args.threads)
     elif may_choose and "OMP_NUM_THREADS" not in os.environ:
         cpu.choose_threads(partial(plain_seconds, engine.decoder))
-    if args.compare:  # what is compiled or loaded comes before what is timed
+    if args.compare:  # the timed run must not compile or load anything
         engine.generate(prompts[:1], min(4, max_new_tokens))
         engine.clear()
         engine.decoder.warm_up()
@@ -106,20 +106,20 @@ def make_engine(args, loaded, prompts, max_new_tokens, plainly=False):
 
 
 def plain_seconds(decoder):
-    """Of one plain step, but for the first."""
+    """Seconds of a plain step; None for the first one."""
     with decoder.context():
         return decoder.launch(1, False)().seconds
 
 
 def sampling_flags(args):
-    """The fields of a `Sampling`: the flags, else what the model's generation_config.json says,
-    which is printed."""
+    """The fields of a `Sampling` from the flags, or else from the model's generation_config.json,
+    which prints a line."""
     flags = {name: value for name in (*SAMPLING, "seed")
              if (value := getattr(args, name)) is not None}
-    # refuses a bad flag before the model is loaded
-    greedy = Sampling(**dict(temperature=1) | flags).temperature == 0
+    # raises an error for a bad flag before the model is loaded
+    is_greedy = Sampling(**dict(temperature=1) | flags).temperature == 0
     defaults = {name: x for name, x in sampling_defaults(args.model).items() if name not in flags}
-    if greedy or defaults.get("temperature") == 0:
+    if is_greedy or defaults.get("temperature") == 0:
         filters = ", ".join(f"--{name.replace('_', '-')}" for name in SAMPLING if flags.get(name))
         if filters and "temperature" not in flags:
             print(f"{filters}: no effect at temperature 0; give --temperature", file=sys.stderr)
@@ -130,39 +130,39 @@ def sampling_flags(args):
             Sampling(**defaults)
         except InputError as error:
             raise InputError(f"{file}: {error}; correct the file, or give the flag") from None
-        words = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
-        print(f"sampling as {args.model} says: {words.replace('_', '-')} (--temperature 0 is "
-              "greedy)", file=sys.stderr)
+        settings = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
+        print(f"sampling defaults of {args.model}: {settings.replace('_', '-')} (--temperature 0 "
+              "is greedy)", file=sys.stderr)
     return defaults | flags
 
 
 def opening(args):
-    """The messages that a conversation begins with: --system."""
+    """The first messages of a conversation: --system."""
     return [] if args.system is None else [dict(role="system", content=args.system)]
 
 
 def read_prompts(args):
-    """--prompt and --prompts -> conversations, lists of messages; checks that the model takes
-    --chat. "-" is standard input."""
+    """The conversations (lists of messages) of --prompt and --prompts; "-" is standard input.
+    Raises InputError for --chat if the model has no chat template."""
     expect(not args.chat or load_chat_template(args.model), f"{args.model}: has no chat template; "
-           "leave out --chat, or take a model that was trained to chat")
-    said = lambda text: [dict(role="user", content=text)]
+           "leave out --chat, or use a chat model")
+    from_user = lambda text: [dict(role="user", content=text)]
 
     def parse(value):
         if isinstance(value.get("prompt"), str) and value.get("messages") is None:
-            return said(value["prompt"])
+            return from_user(value["prompt"])
         messages = messages_of(value)
         expect(messages, "it has no message")
         expect(args.chat, "messages need --chat")
         return messages
     file = Path(args.prompts or "")
     if not args.prompts:
-        found = [said(decode(sys.stdin.buffer.read(), "standard input") if text == "-" else text)
-                 for text in args.prompt or []]
+        found = [from_user(decode(sys.stdin.buffer.read(), "standard input") if text == "-"
+                           else text) for text in args.prompt or []]
     elif file.name.endswith(OBJECTS):
-        found = [prompt for _, prompt in read_objects(
-            file, parse, 'an object with "prompt", a text, or "messages"')]
+        expected = 'an object with a "prompt" string or "messages"'
+        found = [prompt for _, prompt in read_objects(file, parse, expected)]
     else:
-        found = list(map(said, read_lines(file)))
-    expect(found or not args.prompts, f"{file}: holds no prompt")
+        found = list(map(from_user, read_lines(file)))
+    expect(found or not args.prompts, f"{file}: contains no prompts")
     return [[*opening(args), *messages] for messages in found]

@@ -1,4 +1,4 @@
-"""What generate.py prints: texts as they come, conversations, statistics, --json."""
+"""What generate.py prints: streamed text, conversations, statistics, --json."""
 
 import contextlib
 import json
@@ -20,26 +20,25 @@ COLOURS = {"lookup": 33, "head 1": 32, "head 2": 36, "head 3": 34, "head 4": 35}
 
 
 class Printer:
-    """Prints a prompt and its text as it comes; on a terminal, each guessed token in the colour of
-    its drafter. Prints several texts in order, each when all before it have ended. With --json
-    prints none; of --prompts FILE, an object for each."""
+    """Streams the output of a single prompt; on a terminal, guessed tokens have the colour of their
+    drafter. Prints several outputs in the order of their prompts, each when it and all before it
+    are complete. --json prints no text; with --prompts FILE it prints an object per prompt."""
 
-    def __init__(self, args, loaded, texts=()):
+    def __init__(self, args, loaded, prompts=()):
         self.args = args
         self.loaded = loaded
-        self.texts = texts   # of the prompts
-        self.steps = []      # of --show-tree, as dicts
-        self.streams = len(texts) <= 1 and not args.json
-        self.sequences = {}  # index -> a `Sequence` that ended and is not printed yet
-        self.printed = 0     # texts
+        self.prompts = prompts  # as text
+        self.steps = []         # dicts, for --show-tree
+        self.streams = len(prompts) <= 1 and not args.json
+        self.complete = {}      # index -> a `Sequence` that has ended and is not printed yet
+        self.printed = 0        # sequences
         self.stream = loaded.encoding.stream(loaded.stop)
         self.colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
-        self.shown = ["" if args.chat else text for text in texts]
-        if self.streams:
-            print("".join(self.shown), end="", flush=True)
+        if self.streams and not args.chat:
+            print("".join(prompts), end="", flush=True)
 
     def generate(self, engine, prompts):
-        """Decodes the prompts and prints -> the Output, up to where Ctrl-C ended it."""
+        """Decodes the prompts and prints the text. Returns the Output, partial after Ctrl-C."""
         try:
             output = engine.generate(prompts, self.args.max_new_tokens, self.loaded.stop, self.show,
                                      self.loaded.encoding, with_trees=self.args.show_tree)
@@ -49,56 +48,57 @@ class Printer:
         return output
 
     def show(self, step):
-        """Prints a `StepResult`."""
+        """Prints the tokens of a `StepResult`."""
         index = step.sequence.index
         if self.args.show_tree:
             decode = self.loaded.encoding.decode
             number = 1 + sum(one["prompt"] == index for one in self.steps)
             emitted = [decode([token]) for token in step.tokens]
             self.steps.append(dict(prompt=index, step=number, emitted=emitted)
-                              | describe(step, decode))
-        for token, by in zip(step.tokens if self.streams else [], [*step.drafters, "model"]):
-            text = self.stream.feed([token])
-            if self.colours and text and by != "model":
-                text = f"\x1b[{COLOURS.get(by, 31)}m{text}\x1b[0m"
-            print(text, end="", flush=True)
-        if step.sequence.ended and not self.streams:
-            self.sequences[index] = step.sequence
-            self.print_ended()
+                              | step_record(step, decode))
+        if self.streams:
+            for token, source in zip(step.tokens, [*step.drafters, "model"]):
+                text = self.stream.feed([token])
+                if self.colours and text and source != "model":
+                    text = f"\x1b[{COLOURS.get(source, 31)}m{text}\x1b[0m"
+                print(text, end="", flush=True)
+        elif step.sequence.ended:
+            self.complete[index] = step.sequence
+            self.print_complete()
 
-    def print_ended(self):
-        while sequence := self.sequences.pop(self.printed, None):
+    def print_complete(self):
+        while sequence := self.complete.pop(self.printed, None):
+            prompt = self.prompts[sequence.index]
             text = self.loaded.decode(sequence.tokens)
             if not self.args.json:
-                print(f"{self.shown[sequence.index]}{text}\n{'-' * 40}", flush=True)
+                print(f"{'' if self.args.chat else prompt}{text}\n{'-' * 40}", flush=True)
             elif self.args.prompts:
-                print(json.dumps(dict(prompt=self.texts[sequence.index], text=text,
-                                      tokens=sequence.tokens, ended=sequence.ended)), flush=True)
+                print(json.dumps(dict(prompt=prompt, text=text, tokens=sequence.tokens,
+                                      ended=sequence.ended)), flush=True)
             self.printed += 1
 
     def finish(self, output):
-        """Prints the rest of the texts, up to where Ctrl-C ended them."""
+        """Prints what is left, partial sequences after Ctrl-C included."""
         if self.streams:
             print(self.stream.finish(), flush=True)
         else:
-            self.sequences |= {sequence.index: sequence for sequence in output.sequences}
-            self.print_ended()
-        full = output.ended.count("context")
-        if full:
-            self.say(f"\n{full} of {len(output.ended)} texts ended where the model's context of "
-                     f"{self.loaded.model.config.block_size} tokens is full")
+            self.complete |= {sequence.index: sequence for sequence in output.sequences}
+            self.print_complete()
+        if full := output.ended.count("context"):
+            self.say(f"\n{full} of {len(output.ended)} sequences ended because they filled the "
+                     f"model's context of {self.loaded.model.config.block_size} tokens")
 
     def say(self, text):
-        """Prints what is not the model's text, unless the object of --json holds it."""
+        """Prints a line to standard error, unless the --json object has the same information."""
         if not self.args.json or self.args.prompts:
             print(text, file=sys.stderr)
 
     def report(self, output, engine):
-        """Prints what the flags ask for beside the texts -> the --json object."""
+        """Prints statistics, --explain and --show-tree. Returns the --json object."""
         result = self.as_json(output)
         if self.args.show_tree:
             result["drafts"] = self.steps
-            self.say("\n".join(tree_lines(self.steps, len(self.texts))))
+            self.say("\n".join(tree_lines(self.steps, len(self.prompts))))
         if self.args.explain and None not in output.ended:
             result["explained"] = "\n".join(explain(engine, output)).splitlines()
             self.say("\n" + "\n".join(result["explained"]))
@@ -107,7 +107,7 @@ class Printer:
         return result
 
     def compare(self, output):
-        """Decodes the prompts plainly, says how that compares -> what --json adds of it."""
+        """Compares with plain decoding. Returns the additional keys of the --json object."""
         plain, difference = against_plain(self.args, self.loaded, output, self.say)
         return dict(plain=plain and self.as_json(plain), difference=difference)
 
@@ -118,39 +118,40 @@ class Printer:
         return {name: getattr(output, name) for name in names} | dict(
             model=Path(self.args.model).resolve().name,
             sampling=self.loaded.sampling,
-            prompts=self.texts,
+            prompts=self.prompts,
             texts=list(map(self.loaded.decode, output.tokens)),
             step_lengths=dict(sorted(output.step_lengths.items())))
 
 
 def statistics(output):
-    """The lines that end a run."""
-    share = lambda n, of: f"{n / max(of, 1):.0%}"
-    guessed = {**output.accepted, "the model": output.emitted - output.accepted.total()}
-    by = ", ".join(f"{share(n, output.emitted)} by {name}" for name, n in sorted(guessed.items()))
-    lengths = "  ".join(f"{n}: {share(steps, output.steps)}"
-                        for n, steps in sorted(output.step_lengths.items()))
-    return (f"tokens: {by}\n"
-            f"tokens per step by share of steps: {lengths}\n"
+    """The lines printed after a run."""
+    share = lambda part, total: f"{part / max(total, 1):.0%}"
+    sources = {**output.accepted, "the model": output.emitted - output.accepted.total()}
+    shares = [f"{share(n, output.emitted)} by {name}" for name, n in sorted(sources.items())]
+    lengths = [f"{n} in {share(steps, output.steps)}"
+               for n, steps in sorted(output.step_lengths.items())]
+    return (f"tokens: {', '.join(shares)}\n"
+            f"tokens per step: {', '.join(lengths)} of steps\n"
             f"{output.tree_size:.2f} nodes and {speed(output)}")
 
 
 def explain(engine, output):
-    """The lines of --explain: who guessed, what the policy chose from, and where time goes."""
+    """The lines of --explain: statistics, the policy's tree sizes, and the time of each stage."""
     decoder, policy, B = engine.decoder, engine.policy, engine.decoder.batch_size
     seconds = policy.durations.seconds
-    yield f"batch size {B}, on {decoder.device}, {torch.get_num_threads()} threads"
+    yield f"batch size {B}, device {decoder.device}, {torch.get_num_threads()} threads"
     yield statistics(output)
-    if policy.durations.unit:  # else no step has told it the machine's speed
+    if policy.durations.unit:  # it has seen at least one step
         yield f"\n{'nodes T':<12}{'share of steps':>16}{'tokens per step':>17}{'expected ms':>13}"
         for T in sorted({2**i for i in range(policy.largest.bit_length())} | set(output.sizes)):
             steps, tokens = output.sizes.get(T, (0, 0))
             yield (f"{T:<12}{steps / output.steps:>16.0%}{tokens / max(steps, 1):>17.2f}"
                    f"{1e3 * seconds(B, T, 0):>13.2f}")
-    if policy.durations.unit and policy.heads:  # with the augmenting block
+    if policy.durations.unit and policy.heads:  # the first head, with the augmenting block
         yield f"{'a head':<45}{1e3 * (seconds(B, 1, 1) - seconds(B, 1, 0)):>13.2f}"
     yield f"\n{'ms per stage':<12}" + "".join(f"{stage:>10}" for stage in STAGES)
-    for T in dict.fromkeys((1, max(output.sizes, key=output.sizes.get))):  # the most used
+    most_used = max(output.sizes, key=output.sizes.get)
+    for T in dict.fromkeys((1, most_used)):
         times = stage_times(timing_decoder(
             decoder.model, policy.heads, T, lookup=policy.lookup, batch_size=B,
             beams=decoder.beams, sampling=decoder.sampling, graph=decoder.pool is not None))
@@ -162,11 +163,11 @@ def speed(output):
             "per second")
 
 
-def describe(step, decode):
-    """A `StepResult` with a tree as a dict: who guessed its tokens, the tree, and the path that the
-    model accepted."""
+def step_record(step, decode):
+    """A `StepResult` with a tree as a dict: the drafter of each token, the tree, the accepted
+    path."""
     tree = step.tree
-    T = sum(map(bool, tree.ancestors))  # but for spare nodes, which are the last
+    T = sum(map(bool, tree.ancestors))  # spare nodes are at the end and have no ancestors
     return dict(tree_size=step.tree_size,
                 guessed_by=[*step.drafters, "model"][:len(step.tokens)],
                 nodes=[decode([token]) for token in tree.tokens[:T]],
@@ -177,8 +178,8 @@ def describe(step, decode):
 
 
 def tree_lines(steps, prompts):
-    """The first trees of --show-tree as text: a line for each node, below its parent and further to
-    the right."""
+    """The lines of --show-tree: the first four trees, a line per node, indented below its
+    parent."""
     for step in [step for step in steps if len(step["nodes"]) > 1][:4]:
         prompt = f"prompt {step['prompt'] + 1}, " if prompts > 1 else ""
         yield f"\n{prompt}step {step['step']}; * accepted, + added by the model itself"
@@ -195,12 +196,12 @@ def tree_lines(steps, prompts):
 
 
 def converse(args, loaded):
-    """Reads a line, prints the model's text, and so on to the end of the input. With --chat the
-    lines are turns of a conversation, else each is a prompt by itself."""
+    """Answers each line of standard input. With --chat the lines are turns of one conversation,
+    else each is a prompt of its own."""
     if sys.stdin.isatty():
         with contextlib.suppress(ImportError):  # not on Windows
-            import readline  # noqa: F401  lets lines be edited
-        print("/clear starts anew; Ctrl-C ends a reply, Ctrl-D the program", file=sys.stderr)
+            import readline  # noqa: F401  enables line editing
+        print("/clear starts over; Ctrl-C ends a reply, Ctrl-D the program", file=sys.stderr)
     messages, engine = opening(args), None
     while (line := loaded.group.on_first(read_line)) is not None:
         if line.strip() == "/clear":
@@ -211,30 +212,29 @@ def converse(args, loaded):
         try:
             prompt = loaded.encode(turn, args.chat)
             check_prompt(loaded.model, prompt)
-        except InputError as error:  # such as a conversation that is too long
-            hint = "; /clear starts anew" if messages != opening(args) else ""
+        except InputError as error:  # for example, the conversation is too long
+            hint = "; /clear starts over" if messages != opening(args) else ""
             print(f"{error}{hint}", file=sys.stderr)
             continue
         needed = min(len(prompt) + args.max_new_tokens, loaded.model.config.block_size)
         if engine is None or needed > engine.decoder.capacity:
             engine = None  # frees its memory for the next one
-            room_to_grow = args.max_new_tokens + 1024
-            engine = make_engine(args, loaded, [prompt], room_to_grow)
+            engine = make_engine(args, loaded, [prompt], args.max_new_tokens + 1024)  # can grow
         output = Printer(args, loaded).generate(engine, [prompt])
         if not args.chat:
             print("-" * 40)
         if not args.quiet:
             print(f"[{speed(output)}]", file=sys.stderr)
-        # SIGTERM, and on ranks Ctrl-C, end more than a reply
+        # SIGTERM ends the program, and so does Ctrl-C under torchrun
         if errors.received or (loaded.group.size > 1 and None in output.ended):
             raise KeyboardInterrupt
         if args.chat:
-            text = loaded.decode(output.tokens[0])
-            messages = [*turn, dict(role="assistant", content=text)]
+            reply = loaded.decode(output.tokens[0])
+            messages = [*turn, dict(role="assistant", content=reply)]
 
 
 def read_line():
-    """The next line of standard input, None at its end."""
+    """The next line of standard input; None at its end."""
     if not sys.stdin.isatty():
         line = sys.stdin.buffer.readline()
         return decode(line, "standard input").rstrip("\r\n") if line else None

@@ -1,10 +1,9 @@
-"""A server with OpenAI's endpoints, and a page to chat on.
+"""An OpenAI-compatible server with a chat page.
 
     python -m tools.serve --model smollm2 --port 8000
 
-The event loop reads requests and writes answers; one thread owns the engine. The output depends on
-its request alone, regardless of other requests: it is what `generate()` gives for the same
-arguments."""
+The event loop reads requests and writes responses; one thread owns the engine. A request's output
+does not depend on other requests: it equals that of `generate()` with the same arguments."""
 
 import sys
 
@@ -44,18 +43,18 @@ from model import InputError, expect
 from tools import fields
 from tools.errors import error_line
 from tools.load import load, make_engine
-from tools.printer import describe
+from tools.printer import step_record
 
-PATIENCE = 30         # seconds: for a body to arrive, a client to read, texts to end on SIGTERM
+PATIENCE = 30         # seconds for a body to arrive, a client to read, sequences to end on SIGTERM
 MAX_BODY = 4 * 2**20  # bytes of a request
 
 
 class TooLong(InputError):
-    code = "context_length_exceeded"  # OpenAI's
+    code = "context_length_exceeded"  # as in OpenAI's API
 
 
 class Job:
-    """A request: what it asks for, checked, and what came of it. Raises InputError."""
+    """A checked request and its results. Raises InputError for a bad request body."""
 
     def __init__(self, body, chat, app):
         expect(app.loaded.encoding.template or not chat,
@@ -63,42 +62,43 @@ class Job:
         self.body = body = fields.read(body, chat)
         limit = body.get("max_tokens", app.args.max_new_tokens)
         self.limit = body.get("max_completion_tokens", limit)
-        asked = lambda *names: {name: body[name] for name in names if name in body}
-        drawn = dict(seed=random.getrandbits(31))  # without --seed
-        self.sampling = Sampling(**drawn | app.loaded.sampling | asked(*SAMPLING, "seed"))
+        select = lambda *names: {name: body[name] for name in names if name in body}
+        random_seed = dict(seed=random.getrandbits(31))  # without --seed
+        self.sampling = Sampling(**random_seed | app.loaded.sampling | select(*SAMPLING, "seed"))
         self.stop = [*app.loaded.stop, *body["stop"], *body["stop_token_ids"]]
         self.encoding = app.loaded.encoding
         self.chat = chat
-        self.variables = (app.loaded.template_kwargs | body["chat_template_kwargs"]
-                          | asked("add_generation_prompt", "continue_final_message"))
-        self.texts = [body["messages"]] if chat else body["prompt"]
-        self.count = body["n"] * len(self.texts)  # choices
-        expect(self.count <= app.room, f"{self.count} texts, n for each prompt, are too many; this "
-               f"server has room for {app.room}: --batch-size and --queue together")
-        self.prompts = []  # token ids, of each choice
+        self.template_kwargs = (app.loaded.template_kwargs | body["chat_template_kwargs"]
+                                | select("add_generation_prompt", "continue_final_message"))
+        self.inputs = [body["messages"]] if chat else body["prompt"]
+        self.count = body["n"] * len(self.inputs)  # choices
+        expect(self.count <= app.max_active, f"expected up to {app.max_active} sequences (this "
+               f"server's --batch-size plus --queue), not {self.count}; send fewer, or a smaller n")
+        self.prompts = []  # token ids of each choice
         self.output = Output()
-        self.events = asyncio.Queue()  # what steps bring, or an exception
+        self.events = asyncio.Queue()  # results of steps, or an exception
         self.loop = asyncio.get_running_loop()
-        self.began = time.perf_counter()
+        self.started = time.perf_counter()
         kind = "chat.completion" if chat else "text_completion"
         kind += ".chunk" if chat and body["stream"] else ""
         self.head = dict(id=uuid.uuid4().hex, object=kind, created=int(time.time()), model=app.name,
                          seed=self.sampling.seed)
 
     async def parts(self):
-        """Yields what steps bring: (which text, its tokens as texts, why it ended, more)."""
+        """Yields the results of steps: (index of the choice, text of each new token, why the
+        sequence ended or None, `step_record` or None)."""
         streams = [self.encoding.stream(self.stop) for _ in range(self.count)]
         left = self.count
         while left:
             event = await self.events.get()
             if isinstance(event, Exception):
                 raise event
-            index, tokens, ended, shown = event
+            index, tokens, ended, record = event
             pieces = [streams[index].feed([token]) for token in tokens]
             if ended:
                 pieces[-1] += streams[index].finish()
                 left -= 1
-            yield index, pieces, ended, shown
+            yield index, pieces, ended, record
 
     def choice(self, index, text, ended, first=True):
         role = dict(role="assistant") if first else {}
@@ -106,8 +106,8 @@ class Job:
         return dict(index=index, finish_reason=ended, logprobs=None) | (
             message if self.chat else dict(text=text))
 
-    def cost(self):
-        """What the texts took: tokens, and how many of them were guessed."""
+    def usage(self):
+        """The fields usage and speculation of a response."""
         output = self.output
         prompt = sum(len(ids) for ids in self.prompts[::self.body["n"]])
         usage = dict(prompt_tokens=prompt, completion_tokens=output.emitted,
@@ -118,14 +118,14 @@ class Job:
 
 
 async def read_object(request):
-    """The JSON object that a request holds."""
+    """The body of a request, a JSON object."""
     body = b""
     async for part in request.stream():
         body += part
         if len(body) > MAX_BODY:
-            raise HTTPException(413, f"a request may have {MAX_BODY} bytes; send a shorter one")
+            raise HTTPException(413, f"the body has over {MAX_BODY} bytes; send a shorter one")
     try:
-        value = json.loads(body, parse_constant=partial(expect, False))  # NaN
+        value = json.loads(body, parse_constant=partial(expect, False))  # no NaN
     except (ValueError, RecursionError) as error:
         raise InputError(f"the body is not valid JSON: {error}") from None
     expect(isinstance(value, dict), "the body must be a JSON object")
@@ -133,12 +133,12 @@ async def read_object(request):
 
 
 class Worker(threading.Thread):
-    """Owns the engine. Sends the results of steps to the `events` of their jobs."""
+    """The thread that owns the engine. Puts the results of steps into the `events` of jobs."""
 
     def __init__(self, engine):
         super().__init__(daemon=True)
         self.engine = engine
-        self.tree_size = engine.policy.tree_size  # of steps that draft
+        self.tree_size = engine.policy.tree_size  # unless drafting is off
         self.jobs = {}  # sequence -> its Job
         self.calls = queue.SimpleQueue()  # functions to run between two steps
         self.counts = Counter(steps_total=0, tokens_total=0)  # of /metrics
@@ -150,34 +150,34 @@ class Worker(threading.Thread):
                     self.calls.get()()
                 try:
                     self.step()
-                except Exception as error:  # a lack of memory, too
+                except Exception as error:  # such as out of memory
                     self.reset(error)
-        finally:  # even `clear` failed: a GPU is lost
+        finally:  # the GPU is lost: even `clear` failed
             for job in set(self.jobs.values()):
-                self.tell(job, RuntimeError("the engine has ended"))
+                self.send(job, RuntimeError("the engine has ended"))
 
     def step(self):
         running = self.engine.running.values() or self.jobs
-        plainly = all("draft" in self.jobs[sequence].body for sequence in running)
-        self.engine.policy.tree_size = 1 if plainly else self.tree_size
+        plain = all("draft" in self.jobs[sequence].body for sequence in running)
+        self.engine.policy.tree_size = 1 if plain else self.tree_size
         with_trees = any(job.body["show_steps"] for job in self.jobs.values())
         for step in self.engine.step(with_trees):
             sequence = step.sequence
             job = self.jobs[sequence]
             if not job.output.steps:
-                self.counts["first_token_seconds_sum"] += time.perf_counter() - job.began
+                self.counts["first_token_seconds_sum"] += time.perf_counter() - job.started
                 self.counts["first_token_seconds_count"] += 1
             self.counts.update(steps_total=1, tokens_total=len(step.tokens))
             job.output.count(step)
-            shown = describe(step, job.encoding.decode) if job.body["show_steps"] else None
+            record = step_record(step, job.encoding.decode) if job.body["show_steps"] else None
             streams = job.body["stream"]
-            if streams or sequence.ended:  # else the event loop need not wake up
+            if streams or sequence.ended:  # otherwise there is no need to wake the event loop
                 tokens = step.tokens if streams else sequence.tokens
-                self.tell(job, (sequence.index, tokens, sequence.ended, shown))
+                self.send(job, (sequence.index, tokens, sequence.ended, record))
             if sequence.ended:
                 del self.jobs[sequence]
 
-    def tell(self, job, event):
+    def send(self, job, event):
         if not job.loop.is_closed():
             job.loop.call_soon_threadsafe(job.events.put_nowait, event)
 
@@ -191,7 +191,7 @@ class Worker(threading.Thread):
                 self.jobs[sequence] = job
         except Exception as error:
             self.cancel(job)
-            self.tell(job, error)
+            self.send(job, error)
 
     def cancel(self, job):
         for sequence in job.output.sequences:
@@ -199,47 +199,47 @@ class Worker(threading.Thread):
             self.jobs.pop(sequence, None)
 
     def reset(self, error):
-        """After an error in a step: jobs of which a text was running fail, others go on waiting."""
+        """Fails the jobs with a sequence in the step that raised an error; others stay queued."""
         waiting = list(self.engine.waiting)
         self.engine.clear()
         for job in {self.jobs[sequence] for sequence in self.jobs.keys() - set(waiting)}:
             self.cancel(job)
-            self.tell(job, error)
+            self.send(job, error)
         self.engine.waiting.extend(sequence for sequence in waiting if sequence in self.jobs)
 
 
 class App:
-    """The handlers of requests. `asgi` is the ASGI application."""
+    """The request handlers. `asgi` is the ASGI application."""
 
     def __init__(self, args, loaded, context):
-        """context: most tokens of a sequence."""
+        """context: the most tokens of a sequence, prompt included."""
         file = Path(args.model)
         self.args = args
         self.loaded = loaded
         self.engine = make_engine(args, loaded, [[0]] * args.batch_size, context - 1)
         self.name = args.name or ("smollm2" if file.name == SMOLLM2 else file.resolve().name)
-        self.room = args.batch_size + args.queue  # texts that may run and wait
-        self.texts = 0  # running or waiting
+        self.max_active = args.batch_size + args.queue
+        self.active = 0  # sequences running or waiting
         self.worker = Worker(self.engine)
         self.worker.start()
         self.counts = self.worker.counts
-        handlers = {("GET", "/"): self.page, ("GET", "/health"): self.health,
-                    ("GET", "/metrics"): self.metrics, ("GET", "/v1/models"): self.models,
-                    ("GET", "/v1/models/{name:path}"): self.models,
-                    ("POST", "/v1/chat/completions"): partial(self.complete, True),
-                    ("POST", "/v1/completions"): partial(self.complete, False)}
+        route = lambda method, path, handler: Route(path, partial(self.guard, handler),
+                                                    methods=[method])
         starlette = Starlette(
-            routes=[Route(path, partial(self.guard, handler), methods=[method])
-                    for (method, path), handler in handlers.items()],
+            routes=[route("GET", "/", self.page), route("GET", "/health", self.health),
+                    route("GET", "/metrics", self.metrics), route("GET", "/v1/models", self.models),
+                    route("GET", "/v1/models/{name:path}", self.models),
+                    route("POST", "/v1/chat/completions", partial(self.complete, True)),
+                    route("POST", "/v1/completions", partial(self.complete, False))],
             exception_handlers=dict.fromkeys((InputError, HTTPException, Exception), self.refuse))
         self.asgi = CORSMiddleware(starlette, args.allow_origin, ("GET", "POST"), ("*",))
 
     async def guard(self, handler, request):
-        """Calls a handler, if the request brings the key."""
+        """Calls a handler if the request has the API key."""
         key = self.args.api_key
         header = request.headers.get("authorization", "").encode("latin-1")
-        open_to_all = not key or request.url.path in ("/", "/health")
-        if not (open_to_all or hmac.compare_digest(header, f"Bearer {key}".encode())):
+        is_public = not key or request.url.path in ("/", "/health")
+        if not (is_public or hmac.compare_digest(header, f"Bearer {key}".encode())):
             raise HTTPException(401, "the API key is missing or wrong")
         return await handler(request)
 
@@ -249,50 +249,50 @@ class App:
         return JSONResponse(self.as_error(error, status), status, getattr(error, "headers", None))
 
     def as_error(self, error, status=500):
-        """OpenAI's form of an error, without the model's path."""
-        text = getattr(error, "detail", None) or error_line(error)
-        text = text or f"{type(error).__name__} in a step; the server's log has more"
-        text = text.replace(f"{find_model(self.args.model)}/", f"{self.name}/")
-        text = text.encode(errors="replace").decode()  # it may quote a lone surrogate
+        """An error object as in OpenAI's API. Hides the model's path."""
+        message = getattr(error, "detail", None) or error_line(error)
+        message = message or f"{type(error).__name__} in a step; see the server's log"
+        message = message.replace(f"{find_model(self.args.model)}/", f"{self.name}/")
+        message = message.encode(errors="replace").decode()  # it may quote a lone surrogate
         kind = "invalid_request_error" if status < 500 else "server_error"
-        return dict(error=dict(message=text[:1000], type=kind, param=None,
+        return dict(error=dict(message=message[:1000], type=kind, param=None,
                                code=getattr(error, "code", None)))
 
     def check_name(self, name):
         if name not in (None, self.name):
-            raise HTTPException(404, f"this server has {self.name!r}, not {name!r}")
+            raise HTTPException(404, f"this server's model is {self.name!r}, not {name!r}")
 
     async def complete(self, chat, request):
         try:
             body = await asyncio.wait_for(read_object(request), PATIENCE)
         except (asyncio.TimeoutError, ClientDisconnect):
-            raise HTTPException(408, "the request did not arrive whole") from None
+            raise HTTPException(408, "the request body did not arrive in time") from None
         self.check_name(body.get("model"))
         job = Job(body, chat, self)
         if not self.worker.is_alive():
-            raise HTTPException(503, "the engine has ended; start the server anew")
-        if self.texts + job.count > self.room:
-            raise HTTPException(429, "too many texts wait; try again", {"retry-after": "1"})
+            raise HTTPException(503, "the engine cannot continue; restart the server")
+        if self.active + job.count > self.max_active:
+            raise HTTPException(429, "the queue is full; try again", {"retry-after": "1"})
         return partial(self.respond, job)
 
     async def respond(self, job, scope, receive, send):
-        """Answers, until the client goes away."""
-        self.texts += job.count
-        timed = lambda message: asyncio.wait_for(send(message), PATIENCE)  # to a client that reads
-        answer = asyncio.create_task(self.answer(job, scope, receive, timed))
-        gone = asyncio.create_task(receive())  # what comes after a body
+        """Sends the response, unless the client disconnects."""
+        self.active += job.count
+        timed_send = lambda message: asyncio.wait_for(send(message), PATIENCE)
+        answer = asyncio.create_task(self.answer(job, scope, receive, timed_send))
+        disconnect = asyncio.create_task(receive())  # the only message after a body
         try:
-            await asyncio.wait((answer, gone), return_when=asyncio.FIRST_COMPLETED)
+            await asyncio.wait((answer, disconnect), return_when=asyncio.FIRST_COMPLETED)
             if answer.done():
                 answer.result()
         finally:
-            self.texts -= job.count
+            self.active -= job.count
             answer.cancel()
-            gone.cancel()
+            disconnect.cancel()
             self.worker.calls.put(partial(self.worker.cancel, job))
 
     async def answer(self, job, *asgi):
-        """Sends the texts, whole or as they come."""
+        """Runs a job and sends its output, as a stream or at once."""
         await asyncio.to_thread(self.encode, job)
         self.worker.calls.put(partial(self.worker.add, job))
         if job.body["stream"]:
@@ -303,19 +303,19 @@ class App:
                 texts[index] += "".join(pieces)
             ended = [sequence.ended for sequence in job.output.sequences]
             choices = list(map(job.choice, range(job.count), texts, ended))
-            response = JSONResponse(job.head | dict(choices=choices) | job.cost())
+            response = JSONResponse(job.head | dict(choices=choices) | job.usage())
         self.counts['requests_total{status="200"}'] += 1
         await response(*asgi)
 
     def encode(self, job):
-        """Makes token ids of the texts."""
+        """Encodes the inputs (messages, strings or token ids) as job.prompts."""
         encoding = self.loaded.encoding
         longest = self.engine.decoder.capacity - 1
-        for index, text in enumerate(job.texts):  # or messages, or token ids
+        for index, value in enumerate(job.inputs):
             if job.chat:
-                ids = encoding.chat(text, **job.variables)
+                ids = encoding.chat(value, **job.template_kwargs)
             else:
-                ids = encode_prompt(encoding, text) if isinstance(text, str) else text
+                ids = encode_prompt(encoding, value) if isinstance(value, str) else value
             if len(ids) > longest:
                 raise TooLong(f"the prompt has {len(ids)} tokens; this server takes up to "
                               f"{longest}")
@@ -323,25 +323,25 @@ class App:
             job.prompts += [ids] * job.body["n"]
 
     async def events(self, job):
-        """The lines of a stream."""
+        """The server-sent events of a stream."""
         line = lambda value: f"data: {json.dumps(value)}\n\n"
-        begun = set()
+        started = set()
         try:
-            async for index, pieces, ended, shown in job.parts():
-                choice = job.choice(index, "".join(pieces), ended, index not in begun)
-                begun.add(index)
-                more = dict(clover=dict(tokens=pieces) | shown) if shown else {}
-                yield line(job.head | dict(choices=[choice]) | more)
+            async for index, pieces, ended, record in job.parts():
+                choice = job.choice(index, "".join(pieces), ended, index not in started)
+                started.add(index)
+                steps = dict(clover=dict(tokens=pieces) | record) if record else {}
+                yield line(job.head | dict(choices=[choice]) | steps)
             if job.body["stream_options"].get("include_usage"):
-                yield line(job.head | dict(choices=[]) | job.cost())
+                yield line(job.head | dict(choices=[]) | job.usage())
         except Exception as error:
             traceback.print_exc()
             yield line(self.as_error(error))
         yield "data: [DONE]\n\n"
 
     async def page(self, request):
-        from_here = {"content-security-policy": "connect-src 'self'; default-src 'unsafe-inline'"}
-        return FileResponse(Path(__file__).with_name("page.html"), headers=from_here)
+        policy = {"content-security-policy": "connect-src 'self'; default-src 'unsafe-inline'"}
+        return FileResponse(Path(__file__).with_name("page.html"), headers=policy)
 
     async def health(self, request):
         alive = self.worker.is_alive()
@@ -355,7 +355,7 @@ class App:
         return JSONResponse(dict(object="list", data=[model]) if name is None else model)
 
     async def metrics(self, request):
-        """In the text format of Prometheus."""
+        """Counters in the Prometheus text format."""
         counts = dict(self.counts, running=len(self.engine.running), queue=len(self.engine.waiting))
         counts["tokens_per_step"] = counts["tokens_total"] / max(counts["steps_total"], 1)
         lines = (f"clover_{name} {value}\n" for name, value in sorted(counts.items()))
@@ -363,7 +363,7 @@ class App:
 
 
 def listen(host, port):
-    """The socket; that of :: takes IPv4, too."""
+    """A listening socket; on :: it also accepts IPv4."""
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     both = host == "::" and socket.has_dualstack_ipv6()
     return socket.create_server((host, port), family=family, dualstack_ipv6=both)
@@ -375,7 +375,7 @@ def run(args):
     except (OSError, OverflowError) as error:
         raise InputError(f"cannot listen on {args.host}, port {args.port}: {error}") from None
     group = tensor_parallel.start(args.device)
-    expect(group.size == 1, "a server is one process; start it without torchrun")
+    expect(group.size == 1, "the server is one process; start it without torchrun")
     loaded = load(args, group)
     context = min(args.context or 4096, loaded.model.config.block_size)
     app = App(args, loaded, context)
@@ -385,13 +385,13 @@ def run(args):
     host = f"[{host}]" if ":" in host else host
     print(f"{app.name}: http://{host}:{port}", file=sys.stderr, flush=True)
     server.run(sockets=[listener])
-    app.worker.calls.put(sys.exit)  # ends the thread, after its step
+    app.worker.calls.put(sys.exit)  # ends the thread after its current step
     app.worker.join(PATIENCE)
 
 
 class Server(uvicorn.Server):
     def handle_exit(self, number, frame):
-        """On a signal: texts end, new requests are refused. On a second one, all ends at once."""
+        """On a signal, refuses new requests and lets running ones end; on a second, exits."""
         if self.should_exit:
             os._exit(128 + number)
         self.should_exit = True

@@ -1,4 +1,4 @@
-"""How long a body, a step or its stages take."""
+"""Times a function, a decoding step, or the stages of a step."""
 
 import math
 import time
@@ -10,13 +10,13 @@ from backends.tensor_parallel import Group, group_of
 from generate import Policy, capture, decoder_class
 
 STAGES = ("draft", "verify", "sample", "accept", "commit")
-PREFIX = 256  # tokens in the cache while a step is timed
+PREFIX = 256  # cached tokens while a step is timed
 
 
 def seconds(body, device, group=Group()):
-    """Time of one body(): on a CPU the fastest call, since other work on the machine only adds; on
-    CUDA the mean of calls back to back, the fastest of some rounds. Takes about 0.1 s, or three
-    rounds of what is slower. group: the ranks that run body() together; rank 0's time counts."""
+    """Seconds per call of body(): on a CPU the fastest call, as other work only adds time; on CUDA
+    the mean of ten calls back to back, in the fastest round. Measures for about 0.1 s, at least
+    three rounds. group: ranks that run body() together; rank 0's time is used."""
     calls = 10 if device.type == "cuda" else 1
 
     def once():
@@ -28,12 +28,12 @@ def seconds(body, device, group=Group()):
         return (time.perf_counter() - start) / calls
     body()
     times = [once() for _ in range(3)]
-    more = group.broadcast(math.ceil(0.1 / max(calls * min(times), 1e-6)) - 3)  # on all ranks
+    more = group.broadcast(math.ceil(0.1 / max(calls * min(times), 1e-6)) - 3)  # same on all ranks
     return group.broadcast(min(times + [once() for _ in range(more)]))
 
 
 def copy_bandwidth(device):
-    """Bytes read and written per second by a copy of 2 GiB, on a CPU of 256 MiB."""
+    """Bytes per second, read and written, of a copy of 2 GiB (256 MiB on a CPU)."""
     size = 2**31 if device.type == "cuda" else 2**28
     source = torch.ones(size, device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
@@ -42,8 +42,8 @@ def copy_bandwidth(device):
 
 @torch.inference_mode()
 def timing_decoder(model, heads, tree_size, prefix=PREFIX, lookup=False, **options):
-    """A `Decoder` of one tree size that can step forever: its slots are idle, with `prefix` tokens
-    in the cache, or as many as the model's context has room for. options: the Decoder's."""
+    """A `Decoder` with one tree size that can step forever: its slots are idle, and have `prefix`
+    cached tokens, or as many as the model's context holds. options: the Decoder's."""
     capacity = min(prefix + 1, model.config.block_size)
     policy = Policy(model, heads, lookup, tree_size)
     decoder = decoder_class(model, policy.heads)(model, policy=policy, capacity=capacity, **options)
@@ -53,18 +53,18 @@ def timing_decoder(model, heads, tree_size, prefix=PREFIX, lookup=False, **optio
 
 def decoder_seconds(decoder, body):
     """`seconds` of body(), a step or a stage of a `timing_decoder`."""
-    lengths, read = decoder.slots.cache.lengths, decoder.slots.heads_cache.lengths
+    lengths, heads_lengths = decoder.slots.cache.lengths, decoder.slots.heads_cache.lengths
 
     def once():
-        if read is not lengths:  # heads read accepted tokens as they draft: here always one
-            read.copy_(lengths).sub_(1).clamp_(min=0)
+        if heads_lengths is not lengths:  # heads read new tokens while drafting: one in each step
+            heads_lengths.copy_(lengths).sub_(1).clamp_(min=0)
         body()
     return seconds(once, decoder.device, group_of(decoder.model))
 
 
 @torch.inference_mode()
 def step_time(decoder):
-    """Seconds of one step of a `timing_decoder`, on CUDA of its graph."""
+    """Seconds of one step of a `timing_decoder`; on CUDA, of its graph."""
     option, = decoder.policy.options
     with decoder.context():
         return decoder_seconds(decoder, partial(decoder.run, *option))
@@ -72,8 +72,8 @@ def step_time(decoder):
 
 @torch.inference_mode()
 def stage_times(decoder):
-    """{stage: seconds} of one step of a `timing_decoder`, each stage timed by itself; as a CUDA
-    graph of its own, if the decoder uses graphs. The draft of a tree of one is 0."""
+    """{stage: seconds} of a step of a `timing_decoder`. Each stage is timed by itself, in a CUDA
+    graph of its own if the decoder uses graphs. Drafting a tree of one node takes 0."""
     option, = decoder.policy.options
     times = dict.fromkeys(STAGES, 0.0)
     with decoder.context():
@@ -86,7 +86,7 @@ def stage_times(decoder):
         arguments = dict(draft=option, verify=(tree, positions), sample=(normed, positions),
                          accept=(tree, chain, target), commit=(tree, hidden, accepted))
         if option[0] == 1:
-            del arguments["draft"]  # launches nothing, and torch warns of an empty CUDA graph
+            del arguments["draft"]  # launches nothing; torch warns about empty CUDA graphs
         for name, values in arguments.items():
             stage = partial(getattr(decoder, name), *values)
             if decoder.pool is not None:
