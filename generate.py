@@ -250,9 +250,8 @@ class Durations:
 
     Costs are relative to a plain step of one sequence: `row` of a further row, `head` of a draft
     head, `head_row` of a further row of a head, `arithmetic` of a row where compute is the bound.
-    An online regression refines them. The error in log(seconds) of each step corrects the machine's
-    speed, the costs of rows and heads in proportion to how unusual their share of the step is, and
-    the correction of the step's size."""
+    An online regression refines them: a step's error in log(seconds) corrects the machine's speed,
+    the costs of rows and heads (the more, the more unusual their share), and its size."""
 
     def __init__(self, row, head, head_row=0.0, arithmetic=0.0):
         self.costs = row, head, head_row, arithmetic
