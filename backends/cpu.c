@@ -1,19 +1,19 @@
-// The CPU's kernels, beside the Triton ones of kernels.py; backends/cpu.py compiles this file once.
+// CPU kernels, the counterpart of the Triton kernels in kernels.py. backends/cpu.py compiles this file.
 //
-//     pack_rows     a weight of 32, 16, 8, 6, 5 or 4 bits, from a file's rows
-//     product       rows times such a weight
-//     unpack_rows   rows of such a weight, of a table of embeddings
-//     add_norm      residual add + RMSNorm or LayerNorm
-//     rope_cache    norm and rotation of queries and keys, write of keys and values
+//     pack_rows     packs a weight of 32, 16, 8, 6, 5 or 4 bits from a file's rows
+//     product       rows times a packed weight
+//     unpack_rows   rows of a packed weight: embedding lookup
+//     add_norm      residual add, then RMSNorm or LayerNorm
+//     rope_cache    norm and rotary embedding of queries and keys; writes keys and values to the cache
 //     attention     of tree nodes, or of a prompt's tokens, over the cache
 //     glu           SiLU or GELU of the gate, times up
-//     run_blocks    transformer blocks, of the functions above
+//     run_blocks    transformer blocks, built from the functions above
 //     argmax        the best token of each row of logits, with or without Gumbel noise
-//     step_draft, step_verify, step_sample, step_accept, step_commit: a decoding step
+//     step_draft, step_verify, step_sample, step_accept, step_commit: the stages of a decoding step
 //
-// Activations are float32. A row's bits depend on the row alone: the order of each sum is fixed,
-// whatever the other rows, the threads and the token's place in the cache. Threads share the units
-// of a function, and each unit writes its own part of the result.
+// Activations are float32. Row invariance: a row's bits depend only on that row. The order of each
+// sum is fixed, regardless of other rows, the number of threads and the token's cache row. Functions
+// are split into units for the threads; each unit writes its own part of the result.
 //
 // Letters: B sequences, T tokens or nodes of each, M = B * T rows, S cache capacity, V vocabulary,
 // C hidden size, Hq and Hkv query and key/value heads, G = Hq / Hkv, D head size.
@@ -26,28 +26,28 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Sizes that Python has too come from backends/cpu.py: LANES (outputs of a weight side by side), GROUP
-// (inputs that are rounded to 8 bits with one scale), MAX_TREE (T), MAX_HEAD (D), MAX_DEPTH (K),
-// MAX_CHAIN (tokens that lookup proposes), LARGEST (T where a step chooses it), BINS and SOURCES
-#define TILE 8               // most rows that are multiplied at once
-#define SPLIT 128            // cache positions that a unit of attention reads
-#define SLICE 64             // numbers of a head whose sums stay in registers
+// backends/cpu.py defines LANES (outputs that a packed weight interleaves), GROUP (inputs rounded to 8
+// bits with one scale) and the maxima MAX_TREE (T), MAX_HEAD (D), MAX_DEPTH (K), MAX_CHAIN (tokens
+// proposed by lookup) and LARGEST (T chosen by a step); BINS and SOURCES are those of kernels.py
+#define TILE 8               // most rows multiplied at once
+#define SPLIT 128            // cache positions per unit of attention
+#define SLICE 64             // dimensions of a head that are accumulated in registers
 #ifdef __AVX512F__
-#define HEADS 3              // heads that share the loads of keys and values, as registers allow
+#define HEADS 3              // heads that share loads of keys and values; limited by registers
 #else
 #define HEADS 1
 #endif
-#define MAX_CANDIDATES 2048  // K * n, and a chain
-#define TRIAL 128            // steps in which heads are not worth it before one tries them
-#define MAX_PARTS (1 << 23)  // numbers that the splits of an attention give
-#define PART 4096            // tokens among which a unit of argmax finds the best
+#define MAX_CANDIDATES 2048  // most candidates of a tree: K * n, and a chain
+#define TRIAL 128            // after this many steps without heads, a step tries them
+#define MAX_PARTS (1 << 23)  // numbers in the partial results of an attention
+#define PART 4096            // tokens per unit of argmax
 #define BEAMS 64             // beams whose logits are in memory at once
-#define UNIT (1 << 19)       // numbers of a weight in a unit, if that gives a thread 2 to 8 units
-#define MIN_WORK 4096        // numbers below which a function stays on one thread
-#define FETCH 2048           // bytes ahead of those in use that are asked of the memory
-#define SPINS 4000           // looks for work before a thread sleeps: about 0.1 ms
+#define UNIT (1 << 19)       // numbers of a weight per unit, within 2 to 8 units per thread
+#define MIN_WORK 4096        // with fewer numbers a function stays on one thread
+#define FETCH 2048           // prefetch distance in bytes
+#define SPINS 4000           // polls before a thread sleeps: about 0.1 ms
 #define INLINE static inline __attribute__((always_inline))
-#pragma GCC diagnostic ignored "-Wpsabi"  // vectors as arguments: all such functions are inlined
+#pragma GCC diagnostic ignored "-Wpsabi"  // functions with vector arguments are all inlined
 
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
@@ -60,18 +60,18 @@ static const vi NUMBERS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
 
 enum { FLOAT32, BFLOAT16, INT8, INT4, INT5, INT6 };
 
-typedef struct Linear {          // a weight [n, k], packed as `product` says
+typedef struct Linear {          // a weight [n, k] in the layout described at `product`
     int32_t kind, n, k;
-    int32_t group, half;         // inputs that share a scale; float16 scales, else float32
-    int32_t zero;                // taken from each number of 4, 5 or 6 bits
-    void *values, *scales, *minimums;  // scales, or NULL: [n / LANES][k / group][LANES]
-    void *tops;                  // or NULL: scales are int8, times these float16
+    int32_t group, half;         // inputs that share a scale; whether scales are float16 or float32
+    int32_t zero;                // subtracted from each number of 4, 5 or 6 bits
+    void *values, *scales, *minimums;  // scales, minimums: [n / LANES][k / group][LANES], or NULL
+    void *tops;                  // float16 factors of int8 scales and minimums, or NULL
     const float *bias;           // [n], or NULL
-    const struct Linear *next;   // the weight of the outputs after these, or NULL
+    const struct Linear *next;   // weight of the outputs that follow, or NULL
 } Linear;
 
 typedef struct {
-    const float *weight, *bias;  // no weight: no norm; no bias: RMSNorm, else LayerNorm
+    const float *weight, *bias;  // weight NULL: no norm; bias NULL: RMSNorm, else LayerNorm
     float eps;
 } Norm;
 
@@ -79,17 +79,17 @@ typedef struct {
     Norm attn_norm, attn_post_norm, mlp_norm, mlp_post_norm, q_norm, k_norm;
     Linear qkv, proj, up, down;
     int32_t n_embd, n_head, n_kv_head, head_size, n_inner;
-    int32_t norms_all;           // q_norm and k_norm are of all heads together
-    int32_t gated, gelu, window, rope;  // no window: 0; rope: one of the pass's tables, none: -1
-    float scale;                 // of the scores
+    int32_t norms_all;           // q_norm and k_norm span all heads
+    int32_t gated, gelu, window, rope;  // window 0: none; rope: index of the pass's table, -1: none
+    float scale;                 // of attention scores
 } Block;
 
-typedef struct {                 // what the blocks of a pass share
-    int32_t B, T, threads, bfloat16;  // the type of keys, values and rotations, else float32
-    int32_t rows, rope_rows;     // of the cache, S, and of a table of rotations
-    const int32_t *slots;        // [B]: the sequences' places in lengths and kv; NULL: 0, 1, ...
-    const int32_t *lengths;      // rows in the cache before the tokens'
-    const int64_t *ancestors;    // [B, T] of tree nodes; NULL: a prompt's tokens
+typedef struct {                 // a forward pass: what its blocks share
+    int32_t B, T, threads, bfloat16;  // bfloat16: dtype of keys, values and rope, else float32
+    int32_t rows, rope_rows;     // of the cache, S, and of a rope table
+    const int32_t *slots;        // [B]: indices of the sequences in lengths and kv; NULL: 0, 1, ...
+    const int32_t *lengths;      // committed rows of the cache, by slot
+    const int64_t *ancestors;    // [B, T] bitmasks of tree nodes; NULL: tokens of a prompt
     const int64_t *positions;    // [B, T]
     const void *rope[2];         // [rope_rows, 2, D]: cosine, signed sine; or NULL
     const float *slopes;         // [Hq] of ALiBi, or NULL
@@ -97,7 +97,7 @@ typedef struct {                 // what the blocks of a pass share
     int64_t layer_stride, value_stride, batch_stride, head_stride;  // in numbers
 } Pass;
 
-typedef struct {                 // the arguments of add_norm, rope_cache, attention and glu
+typedef struct {                 // arguments of add_norm, rope_cache, attention and glu
     const Block *block;
     const Pass *pass;
     const Norm *post, *norm;     // of delta, of the sum
@@ -111,10 +111,10 @@ INLINE int slot_of(const Pass *pass, int b) { return pass->slots ? pass->slots[b
 INLINE int length_of(const Pass *pass, int b) { return pass->lengths[slot_of(pass, b)]; }
 
 // -------------------------------------------------------------------------------------------------
-// Dot products: the one part that knows the processor
+// Dot products: the only part that is specific to a processor
 //
-// dot4 adds w[0] x[0] + ... + w[3] x[3] to each lane, w the lane's bytes and x the same for all; dot2
-// adds two products of bfloat16. OFFSET is 128 where w is unsigned, else 0: see `product`.
+// dot4 adds w[0] x[0] + ... + w[3] x[3] to each lane: w is the lane's four bytes, x is shared by all
+// lanes. dot2 adds two products of bfloat16. OFFSET is 128 if w is unsigned, else 0: see `product`.
 
 #if !defined(PLAIN) && defined(__AVX2__)
 #include <immintrin.h>
@@ -133,7 +133,7 @@ typedef __m256i piece;
 #elif !defined(PLAIN) && defined(__AVX2__)
 #define OFFSET 0
 typedef __m256i piece;
-INLINE piece DOT(piece sum, piece w, piece x) {  // of |w| and x with w's sign
+INLINE piece DOT(piece sum, piece w, piece x) {  // |w| * (x with w's sign): maddubs needs unsigned
     piece pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
     return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
@@ -175,8 +175,8 @@ INLINE void pause_thread(void) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Threads: a pool that looks for work for a moment, then sleeps. The caller takes units like the
-// others, and waits only for units that a thread has begun.
+// Threads: a pool whose threads poll for work for a moment, then sleep. The calling thread takes
+// units too, and waits only for units that another thread has begun.
 
 typedef void Function(void *arguments, int unit);
 
@@ -188,10 +188,10 @@ static struct Pool {
     Function *function;
     void *arguments;
     int threads;
-    atomic_int left, helpers, inside;  // units not begun; threads that may help; that are at work
+    atomic_int left, helpers, inside;  // units not begun; threads that may help; threads at work
 } pool = NO_THREADS;
 
-static void forget_threads(void) { pool = (struct Pool)NO_THREADS; }  // a forked process has none
+static void forget_threads(void) { pool = (struct Pool)NO_THREADS; }  // fork() copies no threads
 
 static void take_units(void) {
     for (int left; (left = pool.left--) > 0;)
@@ -217,7 +217,7 @@ static void *run_thread(void *number) {
     return NULL;
 }
 
-// Calls the function for each unit, all of `size` numbers
+// Calls the function for each unit; size: numbers in a unit
 static void parallel(Function *function, void *arguments, int units, int64_t size, int threads) {
     if (threads < 2 || units < 2 || units * size < MIN_WORK || pthread_mutex_trylock(&pool.caller)) {
         for (int unit = 0; unit < units; unit++)
@@ -244,7 +244,7 @@ static void parallel(Function *function, void *arguments, int units, int64_t siz
     pthread_mutex_unlock(&pool.caller);
 }
 
-// Memory of the calling thread, kept from call to call
+// Scratch memory of the calling thread, reused by later calls
 enum { PREPARED, PASS, ROWS, PARTS, LOGITS, BEST, PATHS, DRAFT, BUFFERS };
 
 static void *scratch(int which, size_t size) {
@@ -271,7 +271,7 @@ INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf load(const void *x) { return *(const vf_anywhere *)x; }
 INLINE void store(float *x, vf v) { *(vf_anywhere *)x = v; }
 
-// Copies at most 16 items; all 16 with one instruction
+// Copies up to 16 items; all 16 with one instruction
 INLINE void copy_n(void *to, const void *from, int n, int size) {
     if (n >= LANES)
         memcpy(to, from, LANES * size);
@@ -295,18 +295,18 @@ INLINE vu widened(vh x) { return __builtin_convertvector(x, vu); }
 
 INLINE vf select_lanes(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 
-// 16 numbers, at most n, of a row that is in bfloat16 or float32
+// Up to 16 numbers, at most n, of a bfloat16 or float32 row
 INLINE vf load_row(const void *x, size_t at, int n, int bfloat16) {
     return bfloat16 ? (vf)(widened(load_halves((const uint16_t *)x + at, n)) << 16)
                     : load_n((const float *)x + at, n);
 }
 
-INLINE vh to_bfloat16(vf x) {    // the nearest, ties to even
+INLINE vh to_bfloat16(vf x) {    // to nearest, ties to even
     vu bits = (vu)x, rounded = bits + 0x7fff + (bits >> 16 & 1);
     return __builtin_convertvector((vu)select_lanes(x == x, (vf)rounded, (vf)bits) >> 16, vh);
 }
 
-// Writes x [n] from item `at` of a row that is in bfloat16 or float32
+// Writes x [n] to a bfloat16 or float32 row, from item `at`
 static void write_row(void *out, size_t at, const float *x, int n, int bfloat16) {
     for (int i = 0; bfloat16 && i < n; i += LANES) {
         vh halves = to_bfloat16(load_n(x + i, n - i));
@@ -316,7 +316,7 @@ static void write_row(void *out, size_t at, const float *x, int n, int bfloat16)
         memcpy((float *)out + at, x, n * sizeof *x);
 }
 
-// The n numbers from item `at` of such a row
+// Reads n numbers of a bfloat16 or float32 row, from item `at`
 static void read_row(const void *x, size_t at, int n, int bfloat16, float *out) {
     for (int i = 0; i < n; i += LANES) {
         vf v = load_row(x, at + i, n - i, bfloat16);
@@ -337,7 +337,7 @@ INLINE vf from_float16(vh halves) {
 
 INLINE vi from_int8(vb x) {
 #if !defined(PLAIN) && defined(__AVX512F__)
-    return (vi)_mm512_cvtepi8_epi32((__m128i)x);  // gcc 12 takes a vector apart for the line below
+    return (vi)_mm512_cvtepi8_epi32((__m128i)x);  // gcc 12 does not vectorise the line below
 #else
     return __builtin_convertvector(x, vi);
 #endif
@@ -354,11 +354,11 @@ INLINE vi from_int8(vb x) {
                       v = f(v, SWAP(v, 1)), v[0])
 
 INLINE vf add(vf a, vf b) { return a + b; }
-INLINE vf larger(vf a, vf b) { return select_lanes((a > b) | (a != a), a, b); }  // NaN, if any is
+INLINE vf larger(vf a, vf b) { return select_lanes((a > b) | (a != a), a, b); }  // keeps a NaN in a
 INLINE float sum_lanes(vf v) { return REDUCE(add, v); }
 INLINE float max_lanes(vf v) { return REDUCE(larger, v); }
 
-// Lane i: f of all lanes of v[i], pairs of neighbours first
+// Returns f over all lanes of v[i] in lane i; neighbours are combined first
 #define FOLD(f, v, s) \
     for (int i = 0; i < LANES; i += 2 * s) { \
         vi odd = (NUMBERS & s) != 0; \
@@ -374,7 +374,7 @@ INLINE vf fold_max(vf *v) {
     return v[0];
 }
 
-// Lane j of v[i] becomes lane i of v[j]
+// Swaps lane j of v[i] and lane i of v[j]
 #define EXCHANGE(v, s) \
     _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) \
         if (!(i & s)) { \
@@ -397,7 +397,7 @@ INLINE vf polynomial(vf x, int n, const float *c) {  // c[0] x^(n - 1) + ... + c
 INLINE vf vexp(vf x) {           // 2^n e^r, |r| <= ln(2) / 2; 0 below 2^-126
     static const float c[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
                               4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
-    vf n = x * 1.44269504f + 12582912.0f;  // rounds to a whole number in the low bits
+    vf n = x * 1.44269504f + 12582912.0f;  // rounds to an integer, held in the low bits
     vi exponent = (vi)n << 23;
     n -= 12582912.0f;
     vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -421,27 +421,33 @@ INLINE vf vlog(vf x) {           // n ln(2) + log(1 + f), sqrt(1/2) <= 1 + f < s
 //
 //   y[m, n] = sum_k x[m, k] w[n, k] + bias[n]
 //
-// Rows are multiplied as float32 by a float32 weight, rounded to bfloat16 by a bfloat16 one. For
-// weights of 8 bits and less each group of 32 inputs is rounded to 8 bits, x = scale * q. With w =
-// scale' * (p - zero) + minimum' the group adds scale scale' sum(q (p - zero)) + minimum' scale sum(q)
-// in float32; these sums are of whole numbers, exact in any order. A scale' is a float, or of two
-// levels as llama.cpp's K types have them: int8, times a float16 for 256 inputs.
+// A float32 weight multiplies float32 rows, a bfloat16 weight rows rounded to bfloat16. For weights of
+// 8 bits and less each group of 32 inputs is rounded to 8 bits, x = scale * q. With w = scale' * (p -
+// zero) + minimum', the group adds scale scale' sum(q (p - zero)) + minimum' scale sum(q) in float32;
+// the sums are of integers, so they are exact in any order. scale' is a float, or, as in llama.cpp's K
+// types, an int8 times a float16 that is shared by 256 inputs.
 //
-// Weights are packed in blocks of 16 outputs, one a lane, with zeros up to a multiple of 4 inputs,
-// or of 32: no sum crosses lanes. FLOAT32 [n / 16][k][16], BFLOAT16 [n / 16][k / 2][16][2], INT8
-// [n / 16][k / 4][16][4], plus 128; INT4 [n / 16][k / 8][16][4], four inputs in the bytes' low halves,
-// the next four in the high ones. INT5 and INT6 have groups as INT4's, each followed by the upper bits:
-// bit j of a byte belongs to its input of word j, or bits 2 j and 2 j + 1 to that of word j and, in
-// another 64 bytes, of word 4 + j. Where OFFSET is 0 the 128 of INT8 is taken off the weights, else
-// the sums. INT6 has a scale for 16 inputs.
+// Weights are packed in blocks of 16 outputs, one per lane, so no sum crosses lanes. Inputs are padded
+// with zeros to a multiple of 4, or of 32 if quantized.
 //
-// Bytes: the weight, once: 0.5 to 4 a number, and the scales. Up to about 8 rows that is the
-// time; more are cut into tiles of equal size, by all of which a block in the cache is multiplied.
+//     FLOAT32    [n / 16][k][16]
+//     BFLOAT16   [n / 16][k / 2][16][2]
+//     INT8       [n / 16][k / 4][16][4], plus 128, which is subtracted from the weights if OFFSET is 0,
+//                else from the sums
+//     INT4       [n / 16][k / 8][16][4]: four inputs in the low halves of the bytes, the next four in
+//                the high halves
+//     INT5       groups as in INT4, each followed by the upper bits: bit j of a byte is word j's
+//     INT6       likewise: bits 2 j and 2 j + 1 are word j's and, in another 64 bytes, word 4 + j's;
+//                a scale for 16 inputs
+//
+// Memory traffic: the weight once, 0.5 to 4 bytes per number, and its scales. That is the time of up to
+// about 8 rows. More rows are split into tiles of equal size, all of which multiply a block while it is
+// in the CPU's cache.
 
-typedef struct {                 // 8, 16 or 32 inputs of a row as they are multiplied
-    int32_t words[8];            // of a float32, two bfloat16 or four bytes
+typedef struct {                 // 8, 16 or 32 inputs of a row, ready to multiply
+    int32_t words[8];            // each a float32, two bfloat16 or four bytes
     float scale, sum;            // of bytes: sum = scale * sum(q)
-    int32_t minus[2];            // -sum(q), of all and of the first 16
+    int32_t minus[2];            // -sum(q) of all bytes and of the first 16
 } Group;
 
 typedef struct {
@@ -454,7 +460,7 @@ typedef struct {
 
 INLINE int tile_start(const Product *p, int tile) { return (int64_t)tile * p->M / p->tiles; }
 
-// 16 groups of x [n], the next of which is `stride` groups away
+// Rounds x [n], up to 16 groups, to groups that are `stride` apart
 static void round_groups(const float *x, int n, Group *group, int stride) {
     vf part[LANES];
     for (int i = 0; i < LANES; i++) {
@@ -469,7 +475,7 @@ static void round_groups(const float *x, int n, Group *group, int stride) {
     for (int i = 0; i < LANES; i++)
         part[i] = upper[i] = splat(0);
     for (int i = 0; i * GROUP < n && i < LANES; i++) {
-        if (!usable[i]) {  // the scale is 0, or no number
+        if (!usable[i]) {  // the scale is 0, infinite or NaN
             memset(group[i * stride].words, 0, sizeof group->words);
             continue;
         }
@@ -508,12 +514,12 @@ static void prepare_row(void *arguments, int m) {
     }
 }
 
-// The float16 of two levels, for scales or with `minimum` for minimums, of 256 inputs
+// The float16 factors of 256 inputs' scales, or of their minimums
 INLINE vf load_tops(const Linear *w, int minimum, size_t chunk) {
     return from_float16(load_halves((uint16_t *)w->tops + (2 * chunk + minimum) * LANES, LANES));
 }
 
-// 16 scales, or minimums, number `at`; tops: 1 where they have one level
+// 16 scales or minimums, number `at`; tops: their factors, if w has them
 INLINE vf load_scales(const Linear *w, const void *scales, size_t at, vf tops) {
     if (w->tops) {
         vb levels;
@@ -531,7 +537,7 @@ INLINE vi load_word(const char *group, int j, int kind) {
     vu lower = (vu)load(group + j / 2 * 64) >> j % 2 * 4 & 0x0f0f0f0f;
     if (kind == INT4)
         return (vi)lower;
-    int at = kind == INT5 ? j : j % 4 * 2;  // where the upper bits are in each byte; they go to 4
+    int at = kind == INT5 ? j : j % 4 * 2;  // the upper bits' place in each byte; they move to bit 4
     vu upper = (vu)load(group + 256 + (kind == INT5 ? 0 : j / 4 * 64));
     upper = at < 4 ? upper << (4 - at) : upper >> (at - 4);
     return (vi)(lower | (upper & (kind == INT5 ? 0x10101010 : 0x30303030)));
@@ -587,7 +593,7 @@ INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, in
 INLINE void float_tile(const Linear *w, const Group *x, int block, int n, int whole, vf *acc) {
     int words = (w->k + 3) / 4 * (whole ? 4 : 2);
     const char *values = (const char *)w->values + (size_t)block * words * 64;
-    vf odd[TILE] = {{0}};        // a second sum, so that a product need not wait for the last
+    vf odd[TILE] = {{0}};        // a second sum hides the latency of the additions
     for (; words > 0; words -= 8, x += n)
         for (int j = 0; j < min(words, 8); j += 2, values += 128) {
             fetch(values + FETCH, 128);
@@ -602,7 +608,7 @@ INLINE void float_tile(const Linear *w, const Group *x, int block, int n, int wh
         acc[i] += odd[i];
 }
 
-// Block number `block` of a weight, whose first output is number `at`
+// Block number `block` of a weight; at: the column of `out` for its first output
 INLINE void tile(const Product *p, const Linear *w, int block, int at, int first, int n, int kind) {
     vf acc[TILE] = {{0}};
     const Group *x = p->groups + (size_t)first * p->n_groups;
@@ -620,7 +626,7 @@ INLINE void tile(const Product *p, const Linear *w, int block, int at, int first
 
 INLINE int blocks_of(const Linear *w) { return (w->n + LANES - 1) / LANES; }
 
-// Inlined for each kind and number of rows, so that a tile's sums stay in registers
+// Inlined for each kind and number of rows, so that the sums stay in registers
 #define TILE_OF(kind, n) case kind * TILE + n: \
     tile(p, w, block - before, at + (block - before) * LANES, first, n, kind); break;
 #define TILES_OF(kind) TILE_OF(kind, 1) TILE_OF(kind, 2) TILE_OF(kind, 3) TILE_OF(kind, 4) \
@@ -628,7 +634,7 @@ INLINE int blocks_of(const Linear *w) { return (w->n + LANES - 1) / LANES; }
 static void product_unit(void *arguments, int unit) {
     const Product *p = arguments;
     const Linear *w = p->w;
-    int before = 0, at = 0, end = min((unit + 1) * p->per_unit, p->blocks);  // of earlier weights
+    int end = min((unit + 1) * p->per_unit, p->blocks), before = 0, at = 0;  // blocks, outputs before w
     for (int block = unit * p->per_unit; block < end; block++) {
         for (; block - before >= blocks_of(w); w = w->next) {
             before += blocks_of(w);
@@ -684,7 +690,7 @@ static void unpack_quantized(const Linear *w, int row, float *out) {
     }
 }
 
-// Rows of a weight, or of those after it: out [count, k]. Returns 1 if there is no such row.
+// Rows of a weight and the weights linked to it: out [count, k]. Returns 1 if a row is out of range.
 int unpack_rows(const Linear *weights, const int64_t *rows, int count, float *out) {
     for (int m = 0; m < count; m++, out += weights->k) {
         const Linear *w = weights;
@@ -701,25 +707,25 @@ int unpack_rows(const Linear *weights, const int64_t *rows, int count, float *ou
 // -------------------------------------------------------------------------------------------------
 // pack_rows
 //
-// Rows as a file or a tensor has them become blocks of 16 outputs. FLOATS are of the weight's own
-// kind, BYTES are its numbers without the scales; the others are llama.cpp's types by their numbers in
-// ggml.h, whose blocks of 32 or 256 inputs ggml-common.h describes.
+// Converts the rows of a file or a tensor to blocks of 16 outputs. FLOATS: numbers of the weight's own
+// kind. BYTES: its quantized numbers, one per byte, without scales. The others are llama.cpp's types,
+// numbered as in ggml.h; ggml-common.h describes their blocks of 32 or 256 inputs.
 
 enum { FLOATS = -2, BYTES = -1, Q4_0 = 2, Q4_1, Q5_0 = 6, Q5_1, Q8_0, Q4_K = 12, Q5_K, Q6_K,
        IQ4_NL = 20, IQ4_XS = 23 };
-#define CHUNK 256            // inputs of the largest block of a file
+#define CHUNK 256            // most inputs in a block of a file
 
-typedef struct {                 // what a block of a file says
+typedef struct {                 // a block of a file, decoded
     uint8_t q[CHUNK];
-    int8_t scales[2][16];        // and minimums; times tops
-    uint16_t tops[2];            // or float16 scale and minimum
+    int8_t scales[2][16];        // scales and minimums, times tops
+    uint16_t tops[2];            // or the block's only scale and minimum; float16
 } Chunk;
 
-typedef struct {                 // the arguments of pack_rows
+typedef struct {                 // arguments of pack_rows
     const Linear *w;
     const uint8_t *rows;
-    const int64_t *order;        // of the rows; NULL: as they are
-    int64_t stride;              // bytes of a row
+    const int64_t *order;        // row order; NULL: 0, 1, ...
+    int64_t stride;              // bytes per row
     int type;
 } Packing;
 
@@ -757,7 +763,7 @@ static void split_legacy(int type, const uint8_t *from, Chunk *c) {
 static void split_k(int type, const uint8_t *from, Chunk *c) {
     const uint8_t *upper = from + 16, *lower = from + (type == Q5_K ? 48 : 16);
     memcpy(c->tops, from, 4);
-    c->tops[1] ^= 0x8000;        // the file's are subtracted
+    c->tops[1] ^= 0x8000;        // negated: files store what is subtracted
     split_scales(from + 4, c);
     for (int i = 0; i < 4; i++)
         split_nibbles(lower + 32 * i, 32, c->q + 64 * i);
@@ -805,7 +811,7 @@ static void split_chunk(const Packing *p, const uint8_t *from, int n, Chunk *c) 
         c->q[i] ^= 128;
 }
 
-// 32 inputs, in the lane that `group` starts with
+// Writes 32 inputs to a group; group: the first word of the output's lane
 INLINE void place_group(int kind, const uint8_t *q, uint32_t *group) {
     uint32_t words[8], upper[2] = {0};
     memcpy(words, q, sizeof words);
@@ -834,7 +840,7 @@ static void place_scales(const Linear *w, const Chunk *c, size_t chunk, int lane
     }
 }
 
-static const uint8_t *row_of(const Packing *p, int row) {  // NULL after the last
+static const uint8_t *row_of(const Packing *p, int row) {  // NULL beyond the last row
     return row < p->w->n ? p->rows + (p->order ? p->order[row] : row) * p->stride : NULL;
 }
 
@@ -879,7 +885,7 @@ static void pack_quantized(void *arguments, int block) {
         }
 }
 
-// Fills a weight's memory from rows of `stride` bytes, in an order. type: see above.
+// Packs rows of `stride` bytes into a weight's memory. order: int64 [n] or NULL; type: see above.
 void pack_rows(const Linear *w, int type, const uint8_t *rows, int64_t stride, const int64_t *order,
                int threads) {
     Packing p = {w, rows, order, stride, type};
@@ -906,7 +912,7 @@ static void norm_row(const Norm *norm, const float *x, int n, float *out) {
         out[i] = (x[i] - mean) * scale * norm->weight[i] + (norm->bias ? norm->bias[i] : 0.0f);
 }
 
-// x and delta [M, C] change in place; delta may be NULL
+// x and delta [M, C] are changed in place; delta may be NULL
 static void add_norm_row(void *arguments, int m) {
     const Call *a = arguments;
     int C = a->block->n_embd;
@@ -924,9 +930,9 @@ static void add_norm_row(void *arguments, int m) {
 // -------------------------------------------------------------------------------------------------
 // rope_cache
 //
-//   q, k = norm(q), norm(k), of each head or of all;  x[i] = x[i] cos[i] + x[(i + D/2) % D] sin[i]
+//   q, k = norm(q), norm(k), per head or over all;  x[i] = x[i] cos[i] + x[(i + D/2) % D] sin[i]
 //
-// Queries go to a buffer, keys and values to rows lengths[b] + t of the cache.
+// Writes queries to `out`, keys and values to rows lengths[b] + t of the cache.
 
 INLINE size_t cache_at(const Call *a, int is_value, int b, int head, int64_t row) {
     return is_value * a->pass->value_stride + slot_of(a->pass, b) * a->pass->batch_stride
@@ -964,17 +970,18 @@ static void rope_cache_row(void *arguments, int m) {
 // -------------------------------------------------------------------------------------------------
 // attention
 //
-//   out[m, h] = sum_s softmax_s(scale * q[m, h] . k[s]) v[s], over what m sees; formula and ALiBi as
-//   in kernels.tree_attention
+//   out[m, h] = sum_s softmax_s(scale * q[m, h] . k[s]) v[s], over the rows s that m sees; details and
+//   ALiBi as in kernels.tree_attention
 //
-// A query sees one cache row at each position: the committed rows, then those of its ancestors. Sums
-// run over positions, 128 to a split, so it does not matter which rows the ancestors are in; the
-// splits of a query are then added in order. A unit is a split of a kv head, for up to 64 nodes.
+// A query sees one cache row per position: the committed rows, then its ancestors' rows. Sums run over
+// positions, in splits of 128, so they do not depend on which rows hold the ancestors; the splits of a
+// query are then added in order. A unit is one split of one kv head, for up to 64 nodes.
 //
-// Bytes: keys and values, once for each 64 nodes.
+// Memory traffic: keys and values, once per 64 nodes.
 
-// Of n heads from one on, that share keys [D, SPLIT] and values [SPLIT, padded]: part [n, width] is
-// the values' weighted sum, zeros up to padded D; the sum of weights, their maximum
+// Query heads head .. head + n - 1, which share keys [D, SPLIT] and values [SPLIT, padded]. A row of
+// part [n, width] holds the weighted sum of values, zeros up to `padded`, the sum and the maximum of
+// the weights
 INLINE void attend_heads(const Call *a, int m, int head, int n, int start, const float *keys,
                          const float *values, float *part) {
     const Block *c = a->block;
@@ -993,7 +1000,7 @@ INLINE void attend_heads(const Call *a, int m, int head, int n, int start, const
         total[h] = splat(0);
     }
     for (int i = low / (2 * LANES) * 2 * LANES; i < end; i += 2 * LANES) {
-        vf sums[HEADS][2][2] = {{{{0}}}};  // of every other dimension, so that no product waits
+        vf sums[HEADS][2][2] = {{{{0}}}};  // of even and odd dimensions: hides latency
         for (int d = 0; d < D; d += 2)
             for (int s = 0; s < 2; s++)
                 for (int j = 0; j < 2; j++)
@@ -1023,7 +1030,7 @@ INLINE void attend_heads(const Call *a, int m, int head, int n, int start, const
         part[h * a->width + padded + 1] = maximum;
     }
     for (int d = 0; d < padded; d += SLICE) {
-        vf sums[HEADS][2][SLICE / LANES] = {{{{0}}}};  // of every other position, likewise
+        vf sums[HEADS][2][SLICE / LANES] = {{{{0}}}};  // of even and odd positions
         for (int i = low; i < end; i += 2)
             for (int j = 0; j < 2; j++)
                 for (int s = 0; s < SLICE / LANES; s++)
@@ -1036,7 +1043,7 @@ INLINE void attend_heads(const Call *a, int m, int head, int n, int start, const
     }
 }
 
-// `count` rows of the cache, at most 16, as float32: keys [D, SPLIT] become columns, values rows
+// Reads up to 16 cache rows as float32: keys into columns of [D, SPLIT], values into rows
 INLINE void read_cache(const Call *a, int b, int head, int row, int count, float *keys,
                        float *values) {
     int D = a->block->head_size, padded = a->width - LANES, bytes = a->pass->bfloat16 ? 2 : 4;
@@ -1050,7 +1057,7 @@ INLINE void read_cache(const Call *a, int b, int head, int row, int count, float
         for (int i = 0; i < LANES; i++)
             v[i] = load_row(from, min(i, count - 1) * D + d, D - d, bytes == 2);
         transpose(v);
-        for (int i = 0; i < min(D + 1 - d, LANES); i++)  // an even number of columns
+        for (int i = 0; i < min(D + 1 - d, LANES); i++)  // + 1: pads an odd D
             store(keys + (d + i) * SPLIT, v[i]);
     }
     for (int i = 0; i < count; i++)
@@ -1058,13 +1065,13 @@ INLINE void read_cache(const Call *a, int b, int head, int row, int count, float
             store(values + i * padded + d, load_row(value, i * D + d, D - d, bytes == 2));
 }
 
-// The row of a node's ancestor, at position i of the split
+// Reads one cache row, that of an ancestor
 static void read_ancestor(const Call *a, int b, int head, int row, float *keys, float *values) {
     int D = a->block->head_size, padded = a->width - LANES, is_half = a->pass->bfloat16;
     size_t key = cache_at(a, 0, b, head, row), value = cache_at(a, 1, b, head, row);
     for (int d = 0; d < D; d += LANES) {
         vf v = load_row(a->pass->kv, key + d, D - d, is_half);
-        for (int i = 0; i < min(D + 1 - d, LANES); i++)  // as above
+        for (int i = 0; i < min(D + 1 - d, LANES); i++)
             keys[(d + i) * SPLIT] = v[i];
     }
     for (int d = 0; d < padded; d += LANES)
@@ -1128,7 +1135,7 @@ void attention(const Block *block, const Pass *pass, float *q, float *out) {
     a.splits = (longest + SPLIT - 1) / SPLIT;
     a.width = (D + SLICE - 1) / SLICE * SLICE + LANES;
     int units = pass->B * block->n_kv_head * a.splits;
-    size_t size = (size_t)pass->B * Hq * a.splits * a.width;  // of a node
+    size_t size = (size_t)pass->B * Hq * a.splits * a.width;  // per node
     int nodes = min(MAX_PARTS / (size + 1) + 1, min(pass->T, MAX_TREE));
     a.parts = scratch(PARTS, size * nodes * sizeof *a.parts);  // [splits, B, nodes, Hq, width]
     for (; a.first < pass->T; a.first += nodes) {
@@ -1142,8 +1149,8 @@ void attention(const Block *block, const Pass *pass, float *q, float *out) {
 // -------------------------------------------------------------------------------------------------
 // glu
 //
-//   y = act(gate) * up, or act(up); silu(x) = x / (1 + e^-x), and with u = sqrt(2 / pi) (x +
-//   0.044715 x^3) the tanh approximation of gelu is x / (1 + e^-2u)
+//   y = act(gate) * up, or act(up) if not gated; silu(x) = x / (1 + e^-x); the tanh approximation of
+//   gelu(x) = x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3)
 
 static void glu_row(void *arguments, int m) {
     const Call *a = arguments;
@@ -1160,9 +1167,9 @@ static void glu_row(void *arguments, int m) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// run_blocks: model.Block, one after another
+// run_blocks: consecutive model.Blocks
 
-// Whether the cache, or a table of rotations, has no rows for some of the tokens
+// Whether some token has no row in the cache or in the rope table
 static int lacks_rows(const Pass *pass) {
     for (int b = 0; b < pass->B; b++)
         if (length_of(pass, b) < 0 || length_of(pass, b) > pass->rows - pass->T)
@@ -1173,8 +1180,8 @@ static int lacks_rows(const Pass *pass) {
     return 0;
 }
 
-// x [M, C], the residual stream, changes in place; normed [M, C] becomes its norm. Returns 1 if the
-// cache has no room.
+// x [M, C], the residual stream, is changed in place; normed [M, C] receives its norm. Returns 1 if
+// the cache has no room.
 int run_blocks(const Block *blocks, int count, const Norm *last, const Pass *first, float *x,
                float *normed) {
     Pass pass = *first;
@@ -1214,19 +1221,18 @@ int run_blocks(const Block *blocks, int count, const Norm *last, const Pass *fir
 // -------------------------------------------------------------------------------------------------
 // argmax
 //
-//   argmax_t(logits[m, t] / temperature[b] + gumbel(seed[b], sequence[b], position[m], t)), b the
-//   sequence of row m, at temperature 0 of the logits alone; of equals the lowest t, and NaN is
-//   never the largest
+//   argmax_t(logits[m, t] / temperature[b] + gumbel(seed[b], sequence[b], position[m], t)), b being
+//   row m's sequence; at temperature 0, argmax_t(logits[m, t]). Ties go to the lowest t; NaN never wins
 
 typedef struct { float score; int token; } Best;
 
 typedef struct {
     const float *logits;         // [M, V]
-    int V, T, parts;             // T: rows of a sequence
-    int first, ahead;            // the first row's number; what is added to positions
+    int V, T, parts;             // T: rows per sequence
+    int first, ahead;            // index of the first row; added to positions
     const int32_t *slots;        // as in Pass
     const float *temperature;    // by slot; NULL: all 0
-    const int64_t *seed, *sequence, *position;  // by slot, by slot, of each row
+    const int64_t *seed, *sequence, *position;  // by slot, by slot, by row
     Best *best;                  // [M, parts]
 } Argmax;
 
@@ -1295,8 +1301,8 @@ void argmax(const float *logits, int M, int V, int T, const float *temperature, 
     best_tokens(&a, M, out, threads);
 }
 
-// The `argmax` of the logits of what follows M tokens at these positions, for a few of them at a
-// time, so that all logits fit in memory. temperature NULL: 0, and there is no noise
+// The next token of each of M tokens at these positions: the `argmax` of their logits, computed for a
+// few sequences at a time to save memory. temperature NULL: greedy, no noise
 void sample(const Linear *w, const float *x, int M, int T, const int32_t *slots,
             const float *temperature, const int64_t *seed, const int64_t *sequence,
             const int64_t *position, int64_t *out, int threads) {
@@ -1313,44 +1319,44 @@ void sample(const Linear *w, const float *x, int M, int T, const int32_t *slots,
 }
 
 // -------------------------------------------------------------------------------------------------
-// The draft heads: a depth of the beam search of clover.DraftHeads
+// Draft heads: one depth of the beam search in clover.DraftHeads
 //
 //   s = s + cos(Wq norm(s), Wk e) * (Wv e), per attention head; or s + W [norm(s), e] + b
 //   z = s + silu(W s + b), or W [s, e] + b;  log-probabilities = log_softmax(rows norm(z))
 //
-// A row is a beam, or a sequence at the first depth, and where heads read no token: all beams of a
-// sequence are alike there.
+// A row is a beam; at the first depth, and if heads read no tokens, it is a sequence, whose beams
+// would all be equal.
 
 enum { NO_MIX, ATTENTION, CONCAT };
 
 typedef struct {
-    Norm norm;                   // of a state before it is mixed
-    Linear mix, key_value;       // of its query, of e; or of both together
+    Norm norm;                   // of the state before mixing
+    Linear mix, key_value;       // Wq, [Wk, Wv]; or W of [norm(s), e]
     Linear project;
 } Head;
 
 typedef struct {
-    int32_t n_embd, n_head, n_weights, mix, linear;  // linear: the projector is, else a ResBlock
+    int32_t n_embd, n_head, n_weights, mix, linear;  // linear: projector W [s, e] + b, else ResBlock
     float scale;                 // of e
-    const Head *heads;           // [n_weights]: the last is that of all depths from there on
-    const Head *mix_in;          // of the root, before the augmenting blocks, or NULL
+    const Head *heads;           // [n_weights]; the last one serves all further depths
+    const Head *mix_in;          // mixes in the root before the augmenting blocks, or NULL
     Norm norm;
-    Linear rows, table;          // of the draft vocabulary, of all tokens, whose rows are e
-    const int32_t *ids;          // of the draft vocabulary's tokens, NULL: 0, 1, ...
+    Linear rows, table;          // LM head of the draft vocabulary, of all tokens; e: rows of `table`
+    const int32_t *ids;          // token ids of the draft vocabulary; NULL: 0, 1, ...
 } Heads;
 
-typedef struct {                 // the arguments of a row's functions
+typedef struct {                 // arguments of the functions below
     const Heads *heads;
     const Head *head;
     float *state, *e, *x, *y, *kv;  // [M, C], x and kv [M, 2 C]
     float *logits, *logprobs;    // [BEAMS, V], [M, W]
     int64_t *proposed;           // [M, W]: tokens
-    int first, W;                // the row of the first logits
-    const float *temperature;    // [M], and the noise's keys
-    const uint64_t *keys;
+    int first, W;                // first: the row of logits[0]
+    const float *temperature;    // [M]
+    const uint64_t *keys;        // [M] of the noise
 } Beams;
 
-// Room for M rows in one piece of memory
+// Divides memory among the buffers of M rows
 static void set_rows(Beams *a, float *memory, int M) {
     int C = a->heads->n_embd;
     a->state = memory;
@@ -1390,7 +1396,7 @@ static void mix_row(void *arguments, int m) {
     }
 }
 
-// Mixes tokens [M] into the states of the same rows
+// Mixes tokens [M] into the states of their rows
 static void mix(Beams *a, const int64_t *tokens, int M, int threads) {
     const Heads *h = a->heads;
     int C = h->n_embd;
@@ -1418,13 +1424,13 @@ static void last_norm_row(void *arguments, int m) {
     norm_row(&a->heads->norm, y, C, a->x + (size_t)m * C);
 }
 
-typedef struct { float score; int64_t key; int at; } Entry;  // key: the lower of equals comes first
+typedef struct { float score; int64_t key; int at; } Entry;  // of equal scores the lower key is first
 
 INLINE int outranks(Entry a, Entry b) {
     return a.score > b.score || (a.score == b.score && a.key < b.key);
 }
 
-// Takes an entry, no score of which is NaN, among the n best, which are in order
+// Inserts an entry into the n best, sorted, if it is one of them; scores are not NaN
 static void keep(Entry *best, int *count, int n, Entry entry) {
     if (*count == n && (n == 0 || !outranks(entry, best[n - 1])))
         return;
@@ -1463,7 +1469,7 @@ static void best_tokens_row(void *arguments, int row) {
     }
 }
 
-// From the states of M beams, which change, and the tokens that they guessed: logprobs, proposed
+// Computes logprobs and proposed from the states of M beams, which are updated, and their last tokens
 static void run_head(Beams *a, const int64_t *tokens, int M, int threads) {
     const Heads *h = a->heads;
     int C = h->n_embd;
@@ -1482,8 +1488,8 @@ static void run_head(Beams *a, const int64_t *tokens, int M, int threads) {
     }
 }
 
-// kernels.select_candidates. logprobs, tokens [B, w, W]; joint, chosen, parents [B, K, n], of which
-// [:, depth] is filled
+// kernels.select_candidates. logprobs, tokens [B, w, W]; fills [:, depth] of joint, chosen and parents
+// [B, K, n]
 void select_candidates(const float *logprobs, const int64_t *tokens, int B, int w, int W, int K,
                        int n, int depth, float *joint, int64_t *chosen, int64_t *parents) {
     for (int b = 0; b < B; b++) {
@@ -1505,7 +1511,7 @@ void select_candidates(const float *logprobs, const int64_t *tokens, int B, int 
 }
 
 // -------------------------------------------------------------------------------------------------
-// A step: the stages of generate.Decoder, each in one call, on the sequences in some of the slots
+// A step: one function for each stage of generate.Decoder, on the sequences in some of the slots
 
 typedef struct {
     Linear embed;                // k = 0: the caller embeds the tokens
@@ -1515,38 +1521,38 @@ typedef struct {
     Linear head;
     const Heads *heads;          // or NULL
     const Block *augment;
-    Norm state_norm;             // of what the heads draft from
+    Norm state_norm;             // of the states that the heads draft from
     int32_t n_blocks, n_augment;
-    int32_t K, W, looks_up;      // K: heads; looks_up: whether lookup drafts
-    const float *chances, *prices;  // [2, SOURCES], [MAX_TREE + 2]: generate.Policy's
+    int32_t K, W, looks_up;      // looks_up: whether lookup drafts
+    const float *chances, *prices;  // [2, SOURCES], [MAX_TREE + 2]: see generate.Policy
     float *counts;               // [2, SOURCES, 2], likewise
-    Pass trees, paths;           // over the cache of the model, and that of the augmenting blocks
-    int32_t *lengths, *heads_lengths;  // of these caches, by slot, as all up to `hidden_rows`
+    Pass trees, paths;           // over the model's cache, over the augmenting blocks' cache
+    int32_t *lengths, *heads_lengths;  // of these caches, by slot, like all down to `hidden_rows`
     int32_t *history;            // [slots, history_stride]
-    int32_t *active;             // 0: an idle slot, for which nothing is kept
+    int32_t *active;             // 0: an idle slot
     int64_t *root, *sequence, *seed, history_stride, hidden_stride;
     float *temperature;
     void *state;                 // [slots, C]: what the heads draft from, float32 or bfloat16
     void *hidden_rows;           // [slots, hidden_stride]: hidden states of committed rows
-    int32_t tree_size, drafts, noise;  // of this step. T, or 0: by prices; whether the heads draft
-    int32_t T, P, depths;        // what `step_draft` finds
-    int32_t steps, skipped, patience;  // how often heads were not worth it: see `is_worth`
-    float gains[MAX_DEPTH];      // what a head adds of what is left to guess, a running mean
+    int32_t tree_size, drafts, noise;  // requested: T, or 0 to choose it by prices; whether heads draft
+    int32_t T, P, depths;        // set by `step_draft`
+    int32_t steps, skipped, patience;  // when to try heads again: see `is_worth`
+    float gains[MAX_DEPTH];      // running mean of the share of what is left that a head adds
     int64_t *tree;               // [5, B, T]: tokens, parents, depths, ancestors, sources
     float *probabilities;        // [B, T]
-    int64_t *chain;              // [B, 1 + MAX_CHAIN]: match and tokens of lookup
+    int64_t *chain;              // [B, 1 + MAX_CHAIN]: lookup's match length and tokens
     int64_t *positions, *target; // [B, T]
     int64_t *accepted;           // [B, 3 P + 2]
     float *x, *normed;           // [B, T, C]: the residual stream, its norm
     uint16_t *hidden;            // [B, T, C]: the stream in bfloat16, or NULL
 } Step;
 
-// How many tokens lookup proposes
+// Number of tokens that lookup proposes
 static int chain_size(const Step *s) {
     return s->tree_size ? min(s->tree_size - 1, MAX_CHAIN) : MAX_CHAIN;
 }
 
-// kernels.ngram_lookup of text [last + 1] -> chain [1 + n]
+// kernels.ngram_lookup: fills chain [1 + n] from text [last + 1]
 static void look_up(const int32_t *text, int last, int n, int64_t *chain) {
     int match = 0;
     chain[0] = 0;
@@ -1564,30 +1570,30 @@ static void look_up(const int32_t *text, int last, int n, int64_t *chain) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// draft: kernels.best_tree of what the heads and lookup propose
+// draft: kernels.best_tree of the candidates of heads and lookup
 
-typedef struct {                 // a node that may be in the tree
-    float p;                     // -1: none
-    int32_t source, parent, depth;  // parent: its place in the pool, -1: the root
+typedef struct {                 // a candidate
+    float p;                     // acceptance probability; -1: no candidate
+    int32_t source, parent, depth;  // parent: index in the pool, -1: the root
     int64_t token;
 } Guess;
 
 typedef struct {
     Step *s;
     Beams beams;
-    float *joint;                // [B, K, n], as tokens and parents: `select_candidates`
-    int64_t *tokens, *parents, *guessed;  // guessed [M]: tokens of the beams
+    float *joint;                // [B, K, n], like tokens and parents: see `select_candidates`
+    int64_t *tokens, *parents, *guessed;  // guessed [M]: last tokens of the beams
     uint64_t *keys;              // [M], of the sampler's noise
     float *temperature;          // [M]
-    int n, M, T, tries;          // M: rows of the next head; tries: it runs to see what it adds
-    float rate, floor;           // tokens per second; that times what a node more takes
-    float left, gain;            // what lookup leaves to the next head; what the last one added
+    int n, M, T, tries;          // M: rows of the next head; tries: heads run only to measure gains
+    float rate, floor;           // tokens per second; tokens that a further node must add to pay
+    float left, gain;            // probability left to the next head; what the last head added
 } Draft;
 
 static float clean(float p) { return p > 0 ? fminf(p, 1) : 0; }
 
-// The pool of sequence b: the heads' candidates, then those tokens of lookup that are not among them.
-// -> how many; on_chain [MAX_CHAIN]: where lookup's tokens are in it
+// Fills the pool of sequence b with the heads' candidates and then lookup's tokens, except those that
+// heads propose too. Returns its size; on_chain [MAX_CHAIN]: indices of lookup's tokens in the pool
 static int fill_pool(const Draft *d, int b, Guess *pool, int *on_chain) {
     const Step *s = d->s;
     int slot = slot_of(&s->trees, b), n = d->n, count = 0, above = -1;
@@ -1625,7 +1631,7 @@ static int fill_pool(const Draft *d, int b, Guess *pool, int *on_chain) {
     return count;
 }
 
-// The n likeliest of a pool, best first -> how many
+// Finds the n likeliest candidates of a pool, best first. Returns their number
 static int rank_pool(const Guess *pool, int count, int n, Entry *best) {
     int ranked = 0;
     for (int i = 0; i < count; i++)
@@ -1636,7 +1642,7 @@ static int rank_pool(const Guess *pool, int count, int n, Entry *best) {
     return ranked;
 }
 
-// What is left to guess below the places that the next head reads, and what its last run added
+// Adds to d->left the probability that the next head can still gain, to d->gain what the last one did
 static void weigh_heads(Draft *d, const Guess *pool, const int *on_chain) {
     int depth = d->s->depths, at = (depth - 1) * d->n;
     float left = 0;
@@ -1653,7 +1659,7 @@ static void weigh_heads(Draft *d, const Guess *pool, const int *on_chain) {
             d->gain += fmaxf(pool[i].p - d->floor, 0);
 }
 
-// The T of most tokens per second
+// Chooses the T with the most tokens per second
 static void choose_size(Draft *d) {
     const Step *s = d->s;
     int B = s->trees.B;
@@ -1680,8 +1686,8 @@ static void choose_size(Draft *d) {
     d->floor = d->rate / B * (s->prices[min(d->T + 1, LARGEST)] - s->prices[min(d->T, LARGEST - 1)]);
 }
 
-// Whether the next head is expected to add more tokens than its time is worth. Now and then one runs
-// all the same: for what it adds may have changed
+// Whether the next head is expected to add more tokens than its time costs. Sometimes it runs anyway,
+// since its gain may have changed
 static int is_worth(Draft *d) {
     Step *s = d->s;
     int depth = s->depths;
@@ -1689,7 +1695,7 @@ static int is_worth(Draft *d) {
         return depth < s->tree_size - 1;
     int worth = s->gains[depth] * d->left > d->rate * s->prices[depth ? MAX_TREE + 1 : 0];
     if (depth == 0 && (s->steps < TRIAL / 4 ? s->steps % 2 : s->steps % (TRIAL / 4) == 0))
-        return 0;  // what heads take shows in the steps without them
+        return 0;  // the cost of heads is measured against steps without them
     if (depth)
         return worth || s->steps % TRIAL == depth;
     if (worth || !s->patience)
@@ -1698,14 +1704,14 @@ static int is_worth(Draft *d) {
     d->tries = s->skipped >= s->patience;
     if (d->tries) {
         s->skipped = 0;
-        s->patience *= 2;  // the augmenting blocks are to read what was decoded without them
+        s->patience *= 2;  // a trial is costly: the augmenting blocks must catch up
     }
     return worth || d->tries;
 }
 
 static int augment(Step *s);
 
-// The next depth of candidates
+// Drafts the next depth
 static void draft_depth(Draft *d) {
     Step *s = d->s;
     Beams *a = &d->beams;
@@ -1717,7 +1723,7 @@ static void draft_depth(Draft *d) {
         d->guessed[b] = s->root[slot];
         read_row(s->state, (size_t)slot * C, C, s->trees.bfloat16, a->state + (size_t)b * C);
     }
-    for (int i = 0; depth && reads && i < B * W; i++) {  // the beams that go on
+    for (int i = 0; depth && reads && i < B * W; i++) {  // the beams that continue
         size_t at = ((size_t)(i / W) * s->K + depth - 1) * d->n + i % W;
         const float *from = a->state + (i / W * (d->M / B) + d->parents[at]) * C;
         memcpy(a->x + (size_t)i * C, from, C * sizeof *from);
@@ -1739,7 +1745,7 @@ static void draft_depth(Draft *d) {
     s->depths++;
 }
 
-// Room for the candidates of K heads
+// Allocates the candidates of K heads
 static void begin_heads(Draft *d) {
     Step *s = d->s;
     int B = s->trees.B, C = s->heads->n_embd, W = s->W;
@@ -1794,7 +1800,7 @@ static void build_tree(const Draft *d, int b) {
         s->positions[b * T + i] = s->lengths[slot] + tree[2 * plane + i];
 }
 
-// Fills the tree and positions. Returns 1 if a cache has no room.
+// Fills `tree` and `positions`. Returns 1 if a cache has no room.
 int step_draft(Step *s) {
     Draft d = {.s = s, .T = s->tree_size};
     s->depths = 0;
@@ -1830,7 +1836,7 @@ int step_draft(Step *s) {
 // -------------------------------------------------------------------------------------------------
 // verify, sample, accept, commit
 
-// x [n], rounded to bfloat16
+// Rounds x [n] to bfloat16
 static void round_floats(float *x, int n) {
     for (int i = 0; i < n; i += LANES) {
         vf v = (vf)(__builtin_convertvector(to_bfloat16(load_n(x + i, n - i)), vu) << 16);
@@ -1838,7 +1844,7 @@ static void round_floats(float *x, int n) {
     }
 }
 
-// Fills x, normed and hidden. Returns 1 if there is no such token or no room.
+// Fills `x`, `normed` and `hidden`. Returns 1 for a token out of range or a full cache.
 int step_verify(Step *s) {
     Pass *pass = &s->trees;
     int M = pass->B * pass->T, n = M * s->blocks->n_embd;
@@ -1867,7 +1873,7 @@ void step_sample(Step *s) {
            s->sequence, s->positions, s->target, s->trees.threads);
 }
 
-// kernels.accept_path, with its counts if something drafts
+// kernels.accept_path, counts included
 void step_accept(Step *s) {
     int T = s->T, P = s->P;
     size_t plane = (size_t)s->trees.B * T;
@@ -1905,7 +1911,7 @@ void step_accept(Step *s) {
     }
 }
 
-// Keys or values of a layer, of each sequence's accepted nodes, to the front of its tree
+// Moves the keys or values of a layer, for each sequence's accepted nodes, to the front of its tree
 static void move_path(void *arguments, int unit) {
     const Step *s = arguments;
     const Pass *pass = &s->trees;
@@ -1918,7 +1924,7 @@ static void move_path(void *arguments, int unit) {
                 + slot_of(pass, b) * pass->batch_stride + head * pass->head_stride;
             char *tree = (char *)pass->kv + at / D * size + length_of(pass, b) * size;
             for (int i = 1; i < row[3 * s->P]; i++)
-                if (path[i] != i)  // ids rise: no row is read after it is written
+                if (path[i] != i)  // path[i] increases: no row is read after it is written
                     memcpy(tree + i * size, tree + path[i] * size, size);
         }
     }
@@ -1946,8 +1952,8 @@ void step_commit(Step *s) {
     }
 }
 
-// The augmenting blocks over the committed rows that they have not read -> what the heads draft
-// from, at a root mean square of 1. Returns 1 if their cache has no room.
+// Runs the augmenting blocks over the committed rows that they have not read and writes `state`, what
+// the heads draft from, at a root mean square of 1. Returns 1 if their cache has no room.
 static int augment(Step *s) {
     Pass pass = s->paths;
     const Heads *h = s->heads;
@@ -1994,5 +2000,5 @@ static int augment(Step *s) {
     }
 }
 
-// As `augment`: for who reads on in the augmenting blocks' cache
+// Brings the augmenting blocks' cache up to date, before a prefill continues it
 int step_catch_up(Step *s) { return augment(s); }

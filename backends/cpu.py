@@ -293,7 +293,7 @@ FORMATS = {  # GGUF types that are multiplied without conversion
 
 
 class PackedWeight:
-    """A weight [n, k] and bias [n] in cpu.c's layout. `below`: the weight linked to it by `stack`."""
+    """A weight [n, k] and bias [n] in cpu.c's layout. `below`: the weight that `stack` linked."""
 
     def __init__(self, layout, n, k, bias=None):
         kind, zero, has_minimums, group, scale_bytes = layout
