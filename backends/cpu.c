@@ -1,19 +1,19 @@
-// CPU kernels, the counterpart of the Triton kernels in kernels.py. backends/cpu.py compiles this file.
+// CPU kernels, the counterpart of the Triton kernels in kernels.py; compiled by backends/cpu.py.
 //
 //     pack_rows     packs a weight of 32, 16, 8, 6, 5 or 4 bits from a file's rows
 //     product       rows times a packed weight
 //     unpack_rows   rows of a packed weight: embedding lookup
 //     add_norm      residual add, then RMSNorm or LayerNorm
-//     rope_cache    norm and rotary embedding of queries and keys; writes keys and values to the cache
+//     rope_cache    norm and rotary embedding of queries and keys, keys and values to the cache
 //     attention     of tree nodes, or of a prompt's tokens, over the cache
 //     glu           SiLU or GELU of the gate, times up
 //     run_blocks    transformer blocks, built from the functions above
 //     argmax        the best token of each row of logits, with or without Gumbel noise
 //     step_draft, step_verify, step_sample, step_accept, step_commit: the stages of a decoding step
 //
-// Activations are float32. Row invariance: a row's bits depend only on that row. The order of each
-// sum is fixed, regardless of other rows, the number of threads and the token's cache row. Functions
-// are split into units for the threads; each unit writes its own part of the result.
+// Activations are float32. A row's bits depend only on that row: the order of each sum is fixed,
+// regardless of other rows, the number of threads and the token's cache row. Functions are split
+// into units for the threads; each unit writes its own part of the result.
 //
 // Letters: B sequences, T tokens or nodes of each, M = B * T rows, S cache capacity, V vocabulary,
 // C hidden size, Hq and Hkv query and key/value heads, G = Hq / Hkv, D head size.
@@ -26,9 +26,9 @@
 #include <stdlib.h>
 #include <string.h>
 
-// backends/cpu.py defines LANES (outputs that a packed weight interleaves), GROUP (inputs rounded to 8
-// bits with one scale) and the maxima MAX_TREE (T), MAX_HEAD (D), MAX_DEPTH (K), MAX_CHAIN (tokens
-// proposed by lookup) and LARGEST (T chosen by a step); BINS and SOURCES are those of kernels.py
+// backends/cpu.py defines LANES (outputs that a packed weight interleaves), GROUP (inputs rounded
+// to 8 bits with one scale), BINS, SOURCES (see kernels.py) and the maxima MAX_TREE (T), MAX_HEAD
+// (D), MAX_DEPTH (K), MAX_CHAIN (tokens proposed by lookup) and LARGEST (T chosen by a step)
 #define TILE 8               // most rows multiplied at once
 #define SPLIT 128            // cache positions per unit of attention
 #define SLICE 64             // dimensions of a head that are accumulated in registers
@@ -88,7 +88,7 @@ typedef struct {                 // a forward pass: what its blocks share
     int32_t B, T, threads, bfloat16;  // bfloat16: dtype of keys, values and rope, else float32
     int32_t rows, rope_rows;     // of the cache, S, and of a rope table
     const int32_t *slots;        // [B]: indices of the sequences in lengths and kv; NULL: 0, 1, ...
-    const int32_t *lengths;      // committed rows of the cache, by slot
+    const int32_t *lengths;      // rows in the cache before these tokens, by slot
     const int64_t *ancestors;    // [B, T] bitmasks of tree nodes; NULL: tokens of a prompt
     const int64_t *positions;    // [B, T]
     const void *rope[2];         // [rope_rows, 2, D]: cosine, signed sine; or NULL
@@ -113,8 +113,8 @@ INLINE int length_of(const Pass *pass, int b) { return pass->lengths[slot_of(pas
 // -------------------------------------------------------------------------------------------------
 // Dot products: the only part that is specific to a processor
 //
-// dot4 adds w[0] x[0] + ... + w[3] x[3] to each lane: w is the lane's four bytes, x is shared by all
-// lanes. dot2 adds two products of bfloat16. OFFSET is 128 if w is unsigned, else 0: see `product`.
+// dot4 adds w[0] x[0] + ... + w[3] x[3] to each lane: w is the lane's four bytes, all lanes share
+// x. dot2 adds two products of bfloat16. OFFSET is 128 if w is unsigned, else 0: see `product`.
 
 #if !defined(PLAIN) && defined(__AVX2__)
 #include <immintrin.h>
@@ -219,7 +219,8 @@ static void *run_thread(void *number) {
 
 // Calls the function for each unit; size: numbers in a unit
 static void parallel(Function *function, void *arguments, int units, int64_t size, int threads) {
-    if (threads < 2 || units < 2 || units * size < MIN_WORK || pthread_mutex_trylock(&pool.caller)) {
+    if (threads < 2 || units < 2 || units * size < MIN_WORK
+            || pthread_mutex_trylock(&pool.caller)) {
         for (int unit = 0; unit < units; unit++)
             function(arguments, unit);
         return;
@@ -354,7 +355,7 @@ INLINE vi from_int8(vb x) {
                       v = f(v, SWAP(v, 1)), v[0])
 
 INLINE vf add(vf a, vf b) { return a + b; }
-INLINE vf larger(vf a, vf b) { return select_lanes((a > b) | (a != a), a, b); }  // keeps a NaN in a
+INLINE vf larger(vf a, vf b) { return select_lanes((a > b) | (a != a), a, b); }  // NaN if either is
 INLINE float sum_lanes(vf v) { return REDUCE(add, v); }
 INLINE float max_lanes(vf v) { return REDUCE(larger, v); }
 
@@ -406,7 +407,7 @@ INLINE vf vexp(vf x) {           // 2^n e^r, |r| <= ln(2) / 2; 0 below 2^-126
     return select_lanes(x == x, select_lanes(x < -87.0f, splat(0), result), x);
 }
 
-INLINE vf vlog(vf x) {           // n ln(2) + log(1 + f), sqrt(1/2) <= 1 + f < sqrt(2); x > 0, normal
+INLINE vf vlog(vf x) {           // n ln(2) + log(1 + f), sqrt(1/2) <= 1 + f < sqrt(2); normal x > 0
     static const float c[] = {7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f,
                               -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
                               2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f};
@@ -421,28 +422,25 @@ INLINE vf vlog(vf x) {           // n ln(2) + log(1 + f), sqrt(1/2) <= 1 + f < s
 //
 //   y[m, n] = sum_k x[m, k] w[n, k] + bias[n]
 //
-// A float32 weight multiplies float32 rows, a bfloat16 weight rows rounded to bfloat16. For weights of
-// 8 bits and less each group of 32 inputs is rounded to 8 bits, x = scale * q. With w = scale' * (p -
-// zero) + minimum', the group adds scale scale' sum(q (p - zero)) + minimum' scale sum(q) in float32;
-// the sums are of integers, so they are exact in any order. scale' is a float, or, as in llama.cpp's K
-// types, an int8 times a float16 that is shared by 256 inputs.
+// A float32 weight multiplies float32 rows, a bfloat16 weight rows rounded to bfloat16. For weights
+// of 8 bits and less each group of 32 inputs is rounded to 8 bits, x = scale * q. With w = scale' *
+// (p - zero) + minimum', the group adds scale scale' sum(q (p - zero)) + minimum' scale sum(q) in
+// float32; the sums are of integers, so they are exact in any order. scale' is a float, or, as in
+// llama.cpp's K types, an int8 times a float16 that 256 inputs share. INT6: a scale per 16 inputs.
 //
-// Weights are packed in blocks of 16 outputs, one per lane, so no sum crosses lanes. Inputs are padded
-// with zeros to a multiple of 4, or of 32 if quantized.
+// Weights are packed in blocks of 16 outputs, one per lane, so no sum crosses lanes. Inputs are
+// padded with zeros to a multiple of 4, or of 32 if quantized.
 //
 //     FLOAT32    [n / 16][k][16]
 //     BFLOAT16   [n / 16][k / 2][16][2]
-//     INT8       [n / 16][k / 4][16][4], plus 128, which is subtracted from the weights if OFFSET is 0,
-//                else from the sums
-//     INT4       [n / 16][k / 8][16][4]: four inputs in the low halves of the bytes, the next four in
-//                the high halves
-//     INT5       groups as in INT4, each followed by the upper bits: bit j of a byte is word j's
-//     INT6       likewise: bits 2 j and 2 j + 1 are word j's and, in another 64 bytes, word 4 + j's;
-//                a scale for 16 inputs
+//     INT8       [n / 16][k / 4][16][4], plus 128: subtracted from w if OFFSET is 0, else from sums
+//     INT4       [n / 16][k / 8][16][4]: 4 inputs in the bytes' low halves, 4 in the high halves
+//     INT5       groups as INT4's, each followed by 64 bytes: bit j is an upper bit of word j
+//     INT6       likewise by 2 x 64 bytes: bits 2 j and 2 j + 1 of part i are word 4 i + j's
 //
-// Memory traffic: the weight once, 0.5 to 4 bytes per number, and its scales. That is the time of up to
-// about 8 rows. More rows are split into tiles of equal size, all of which multiply a block while it is
-// in the CPU's cache.
+// Memory traffic: the weight once, 0.5 to 4 bytes per number, and its scales. That bounds the time
+// up to about 8 rows. More rows are split into tiles of equal size, all of which multiply a block
+// while it is in the CPU's cache.
 
 typedef struct {                 // 8, 16 or 32 inputs of a row, ready to multiply
     int32_t words[8];            // each a float32, two bfloat16 or four bytes
@@ -489,7 +487,8 @@ static void round_groups(const float *x, int n, Group *group, int stride) {
         upper[i] = __builtin_convertvector(r, vf);
     }
     vf first = fold_sum(part), second = fold_sum(upper), scaled = scale * (first + second);
-    vi minus[2] = {-__builtin_convertvector(first + second, vi), -__builtin_convertvector(first, vi)};
+    vi minus[2] = {-__builtin_convertvector(first + second, vi),
+                   -__builtin_convertvector(first, vi)};
     for (int i = 0; i * GROUP < n && i < LANES; i++) {
         group[i * stride].scale = scale[i];
         group[i * stride].sum = scaled[i];
@@ -514,9 +513,10 @@ static void prepare_row(void *arguments, int m) {
     }
 }
 
-// The float16 factors of 256 inputs' scales, or of their minimums
+// The factors of 256 inputs' scales, or of their minimums
 INLINE vf load_tops(const Linear *w, int minimum, size_t chunk) {
-    return from_float16(load_halves((uint16_t *)w->tops + (2 * chunk + minimum) * LANES, LANES));
+    const uint16_t *tops = (const uint16_t *)w->tops + (2 * chunk + minimum) * LANES;
+    return w->tops ? from_float16(load_halves(tops, LANES)) : splat(1);
 }
 
 // 16 scales or minimums, number `at`; tops: their factors, if w has them
@@ -537,7 +537,7 @@ INLINE vi load_word(const char *group, int j, int kind) {
     vu lower = (vu)load(group + j / 2 * 64) >> j % 2 * 4 & 0x0f0f0f0f;
     if (kind == INT4)
         return (vi)lower;
-    int at = kind == INT5 ? j : j % 4 * 2;  // the upper bits' place in each byte; they move to bit 4
+    int at = kind == INT5 ? j : j % 4 * 2;  // where the upper bits are; they move to bit 4
     vu upper = (vu)load(group + 256 + (kind == INT5 ? 0 : j / 4 * 64));
     upper = at < 4 ? upper << (4 - at) : upper >> (at - 4);
     return (vi)(lower | (upper & (kind == INT5 ? 0x10101010 : 0x30303030)));
@@ -634,7 +634,8 @@ INLINE int blocks_of(const Linear *w) { return (w->n + LANES - 1) / LANES; }
 static void product_unit(void *arguments, int unit) {
     const Product *p = arguments;
     const Linear *w = p->w;
-    int end = min((unit + 1) * p->per_unit, p->blocks), before = 0, at = 0;  // blocks, outputs before w
+    int end = min((unit + 1) * p->per_unit, p->blocks);
+    int before = 0, at = 0;      // blocks and outputs before w
     for (int block = unit * p->per_unit; block < end; block++) {
         for (; block - before >= blocks_of(w); w = w->next) {
             before += blocks_of(w);
@@ -680,17 +681,15 @@ static void unpack_quantized(const Linear *w, int row, float *out) {
     for (int i = 0; i < w->k; i += 4) {
         size_t group = first + i / GROUP, at = (first * GROUP + i) / w->group;
         vi word = load_word((const char *)w->values + group * size, i % GROUP / 4, w->kind);
-        vf tops[2] = {splat(1), splat(1)};
-        for (int which = 0; w->tops && which < 2; which++)
-            tops[which] = load_tops(w, which, group / 8);
-        float scale = load_scales(w, w->scales, at, tops[0])[lane];
-        float minimum = w->minimums ? load_scales(w, w->minimums, at, tops[1])[lane] : 0;
+        float scale = load_scales(w, w->scales, at, load_tops(w, 0, group / 8))[lane], minimum = 0;
+        if (w->minimums)
+            minimum = load_scales(w, w->minimums, at, load_tops(w, 1, group / 8))[lane];
         for (int j = 0; j < min(w->k - i, 4); j++)
             out[i + j] = ((word[lane] >> 8 * j & 255) - w->zero) * scale + minimum;
     }
 }
 
-// Rows of a weight and the weights linked to it: out [count, k]. Returns 1 if a row is out of range.
+// Rows of a weight and those linked to it: out [count, k]. Returns 1 if a row is out of range.
 int unpack_rows(const Linear *weights, const int64_t *rows, int count, float *out) {
     for (int m = 0; m < count; m++, out += weights->k) {
         const Linear *w = weights;
@@ -707,9 +706,9 @@ int unpack_rows(const Linear *weights, const int64_t *rows, int count, float *ou
 // -------------------------------------------------------------------------------------------------
 // pack_rows
 //
-// Converts the rows of a file or a tensor to blocks of 16 outputs. FLOATS: numbers of the weight's own
-// kind. BYTES: its quantized numbers, one per byte, without scales. The others are llama.cpp's types,
-// numbered as in ggml.h; ggml-common.h describes their blocks of 32 or 256 inputs.
+// Converts the rows of a file or a tensor to blocks of 16 outputs. FLOATS: numbers of the weight's
+// own kind. BYTES: its quantized numbers, one per byte, without scales. The others are llama.cpp's
+// types, numbered as in ggml.h; ggml-common.h describes their blocks of 32 or 256 inputs.
 
 enum { FLOATS = -2, BYTES = -1, Q4_0 = 2, Q4_1, Q5_0 = 6, Q5_1, Q8_0, Q4_K = 12, Q5_K, Q6_K,
        IQ4_NL = 20, IQ4_XS = 23 };
@@ -916,7 +915,8 @@ static void norm_row(const Norm *norm, const float *x, int n, float *out) {
 static void add_norm_row(void *arguments, int m) {
     const Call *a = arguments;
     int C = a->block->n_embd;
-    float *x = a->x + (size_t)m * C, *delta = a->delta + (size_t)m * C, *out = a->out + (size_t)m * C;
+    float *x = a->x + (size_t)m * C, *delta = a->delta + (size_t)m * C;
+    float *out = a->out + (size_t)m * C;
     if (a->delta && a->post->weight)
         norm_row(a->post, delta, C, delta);
     for (int i = 0; a->delta && i < C; i++)
@@ -970,18 +970,17 @@ static void rope_cache_row(void *arguments, int m) {
 // -------------------------------------------------------------------------------------------------
 // attention
 //
-//   out[m, h] = sum_s softmax_s(scale * q[m, h] . k[s]) v[s], over the rows s that m sees; details and
-//   ALiBi as in kernels.tree_attention
+//   out[m, h] = sum_s softmax_s(scale * q[m, h] . k[s]) v[s], over the rows s that m sees; details
+//   and ALiBi as in kernels.tree_attention
 //
-// A query sees one cache row per position: the committed rows, then its ancestors' rows. Sums run over
-// positions, in splits of 128, so they do not depend on which rows hold the ancestors; the splits of a
-// query are then added in order. A unit is one split of one kv head, for up to 64 nodes.
+// A query sees one cache row per position: the committed rows, then its ancestors' rows. Sums run
+// over positions, in splits of 128, so they do not depend on which rows hold the ancestors; the
+// splits of a query are then added in order. A unit is a split of a kv head, for up to 64 nodes.
 //
 // Memory traffic: keys and values, once per 64 nodes.
 
-// Query heads head .. head + n - 1, which share keys [D, SPLIT] and values [SPLIT, padded]. A row of
-// part [n, width] holds the weighted sum of values, zeros up to `padded`, the sum and the maximum of
-// the weights
+// One split for n query heads that share keys [D, SPLIT] and values [SPLIT, padded]. Rows of part
+// [n, width]: weighted sum of the values, zeros up to `padded`, sum of the weights, maximum score
 INLINE void attend_heads(const Call *a, int m, int head, int n, int start, const float *keys,
                          const float *values, float *part) {
     const Block *c = a->block;
@@ -1149,8 +1148,8 @@ void attention(const Block *block, const Pass *pass, float *q, float *out) {
 // -------------------------------------------------------------------------------------------------
 // glu
 //
-//   y = act(gate) * up, or act(up) if not gated; silu(x) = x / (1 + e^-x); the tanh approximation of
-//   gelu(x) = x / (1 + e^-2u), u = sqrt(2 / pi) (x + 0.044715 x^3)
+//   y = act(gate) * up, or act(up) if not gated; silu(x) = x / (1 + e^-x); gelu(x), by its tanh
+//   approximation, is x / (1 + e^-2u) with u = sqrt(2 / pi) (x + 0.044715 x^3)
 
 static void glu_row(void *arguments, int m) {
     const Call *a = arguments;
@@ -1180,8 +1179,7 @@ static int lacks_rows(const Pass *pass) {
     return 0;
 }
 
-// x [M, C], the residual stream, is changed in place; normed [M, C] receives its norm. Returns 1 if
-// the cache has no room.
+// x [M, C]: residual stream, in place; normed [M, C]: its norm. Returns 1 if the cache has no room.
 int run_blocks(const Block *blocks, int count, const Norm *last, const Pass *first, float *x,
                float *normed) {
     Pass pass = *first;
@@ -1221,8 +1219,8 @@ int run_blocks(const Block *blocks, int count, const Norm *last, const Pass *fir
 // -------------------------------------------------------------------------------------------------
 // argmax
 //
-//   argmax_t(logits[m, t] / temperature[b] + gumbel(seed[b], sequence[b], position[m], t)), b being
-//   row m's sequence; at temperature 0, argmax_t(logits[m, t]). Ties go to the lowest t; NaN never wins
+//   argmax_t(logits[m, t] / temperature[b] + gumbel(seed[b], sequence[b], position[m], t)), where b
+//   is row m's sequence; argmax_t(logits[m, t]) at temperature 0. The lowest t of equals, never NaN
 
 typedef struct { float score; int token; } Best;
 
@@ -1301,8 +1299,8 @@ void argmax(const float *logits, int M, int V, int T, const float *temperature, 
     best_tokens(&a, M, out, threads);
 }
 
-// The next token of each of M tokens at these positions: the `argmax` of their logits, computed for a
-// few sequences at a time to save memory. temperature NULL: greedy, no noise
+// Samples the next token of M tokens at these positions: the `argmax` of their logits, computed for
+// a few sequences at a time to save memory. temperature NULL: greedy
 void sample(const Linear *w, const float *x, int M, int T, const int32_t *slots,
             const float *temperature, const int64_t *seed, const int64_t *sequence,
             const int64_t *position, int64_t *out, int threads) {
@@ -1324,8 +1322,7 @@ void sample(const Linear *w, const float *x, int M, int T, const int32_t *slots,
 //   s = s + cos(Wq norm(s), Wk e) * (Wv e), per attention head; or s + W [norm(s), e] + b
 //   z = s + silu(W s + b), or W [s, e] + b;  log-probabilities = log_softmax(rows norm(z))
 //
-// A row is a beam; at the first depth, and if heads read no tokens, it is a sequence, whose beams
-// would all be equal.
+// Rows are beams, or sequences where all beams are equal: at depth 0 and if heads read no tokens.
 
 enum { NO_MIX, ATTENTION, CONCAT };
 
@@ -1336,12 +1333,12 @@ typedef struct {
 } Head;
 
 typedef struct {
-    int32_t n_embd, n_head, n_weights, mix, linear;  // linear: projector W [s, e] + b, else ResBlock
+    int32_t n_embd, n_head, n_weights, mix, linear;  // linear: z = W [s, e] + b
     float scale;                 // of e
     const Head *heads;           // [n_weights]; the last one serves all further depths
     const Head *mix_in;          // mixes in the root before the augmenting blocks, or NULL
     Norm norm;
-    Linear rows, table;          // LM head of the draft vocabulary, of all tokens; e: rows of `table`
+    Linear rows, table;          // LM head for the draft vocabulary, for all tokens; e is its row
     const int32_t *ids;          // token ids of the draft vocabulary; NULL: 0, 1, ...
 } Heads;
 
@@ -1352,8 +1349,8 @@ typedef struct {                 // arguments of the functions below
     float *logits, *logprobs;    // [BEAMS, V], [M, W]
     int64_t *proposed;           // [M, W]: tokens
     int first, W;                // first: the row of logits[0]
-    const float *temperature;    // [M]
-    const uint64_t *keys;        // [M] of the noise
+    float *temperature;          // [M]
+    uint64_t *keys;              // [M], of the sampler's noise
 } Beams;
 
 // Divides memory among the buffers of M rows
@@ -1424,14 +1421,14 @@ static void last_norm_row(void *arguments, int m) {
     norm_row(&a->heads->norm, y, C, a->x + (size_t)m * C);
 }
 
-typedef struct { float score; int64_t key; int at; } Entry;  // of equal scores the lower key is first
+typedef struct { float score; int64_t key; int at; } Entry;  // by score, then the lower key
 
 INLINE int outranks(Entry a, Entry b) {
     return a.score > b.score || (a.score == b.score && a.key < b.key);
 }
 
 // Inserts an entry into the n best, sorted, if it is one of them; scores are not NaN
-static void keep(Entry *best, int *count, int n, Entry entry) {
+static void insert(Entry *best, int *count, int n, Entry entry) {
     if (*count == n && (n == 0 || !outranks(entry, best[n - 1])))
         return;
     int i = *count < n ? (*count)++ : n - 1;
@@ -1462,14 +1459,14 @@ static void best_tokens_row(void *arguments, int row) {
     Entry top[MAX_TREE];
     for (int i = 0; i < V; i++)
         if (count < W || x[i] > top[W - 1].score)
-            keep(top, &count, W, (Entry){x[i] == x[i] ? x[i] : -INFINITY, i, i});
+            insert(top, &count, W, (Entry){x[i] == x[i] ? x[i] : -INFINITY, i, i});
     for (int i = 0; i < W; i++) {
         a->logprobs[out + i] = top[i].score - log_sum;
         a->proposed[out + i] = a->heads->ids ? a->heads->ids[top[i].at] : top[i].at;
     }
 }
 
-// Computes logprobs and proposed from the states of M beams, which are updated, and their last tokens
+// Computes logprobs and proposed from the states of M beams, which it updates, and their tokens
 static void run_head(Beams *a, const int64_t *tokens, int M, int threads) {
     const Heads *h = a->heads;
     int C = h->n_embd;
@@ -1488,28 +1485,6 @@ static void run_head(Beams *a, const int64_t *tokens, int M, int threads) {
     }
 }
 
-// kernels.select_candidates. logprobs, tokens [B, w, W]; fills [:, depth] of joint, chosen and parents
-// [B, K, n]
-void select_candidates(const float *logprobs, const int64_t *tokens, int B, int w, int W, int K,
-                       int n, int depth, float *joint, int64_t *chosen, int64_t *parents) {
-    for (int b = 0; b < B; b++) {
-        size_t out = ((size_t)b * K + depth) * n;
-        Entry best[MAX_TREE];
-        int count = 0;
-        for (int i = 0; i < (depth ? W * W : W); i++) {
-            size_t at = ((size_t)b * w + (w > 1 ? i / W : 0)) * W + i % W;
-            float logprob = logprobs[at] > 0 ? 0 : logprobs[at] <= 0 ? logprobs[at] : -INFINITY;
-            float above = depth ? joint[out - n + i / W] : 0;
-            keep(best, &count, n, (Entry){above + logprob, tokens[at] << 16 | i, i});
-        }
-        for (int i = 0; i < n; i++) {
-            joint[out + i] = i < count ? best[i].score : -INFINITY;
-            chosen[out + i] = i < count ? best[i].key >> 16 : 0;
-            parents[out + i] = i < count ? best[i].at / W : -1;
-        }
-    }
-}
-
 // -------------------------------------------------------------------------------------------------
 // A step: one function for each stage of generate.Decoder, on the sequences in some of the slots
 
@@ -1523,7 +1498,7 @@ typedef struct {
     const Block *augment;
     Norm state_norm;             // of the states that the heads draft from
     int32_t n_blocks, n_augment;
-    int32_t K, W, looks_up;      // looks_up: whether lookup drafts
+    int32_t K, W, with_lookup;   // with_lookup: whether lookup drafts
     const float *chances, *prices;  // [2, SOURCES], [MAX_TREE + 2]: see generate.Policy
     float *counts;               // [2, SOURCES, 2], likewise
     Pass trees, paths;           // over the model's cache, over the augmenting blocks' cache
@@ -1534,7 +1509,7 @@ typedef struct {
     float *temperature;
     void *state;                 // [slots, C]: what the heads draft from, float32 or bfloat16
     void *hidden_rows;           // [slots, hidden_stride]: hidden states of committed rows
-    int32_t tree_size, drafts, noise;  // requested: T, or 0 to choose it by prices; whether heads draft
+    int32_t tree_size, with_heads, noise;  // requested: T, or 0 to choose it by `prices`
     int32_t T, P, depths;        // set by `step_draft`
     int32_t steps, skipped, patience;  // when to try heads again: see `is_worth`
     float gains[MAX_DEPTH];      // running mean of the share of what is left that a head adds
@@ -1576,25 +1551,23 @@ typedef struct {                 // a candidate
     float p;                     // acceptance probability; -1: no candidate
     int32_t source, parent, depth;  // parent: index in the pool, -1: the root
     int64_t token;
-} Guess;
+} Candidate;
 
 typedef struct {
     Step *s;
     Beams beams;
     float *joint;                // [B, K, n], like tokens and parents: see `select_candidates`
     int64_t *tokens, *parents, *guessed;  // guessed [M]: last tokens of the beams
-    uint64_t *keys;              // [M], of the sampler's noise
-    float *temperature;          // [M]
-    int n, M, T, tries;          // M: rows of the next head; tries: heads run only to measure gains
+    int n, M, T, is_trial;       // M: rows of the next head; is_trial: see `is_worth`
     float rate, floor;           // tokens per second; tokens that a further node must add to pay
     float left, gain;            // probability left to the next head; what the last head added
 } Draft;
 
-static float clean(float p) { return p > 0 ? fminf(p, 1) : 0; }
+static float probability(float p) { return p > 0 ? fminf(p, 1) : 0; }
 
-// Fills the pool of sequence b with the heads' candidates and then lookup's tokens, except those that
-// heads propose too. Returns its size; on_chain [MAX_CHAIN]: indices of lookup's tokens in the pool
-static int fill_pool(const Draft *d, int b, Guess *pool, int *on_chain) {
+// Fills the pool of sequence b: the heads' candidates, then tokens that only lookup proposes.
+// Returns its size; on_chain [MAX_CHAIN]: indices of lookup's tokens in the pool, then -1
+static int fill_pool(const Draft *d, int b, Candidate *pool, int *on_chain) {
     const Step *s = d->s;
     int slot = slot_of(&s->trees, b), n = d->n, count = 0, above = -1;
     const float *chances = s->chances + (s->temperature[slot] > 0) * SOURCES;
@@ -1604,21 +1577,23 @@ static int fill_pool(const Draft *d, int b, Guess *pool, int *on_chain) {
         float x = fminf(fmaxf(-4 * d->joint[at], 0), BINS - 1);
         x = d->joint[at] == d->joint[at] ? x : BINS - 1;
         int bin = min(x, BINS - 2);
-        float low = chances[bin + 1], p = fmaxf(chances[bin] + (low - chances[bin]) * (x - bin), low);
-        p = depth ? fminf(clean(p), pool[max(parent, 0)].p) : clean(p);
-        pool[count] = (Guess){d->parents[at] < 0 ? -1 : p, x, parent, depth + 1, d->tokens[at]};
+        float low = chances[bin + 1];
+        float p = fmaxf(chances[bin] + (low - chances[bin]) * (x - bin), low);
+        p = depth ? fminf(probability(p), pool[max(parent, 0)].p) : probability(p);
+        pool[count] = (Candidate){d->parents[at] < 0 ? -1 : p, x, parent, depth + 1, d->tokens[at]};
     }
     const int64_t *chain = s->chain + b * (1 + MAX_CHAIN);
-    int length = s->looks_up && chain[0] ? chain_size(s) : 0;
-    float p = 1, chance = clean(chances[BINS + chain[0] * (length > 0)]);
+    int length = s->with_lookup && chain[0] ? chain_size(s) : 0;
+    float p = 1, chance = probability(chances[BINS + chain[0] * (length > 0)]);
     for (int j = 0; j < length; j++) {
         int i = j * n, end = j < s->depths ? i + n : i;
-        while (i < end && (pool[i].p < 0 || pool[i].token != chain[1 + j] || pool[i].parent != above))
+        while (i < end && (pool[i].p < 0 || pool[i].token != chain[1 + j]
+                           || pool[i].parent != above))
             i++;
         p *= chance;
         if (i == end) {
             i = count;
-            pool[count++] = (Guess){-1, 0, above, j + 1, chain[1 + j]};
+            pool[count++] = (Candidate){-1, 0, above, j + 1, chain[1 + j]};
         }
         if (p > pool[i].p) {
             pool[i].p = p;
@@ -1632,18 +1607,18 @@ static int fill_pool(const Draft *d, int b, Guess *pool, int *on_chain) {
 }
 
 // Finds the n likeliest candidates of a pool, best first. Returns their number
-static int rank_pool(const Guess *pool, int count, int n, Entry *best) {
+static int rank_pool(const Candidate *pool, int count, int n, Entry *best) {
     int ranked = 0;
     for (int i = 0; i < count; i++)
         if (pool[i].p >= 0) {
             int64_t key = (int64_t)pool[i].depth << 56 | pool[i].token << 16 | i;
-            keep(best, &ranked, n, (Entry){pool[i].p, key, i});
+            insert(best, &ranked, n, (Entry){pool[i].p, key, i});
         }
     return ranked;
 }
 
-// Adds to d->left the probability that the next head can still gain, to d->gain what the last one did
-static void weigh_heads(Draft *d, const Guess *pool, const int *on_chain) {
+// Adds up what the next head can gain, d->left, and what the last head gained, d->gain
+static void weigh_heads(Draft *d, const Candidate *pool, const int *on_chain) {
     int depth = d->s->depths, at = (depth - 1) * d->n;
     float left = 0;
     for (int i = 0; i < (depth ? d->s->W : 1); i++) {
@@ -1668,7 +1643,7 @@ static void choose_size(Draft *d) {
     d->left = d->gain = d->rate = 0;
     d->T = 1;
     for (int b = 0; b < B; b++) {
-        Guess pool[MAX_CANDIDATES];
+        Candidate pool[MAX_CANDIDATES];
         Entry best[LARGEST];
         int on_chain[MAX_CHAIN + 1] = {-1};
         int ranked = rank_pool(pool, fill_pool(d, b, pool, on_chain), LARGEST - 1, best);
@@ -1683,11 +1658,11 @@ static void choose_size(Draft *d) {
             d->T = T;
         }
     }
-    d->floor = d->rate / B * (s->prices[min(d->T + 1, LARGEST)] - s->prices[min(d->T, LARGEST - 1)]);
+    int next = min(d->T + 1, LARGEST);
+    d->floor = d->rate / B * (s->prices[next] - s->prices[next - 1]);
 }
 
-// Whether the next head is expected to add more tokens than its time costs. Sometimes it runs anyway,
-// since its gain may have changed
+// Whether to run the next head: it should add more tokens than its time costs, or it is tried again
 static int is_worth(Draft *d) {
     Step *s = d->s;
     int depth = s->depths;
@@ -1701,260 +1676,17 @@ static int is_worth(Draft *d) {
     if (worth || !s->patience)
         s->patience = TRIAL;
     s->skipped = worth ? 0 : s->skipped + 1;
-    d->tries = s->skipped >= s->patience;
-    if (d->tries) {
+    d->is_trial = s->skipped >= s->patience;
+    if (d->is_trial) {
         s->skipped = 0;
         s->patience *= 2;  // a trial is costly: the augmenting blocks must catch up
     }
-    return worth || d->tries;
+    return worth || d->is_trial;
 }
 
-static int augment(Step *s);
-
-// Drafts the next depth
-static void draft_depth(Draft *d) {
-    Step *s = d->s;
-    Beams *a = &d->beams;
-    const Heads *h = s->heads;
-    int B = s->trees.B, C = h->n_embd, depth = s->depths, W = s->W, threads = s->trees.threads;
-    int reads = h->mix != NO_MIX || h->linear;
-    for (int b = 0; depth == 0 && b < B; b++) {
-        int slot = slot_of(&s->trees, b);
-        d->guessed[b] = s->root[slot];
-        read_row(s->state, (size_t)slot * C, C, s->trees.bfloat16, a->state + (size_t)b * C);
-    }
-    for (int i = 0; depth && reads && i < B * W; i++) {  // the beams that continue
-        size_t at = ((size_t)(i / W) * s->K + depth - 1) * d->n + i % W;
-        const float *from = a->state + (i / W * (d->M / B) + d->parents[at]) * C;
-        memcpy(a->x + (size_t)i * C, from, C * sizeof *from);
-        d->guessed[i] = d->tokens[at];
-    }
-    if (depth && reads) {
-        d->M = B * W;
-        memcpy(a->state, a->x, (size_t)d->M * C * sizeof *a->x);
-    }
-    for (int m = 0; m < d->M; m++) {
-        int slot = slot_of(&s->trees, m / (d->M / B));
-        d->temperature[m] = s->temperature[slot];
-        d->keys[m] = noise_key(s->seed[slot], s->sequence[slot], s->lengths[slot] + depth + 1);
-    }
-    a->head = h->heads + min(depth, h->n_weights - 1);
-    run_head(a, d->guessed, d->M, threads);
-    select_candidates(a->logprobs, a->proposed, B, d->M / B, W, s->K, d->n, depth, d->joint,
-                      d->tokens, d->parents);
-    s->depths++;
-}
-
-// Allocates the candidates of K heads
-static void begin_heads(Draft *d) {
-    Step *s = d->s;
-    int B = s->trees.B, C = s->heads->n_embd, W = s->W;
-    d->n = min(W * W, MAX_TREE - 1);
-    size_t rows = (size_t)B * W, found = (size_t)B * s->K * d->n;
-    size_t integers = rows * (2 + W) + 2 * found, logits = min(rows, BEAMS) * s->heads->rows.n;
-    d->guessed = scratch(DRAFT, integers * sizeof *d->guessed
-                         + (logits + found + rows * (7 * C + W + 1)) * sizeof(float));
-    d->tokens = d->guessed + rows * (1 + W);
-    d->parents = d->tokens + found;
-    d->keys = (uint64_t *)(d->parents + found);
-    d->joint = (float *)(d->keys + rows);
-    d->beams = (Beams){.heads = s->heads, .W = W, .proposed = d->guessed + rows, .keys = d->keys};
-    set_rows(&d->beams, d->joint + found, rows);
-    d->beams.logprobs = d->beams.kv + rows * 2 * C;
-    d->beams.logits = d->beams.logprobs + rows * W;
-    d->temperature = d->beams.logits + logits;
-    d->beams.temperature = d->temperature;
-    d->M = B;
-}
-
-static void set_node(int64_t *tree, size_t plane, int node, int64_t parent, const Guess *guess) {
-    tree[node] = guess->token;
-    tree[plane + node] = parent;
-    tree[2 * plane + node] = guess->depth;
-    tree[3 * plane + node] = tree[3 * plane + parent] | (int64_t)((uint64_t)1 << node);
-    tree[4 * plane + node] = guess->source;
-}
-
-static void build_tree(const Draft *d, int b) {
-    const Step *s = d->s;
-    int T = s->T, slot = slot_of(&s->trees, b), on_chain[MAX_CHAIN + 1], ranked = 0;
-    size_t plane = (size_t)s->trees.B * T;
-    int64_t *tree = s->tree + b * T;
-    Guess pool[MAX_CANDIDATES];
-    Entry best[MAX_TREE];
-    uint8_t node_of[MAX_CANDIDATES];
-    for (int i = 0; i < 5; i++)
-        memset(tree + i * plane, i == 4 ? -1 : 0, T * sizeof *tree);
-    memset(s->probabilities + b * T, 0, T * sizeof *s->probabilities);
-    tree[0] = s->root[slot];
-    tree[3 * plane] = s->probabilities[b * T] = 1;
-    if (T > 1)
-        ranked = rank_pool(pool, fill_pool(d, b, pool, on_chain), T - 1, best);
-    for (int node = 1; node <= ranked; node++) {
-        const Guess *guess = pool + best[node - 1].at;
-        node_of[best[node - 1].at] = node;
-        set_node(tree, plane, node, guess->parent < 0 ? 0 : node_of[guess->parent], guess);
-        s->probabilities[b * T + node] = guess->p;
-    }
-    for (int i = 0; i < T; i++)
-        s->positions[b * T + i] = s->lengths[slot] + tree[2 * plane + i];
-}
-
-// Fills `tree` and `positions`. Returns 1 if a cache has no room.
-int step_draft(Step *s) {
-    Draft d = {.s = s, .T = s->tree_size};
-    s->depths = 0;
-    s->steps++;
-    for (int b = 0; s->looks_up && b < s->trees.B; b++) {
-        int slot = slot_of(&s->trees, b);
-        look_up(s->history + slot * s->history_stride, s->lengths[slot], MAX_CHAIN,
-                s->chain + b * (1 + MAX_CHAIN));
-    }
-    if (!s->tree_size)
-        choose_size(&d);
-    while (s->drafts && s->depths < s->K && is_worth(&d)) {
-        float left = d.left;
-        if (s->depths == 0) {
-            if (augment(s))
-                return 1;
-            begin_heads(&d);
-        }
-        draft_depth(&d);
-        if (s->tree_size)
-            continue;
-        choose_size(&d);
-        float *gain = s->gains + s->depths - 1;
-        *gain += left > 0 ? (d.tries ? 0.25f : 0.05f) * (d.gain / left - *gain) : 0;
-    }
-    s->T = s->trees.T = d.T;
-    s->P = min(s->T, 1 + max(s->K, MAX_CHAIN));
-    for (int b = 0; b < s->trees.B; b++)
-        build_tree(&d, b);
-    return 0;
-}
-
-// -------------------------------------------------------------------------------------------------
-// verify, sample, accept, commit
-
-// Rounds x [n] to bfloat16
-static void round_floats(float *x, int n) {
-    for (int i = 0; i < n; i += LANES) {
-        vf v = (vf)(__builtin_convertvector(to_bfloat16(load_n(x + i, n - i)), vu) << 16);
-        copy_n(x + i, &v, n - i, sizeof *x);
-    }
-}
-
-// Fills `x`, `normed` and `hidden`. Returns 1 for a token out of range or a full cache.
-int step_verify(Step *s) {
-    Pass *pass = &s->trees;
-    int M = pass->B * pass->T, n = M * s->blocks->n_embd;
-    pass->positions = s->positions;
-    pass->ancestors = s->tree + 3 * M;
-    if (s->embed.k) {
-        if (unpack_rows(&s->embed, s->tree, M, s->x))
-            return 1;
-        if (pass->bfloat16)
-            round_floats(s->x, n);
-        for (int i = 0; s->embed_scale != 1 && i < n; i++)
-            s->x[i] *= s->embed_scale;
-        if (pass->bfloat16 && s->embed_scale != 1)
-            round_floats(s->x, n);
-    }
-    if (run_blocks(s->blocks, s->n_blocks, &s->norm, pass, s->x, s->normed))
-        return 1;
-    if (s->hidden)
-        write_row(s->hidden, 0, s->x, n, 1);
-    return 0;
-}
-
-void step_sample(Step *s) {
-    const float *temperature = s->noise ? s->temperature : NULL;
-    sample(&s->head, s->normed, s->trees.B * s->T, s->T, s->trees.slots, temperature, s->seed,
-           s->sequence, s->positions, s->target, s->trees.threads);
-}
-
-// kernels.accept_path, counts included
-void step_accept(Step *s) {
-    int T = s->T, P = s->P;
-    size_t plane = (size_t)s->trees.B * T;
-    for (int b = 0; b < s->trees.B; b++) {
-        const int64_t *tree = s->tree + b * T, *parents = tree + plane, *ancestors = tree + 3 * plane;
-        const int64_t *sources = tree + 4 * plane, *target = s->target + b * T;
-        const int64_t *chain = s->chain + b * (1 + MAX_CHAIN);
-        int64_t *out = s->accepted + b * (3 * P + 2), *path = out + P;
-        float *counts = s->counts + 2 * SOURCES * (s->temperature[slot_of(&s->trees, b)] > 0);
-        int count = 1, right = 0, active = s->active[slot_of(&s->trees, b)];
-        path[0] = 0;
-        for (int i = 1; i < T && ancestors[i]; i++) {
-            int is_next = parents[i] == path[count - 1] && tree[i] == target[parents[i]] && count < P;
-            if (is_next)
-                path[count++] = i;
-            if (sources[i] < BINS && active) {
-                counts[2 * sources[i]] += is_next;
-                counts[2 * sources[i] + 1]++;
-            }
-        }
-        for (int i = 0; i < P; i++) {
-            path[i] = i < count ? path[i] : 0;
-            out[i] = target[path[i]];
-            out[2 * P + i] = sources[path[i]];
-        }
-        out[3 * P] = count * active;
-        out[3 * P + 1] = (count - 1) * active;
-        int length = s->looks_up && chain[0] && active ? min(chain_size(s), count) : 0;
-        while (right < length && chain[1 + right] == out[right])
-            right++;
-        if (length) {
-            counts[2 * (BINS + chain[0])] += right;
-            counts[2 * (BINS + chain[0]) + 1] += right + (right < length);
-        }
-    }
-}
-
-// Moves the keys or values of a layer, for each sequence's accepted nodes, to the front of its tree
-static void move_path(void *arguments, int unit) {
-    const Step *s = arguments;
-    const Pass *pass = &s->trees;
-    int D = s->blocks->head_size;
-    size_t size = (size_t)D * (pass->bfloat16 ? 2 : 4);
-    for (int b = 0; b < pass->B; b++) {
-        const int64_t *row = s->accepted + b * (3 * s->P + 2), *path = row + s->P;
-        for (int head = 0; head < s->blocks->n_kv_head; head++) {
-            int64_t at = unit / 2 * pass->layer_stride + unit % 2 * pass->value_stride
-                + slot_of(pass, b) * pass->batch_stride + head * pass->head_stride;
-            char *tree = (char *)pass->kv + at / D * size + length_of(pass, b) * size;
-            for (int i = 1; i < row[3 * s->P]; i++)
-                if (path[i] != i)  // path[i] increases: no row is read after it is written
-                    memcpy(tree + i * size, tree + path[i] * size, size);
-        }
-    }
-}
-
-void step_commit(Step *s) {
-    const Pass *pass = &s->trees;
-    int P = s->P, T = s->T, C = s->blocks->n_embd, bytes = pass->bfloat16 ? 2 : 4;
-    int size = pass->B * s->blocks->n_kv_head * P * s->blocks->head_size;
-    if (T > 1)
-        parallel(move_path, s, 2 * s->n_blocks, size, pass->threads);
-    for (int b = 0; b < pass->B; b++) {
-        const int64_t *row = s->accepted + b * (3 * P + 2);
-        int slot = slot_of(pass, b), length = s->lengths[slot], count = row[3 * P];
-        const char *hidden = pass->bfloat16 ? (char *)s->hidden : (char *)s->x;
-        for (int i = 0; i < count; i++) {
-            s->history[slot * s->history_stride + length + 1 + i] = row[i];
-            if (s->hidden_rows)
-                memcpy((char *)s->hidden_rows + (slot * s->hidden_stride + (length + i) * C) * bytes,
-                       hidden + (b * T + row[P + i]) * (size_t)C * bytes, C * bytes);
-        }
-        if (count)
-            s->root[slot] = row[count - 1];
-        s->lengths[slot] += count;
-    }
-}
-
-// Runs the augmenting blocks over the committed rows that they have not read and writes `state`, what
-// the heads draft from, at a root mean square of 1. Returns 1 if their cache has no room.
-static int augment(Step *s) {
+// Runs the augmenting blocks over the committed rows that they have not read, and writes `state`,
+// what the heads draft from, at a root mean square of 1. Returns 1 if their cache has no room.
+int step_catch_up(Step *s) {
     Pass pass = s->paths;
     const Heads *h = s->heads;
     int B = pass.B = s->trees.B, C = h->n_embd, bfloat16 = pass.bfloat16, most = MAX_CHAIN + 1;
@@ -2000,5 +1732,266 @@ static int augment(Step *s) {
     }
 }
 
-// Brings the augmenting blocks' cache up to date, before a prefill continues it
-int step_catch_up(Step *s) { return augment(s); }
+// kernels.select_candidates: fills depth `s->depths` of joint, tokens and parents
+static void select_candidates(Draft *d) {
+    const Beams *a = &d->beams;
+    int B = d->s->trees.B, W = a->W, n = d->n, depth = d->s->depths;
+    for (int b = 0; b < B; b++) {
+        size_t out = ((size_t)b * d->s->K + depth) * n;
+        Entry best[MAX_TREE];
+        int count = 0;
+        for (int i = 0; i < (depth ? W * W : W); i++) {
+            size_t at = ((size_t)b * (d->M / B) + (d->M > B ? i / W : 0)) * W + i % W;
+            float logprob = a->logprobs[at];
+            if (!(logprob <= 0))
+                logprob = logprob > 0 ? 0 : -INFINITY;  // NaN comes last
+            float above = depth ? d->joint[out - n + i / W] : 0;
+            insert(best, &count, n, (Entry){above + logprob, a->proposed[at] << 16 | i, i});
+        }
+        for (int i = 0; i < n; i++) {
+            d->joint[out + i] = i < count ? best[i].score : -INFINITY;
+            d->tokens[out + i] = i < count ? best[i].key >> 16 : 0;
+            d->parents[out + i] = i < count ? best[i].at / W : -1;
+        }
+    }
+}
+
+// Drafts the next depth
+static void draft_depth(Draft *d) {
+    Step *s = d->s;
+    Beams *a = &d->beams;
+    const Heads *h = s->heads;
+    int B = s->trees.B, C = h->n_embd, depth = s->depths, W = s->W, threads = s->trees.threads;
+    int reads = h->mix != NO_MIX || h->linear;
+    for (int b = 0; depth == 0 && b < B; b++) {
+        int slot = slot_of(&s->trees, b);
+        d->guessed[b] = s->root[slot];
+        read_row(s->state, (size_t)slot * C, C, s->trees.bfloat16, a->state + (size_t)b * C);
+    }
+    if (depth && reads) {
+        for (int i = 0; i < B * W; i++) {  // the beams that continue
+            size_t at = ((size_t)(i / W) * s->K + depth - 1) * d->n + i % W;
+            const float *from = a->state + (i / W * (d->M / B) + d->parents[at]) * C;
+            memcpy(a->x + (size_t)i * C, from, C * sizeof *from);
+            d->guessed[i] = d->tokens[at];
+        }
+        d->M = B * W;
+        memcpy(a->state, a->x, (size_t)d->M * C * sizeof *a->x);
+    }
+    for (int m = 0; m < d->M; m++) {
+        int slot = slot_of(&s->trees, m / (d->M / B));
+        a->temperature[m] = s->temperature[slot];
+        a->keys[m] = noise_key(s->seed[slot], s->sequence[slot], s->lengths[slot] + depth + 1);
+    }
+    a->head = h->heads + min(depth, h->n_weights - 1);
+    run_head(a, d->guessed, d->M, threads);
+    select_candidates(d);
+    s->depths++;
+}
+
+// Allocates the candidates of K heads
+static void begin_heads(Draft *d) {
+    Step *s = d->s;
+    int B = s->trees.B, C = s->heads->n_embd, W = s->W;
+    d->n = min(W * W, MAX_TREE - 1);
+    size_t rows = (size_t)B * W, found = (size_t)B * s->K * d->n;
+    size_t integers = rows * (2 + W) + 2 * found, logits = min(rows, BEAMS) * s->heads->rows.n;
+    d->guessed = scratch(DRAFT, integers * sizeof *d->guessed
+                         + (logits + found + rows * (7 * C + W + 1)) * sizeof(float));
+    d->tokens = d->guessed + rows * (1 + W);
+    d->parents = d->tokens + found;
+    Beams *a = &d->beams;
+    *a = (Beams){.heads = s->heads, .W = W, .proposed = d->guessed + rows};
+    a->keys = (uint64_t *)(d->parents + found);
+    d->joint = (float *)(a->keys + rows);
+    set_rows(a, d->joint + found, rows);
+    a->logprobs = a->kv + rows * 2 * C;
+    a->logits = a->logprobs + rows * W;
+    a->temperature = a->logits + logits;
+    d->M = B;
+}
+
+static void build_tree(const Draft *d, int b) {
+    const Step *s = d->s;
+    int T = s->T, slot = slot_of(&s->trees, b), on_chain[MAX_CHAIN + 1], ranked = 0;
+    size_t plane = (size_t)s->trees.B * T;
+    int64_t *tree = s->tree + b * T;
+    Candidate pool[MAX_CANDIDATES];
+    Entry best[MAX_TREE];
+    uint8_t node_of[MAX_CANDIDATES];
+    for (int i = 0; i < 5; i++)
+        memset(tree + i * plane, i == 4 ? -1 : 0, T * sizeof *tree);
+    memset(s->probabilities + b * T, 0, T * sizeof *s->probabilities);
+    tree[0] = s->root[slot];
+    tree[3 * plane] = s->probabilities[b * T] = 1;
+    if (T > 1)
+        ranked = rank_pool(pool, fill_pool(d, b, pool, on_chain), T - 1, best);
+    for (int node = 1; node <= ranked; node++) {
+        const Candidate *c = pool + best[node - 1].at;
+        int parent = c->parent < 0 ? 0 : node_of[c->parent];
+        node_of[best[node - 1].at] = node;
+        tree[node] = c->token;
+        tree[plane + node] = parent;
+        tree[2 * plane + node] = c->depth;
+        tree[3 * plane + node] = tree[3 * plane + parent] | (int64_t)((uint64_t)1 << node);
+        tree[4 * plane + node] = c->source;
+        s->probabilities[b * T + node] = c->p;
+    }
+    for (int i = 0; i < T; i++)
+        s->positions[b * T + i] = s->lengths[slot] + tree[2 * plane + i];
+}
+
+// Fills `tree` and `positions`. Returns 1 if a cache has no room.
+int step_draft(Step *s) {
+    Draft d = {.s = s, .T = s->tree_size};
+    s->depths = 0;
+    s->steps++;
+    for (int b = 0; s->with_lookup && b < s->trees.B; b++) {
+        int slot = slot_of(&s->trees, b);
+        look_up(s->history + slot * s->history_stride, s->lengths[slot], MAX_CHAIN,
+                s->chain + b * (1 + MAX_CHAIN));
+    }
+    if (!s->tree_size)
+        choose_size(&d);
+    while (s->with_heads && s->depths < s->K && is_worth(&d)) {
+        float left = d.left;
+        if (s->depths == 0) {
+            if (step_catch_up(s))
+                return 1;
+            begin_heads(&d);
+        }
+        draft_depth(&d);
+        if (s->tree_size)
+            continue;
+        choose_size(&d);
+        float *gain = s->gains + s->depths - 1;
+        *gain += left > 0 ? (d.is_trial ? 0.25f : 0.05f) * (d.gain / left - *gain) : 0;
+    }
+    s->T = s->trees.T = d.T;
+    s->P = min(s->T, 1 + max(s->K, MAX_CHAIN));
+    for (int b = 0; b < s->trees.B; b++)
+        build_tree(&d, b);
+    return 0;
+}
+
+// -------------------------------------------------------------------------------------------------
+// verify, sample, accept, commit
+
+// Rounds x [n] to bfloat16, if that is the model's dtype
+static void round_stream(Step *s, int n) {
+    if (s->hidden) {
+        write_row(s->hidden, 0, s->x, n, 1);
+        read_row(s->hidden, 0, n, 1, s->x);
+    }
+}
+
+// Fills `x`, `normed` and `hidden`. Returns 1 for a token out of range or a full cache.
+int step_verify(Step *s) {
+    Pass *pass = &s->trees;
+    int M = pass->B * pass->T, n = M * s->blocks->n_embd;
+    pass->positions = s->positions;
+    pass->ancestors = s->tree + 3 * M;
+    if (s->embed.k) {
+        if (unpack_rows(&s->embed, s->tree, M, s->x))
+            return 1;
+        round_stream(s, n);
+        if (s->embed_scale != 1) {
+            for (int i = 0; i < n; i++)
+                s->x[i] *= s->embed_scale;
+            round_stream(s, n);
+        }
+    }
+    if (run_blocks(s->blocks, s->n_blocks, &s->norm, pass, s->x, s->normed))
+        return 1;
+    if (s->hidden)
+        write_row(s->hidden, 0, s->x, n, 1);
+    return 0;
+}
+
+void step_sample(Step *s) {
+    const float *temperature = s->noise ? s->temperature : NULL;
+    sample(&s->head, s->normed, s->trees.B * s->T, s->T, s->trees.slots, temperature, s->seed,
+           s->sequence, s->positions, s->target, s->trees.threads);
+}
+
+// kernels.accept_path, counts included
+void step_accept(Step *s) {
+    int T = s->T, P = s->P;
+    size_t plane = (size_t)s->trees.B * T;
+    for (int b = 0; b < s->trees.B; b++) {
+        const int64_t *tree = s->tree + b * T, *parents = tree + plane;
+        const int64_t *ancestors = tree + 3 * plane, *sources = tree + 4 * plane;
+        const int64_t *target = s->target + b * T;
+        const int64_t *chain = s->chain + b * (1 + MAX_CHAIN);
+        int64_t *out = s->accepted + b * (3 * P + 2), *path = out + P;
+        float *counts = s->counts + 2 * SOURCES * (s->temperature[slot_of(&s->trees, b)] > 0);
+        int count = 1, right = 0, active = s->active[slot_of(&s->trees, b)];
+        path[0] = 0;
+        for (int i = 1; i < T && ancestors[i]; i++) {
+            int is_next = count < P && parents[i] == path[count - 1]
+                && tree[i] == target[parents[i]];
+            if (is_next)
+                path[count++] = i;
+            if (sources[i] < BINS && active) {
+                counts[2 * sources[i]] += is_next;
+                counts[2 * sources[i] + 1]++;
+            }
+        }
+        for (int i = 0; i < P; i++) {
+            path[i] = i < count ? path[i] : 0;
+            out[i] = target[path[i]];
+            out[2 * P + i] = sources[path[i]];
+        }
+        out[3 * P] = count * active;
+        out[3 * P + 1] = (count - 1) * active;
+        int length = s->with_lookup && chain[0] && active ? min(chain_size(s), count) : 0;
+        while (right < length && chain[1 + right] == out[right])
+            right++;
+        if (length) {
+            counts[2 * (BINS + chain[0])] += right;
+            counts[2 * (BINS + chain[0]) + 1] += right + (right < length);
+        }
+    }
+}
+
+// Moves the keys or values of a layer, for each sequence's accepted nodes, to the front of its tree
+static void move_path(void *arguments, int unit) {
+    const Step *s = arguments;
+    const Pass *pass = &s->trees;
+    int D = s->blocks->head_size;
+    size_t size = (size_t)D * (pass->bfloat16 ? 2 : 4);
+    for (int b = 0; b < pass->B; b++) {
+        const int64_t *row = s->accepted + b * (3 * s->P + 2), *path = row + s->P;
+        for (int head = 0; head < s->blocks->n_kv_head; head++) {
+            int64_t at = unit / 2 * pass->layer_stride + unit % 2 * pass->value_stride
+                + slot_of(pass, b) * pass->batch_stride + head * pass->head_stride;
+            char *tree = (char *)pass->kv + at / D * size + length_of(pass, b) * size;
+            for (int i = 1; i < row[3 * s->P]; i++)
+                if (path[i] != i)  // path[i] increases: no row is read after it is written
+                    memcpy(tree + i * size, tree + path[i] * size, size);
+        }
+    }
+}
+
+void step_commit(Step *s) {
+    const Pass *pass = &s->trees;
+    int P = s->P, T = s->T, C = s->blocks->n_embd, bytes = pass->bfloat16 ? 2 : 4;
+    int size = pass->B * s->blocks->n_kv_head * P * s->blocks->head_size;
+    if (T > 1)
+        parallel(move_path, s, 2 * s->n_blocks, size, pass->threads);
+    for (int b = 0; b < pass->B; b++) {
+        const int64_t *row = s->accepted + b * (3 * P + 2);
+        int slot = slot_of(pass, b), length = s->lengths[slot], count = row[3 * P];
+        const char *hidden = pass->bfloat16 ? (char *)s->hidden : (char *)s->x;
+        for (int i = 0; i < count; i++) {
+            s->history[slot * s->history_stride + length + 1 + i] = row[i];
+            if (s->hidden_rows)
+                memcpy((char *)s->hidden_rows
+                       + (slot * s->hidden_stride + (length + i) * C) * bytes,
+                       hidden + (b * T + row[P + i]) * (size_t)C * bytes, C * bytes);
+        }
+        if (count)
+            s->root[slot] = row[count - 1];
+        s->lengths[slot] += count;
+    }
+}

@@ -190,10 +190,10 @@ Pass = struct("Pass", (c_int32, "B T threads bfloat16 rows rope_rows"),
 Step = struct(
     "Step", (Linear, "embed"), (c_float, "embed_scale"), (POINTER(Block), "blocks"), (Norm, "norm"),
     (Linear, "head"), (POINTER(Heads), "heads"), (POINTER(Block), "augment"), (Norm, "state_norm"),
-    (c_int32, "n_blocks n_augment K W looks_up"), (c_void_p, "chances prices counts"),
+    (c_int32, "n_blocks n_augment K W with_lookup"), (c_void_p, "chances prices counts"),
     (Pass, "trees paths"), (c_void_p, "lengths heads_lengths history active root sequence seed"),
     (c_int64, "history_stride hidden_stride"), (c_void_p, "temperature state hidden_rows"),
-    (c_int32, "tree_size drafts noise T P depths steps skipped patience"),
+    (c_int32, "tree_size with_heads noise T P depths steps skipped patience"),
     (c_float * MAX_DRAFT, "gains"),
     (c_void_p, "tree probabilities chain positions target accepted x normed hidden"))
 FUNCTIONS = {
@@ -203,7 +203,6 @@ FUNCTIONS = {
     "attention": (POINTER(Block), POINTER(Pass), c_void_p, c_void_p),
     "run_blocks": (POINTER(Block), c_int, POINTER(Norm), POINTER(Pass), c_void_p, c_void_p),
     "argmax": (c_void_p, *[c_int] * 3, *[c_void_p] * 5, c_int),
-    "select_candidates": (c_void_p, c_void_p, *[c_int] * 6, *[c_void_p] * 3),
     "sample": (POINTER(Linear), c_void_p, c_int, c_int, *[c_void_p] * 6, c_int),
     **{f"step_{stage}": (POINTER(Step),)
        for stage in ("draft", "verify", "sample", "accept", "commit", "catch_up")}}
@@ -665,7 +664,7 @@ class CompiledDecoder(Decoder):
             state=slots.state)
         struct = Step(blocks=model.blocks.structs, n_blocks=len(model.blocks), embed_scale=1,
                       norm=norm_struct(model.norm, self.tensors), K=policy.depth, W=self.beams,
-                      looks_up=policy.lookup, history_stride=slots.history.stride(0),
+                      with_lookup=policy.lookup, history_stride=slots.history.stride(0),
                       trees=self.slot_pass(slots.cache),
                       **{name: pointer(x) for name, x in tensors.items()})
         if self.embeds:
@@ -715,7 +714,7 @@ class CompiledDecoder(Decoder):
     def draft(self, tree_size, with_heads):
         struct = self.struct
         struct.tree_size = tree_size
-        struct.drafts = with_heads
+        struct.with_heads = with_heads
         struct.trees.threads = threads()
         check_room(library().step_draft(struct), struct.trees)
         key = struct.trees.B, struct.T
