@@ -54,7 +54,7 @@ class Sampling:
         check("top_p", self.top_p, 0, 1)
         check("min_p", self.min_p, 0, 1)
         check("seed", self.seed, -2**63, 2**63 - 1, whole=True)
-        vars(self).update(top_k=max(self.top_k, 0))  # a frozen dataclass has no plain assignment
+        vars(self).update(top_k=max(self.top_k, 0))  # plain assignment fails: frozen
         if self.temperature < 1e-6 or self.top_p == 0:
             vars(self).update(temperature=0.0, top_p=1.0)
 
@@ -68,7 +68,7 @@ class Sampling:
 
 
 class Accepted(NamedTuple):
-    """The accepted path of each of B trees, as views of one tensor that is copied to the host."""
+    """The accepted paths of B trees. The host copies `packed`; the properties are views of it."""
     packed: torch.Tensor  # int64 [B, 3 P + 2], from `accept_path`
     P: int                # most nodes of a path
 
@@ -246,7 +246,7 @@ def known_counts(heads):
 
 
 class Durations:
-    """Predicts the seconds of a step of B trees of T nodes, drafted by heads to some depth.
+    """Predicts the seconds of a step with B trees of T nodes whose first depths heads draft.
 
     Costs are relative to a plain step of one sequence: `row` of a further row, `head` of a draft
     head, `head_row` of a further row of a head, `arithmetic` of a row where compute is the bound.

@@ -1527,8 +1527,8 @@ static int chain_size(const Step *s) {
     return s->tree_size ? min(s->tree_size - 1, MAX_CHAIN) : MAX_CHAIN;
 }
 
-// kernels.ngram_lookup: fills chain [1 + n] from text [last + 1]
-static void look_up(const int32_t *text, int last, int n, int64_t *chain) {
+// kernels.ngram_lookup: fills chain [1 + MAX_CHAIN] from text [last + 1]
+static void look_up(const int32_t *text, int last, int64_t *chain) {
     int match = 0;
     chain[0] = 0;
     for (int end = last - 1; end >= 0 && chain[0] < 4; end--) {
@@ -1540,7 +1540,7 @@ static void look_up(const int32_t *text, int last, int n, int64_t *chain) {
             match = end;
         }
     }
-    for (int i = 0; i < n; i++)
+    for (int i = 0; i < MAX_CHAIN; i++)
         chain[1 + i] = chain[0] ? text[match + 1 + i % (last - match)] : -1;
 }
 
@@ -1848,8 +1848,8 @@ int step_draft(Step *s) {
     s->steps++;
     for (int b = 0; s->with_lookup && b < s->trees.B; b++) {
         int slot = slot_of(&s->trees, b);
-        look_up(s->history + slot * s->history_stride, s->lengths[slot], MAX_CHAIN,
-                s->chain + b * (1 + MAX_CHAIN));
+        const int32_t *text = s->history + slot * s->history_stride;
+        look_up(text, s->lengths[slot], s->chain + b * (1 + MAX_CHAIN));
     }
     if (!s->tree_size)
         choose_size(&d);
@@ -1958,14 +1958,13 @@ void step_accept(Step *s) {
 static void move_path(void *arguments, int unit) {
     const Step *s = arguments;
     const Pass *pass = &s->trees;
-    int D = s->blocks->head_size;
-    size_t size = (size_t)D * (pass->bfloat16 ? 2 : 4);
+    int D = s->blocks->head_size, bytes = pass->bfloat16 ? 2 : 4, size = D * bytes;
     for (int b = 0; b < pass->B; b++) {
         const int64_t *row = s->accepted + b * (3 * s->P + 2), *path = row + s->P;
         for (int head = 0; head < s->blocks->n_kv_head; head++) {
             int64_t at = unit / 2 * pass->layer_stride + unit % 2 * pass->value_stride
                 + slot_of(pass, b) * pass->batch_stride + head * pass->head_stride;
-            char *tree = (char *)pass->kv + at / D * size + length_of(pass, b) * size;
+            char *tree = (char *)pass->kv + at * bytes + (size_t)length_of(pass, b) * size;
             for (int i = 1; i < row[3 * s->P]; i++)
                 if (path[i] != i)  // path[i] increases: no row is read after it is written
                     memcpy(tree + i * size, tree + path[i] * size, size);
