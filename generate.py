@@ -315,7 +315,6 @@ def guessed_costs(model, heads):
 
 
 def linear_weights(module):
-    """How many weights a module's linear layers have, packed or not."""
     return sum(layer.in_features * layer.out_features for layer in module.modules()
                if hasattr(layer, "in_features"))
 
@@ -813,7 +812,9 @@ def best_slot(cached_prefix, prompt):
     starts = {}
     for slot, tokens in cached_prefix.items():
         same = 0
-        while same < min(len(tokens), len(prompt)) and tokens[same] == prompt[same]:
+        for cached, token in zip(tokens, prompt):
+            if cached != token:
+                break
             same += 1
         # the heads' row of a token depends on the next token; the last row gives the heads' state
         starts[slot] = max(min(same - 1, len(prompt) - 2), 0)
@@ -896,7 +897,6 @@ class Output:
     batch_size: int = 1   # B
 
     def count(self, result):
-        """Counts a `StepResult`."""
         emitted = len(result.tokens)
         self.steps += 1
         self.step_lengths[emitted] += 1
