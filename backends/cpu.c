@@ -249,15 +249,15 @@ static void parallel(Function *function, void *arguments, int units, int64_t siz
 enum { PREPARED, PASS, ROWS, PARTS, LOGITS, BEST, PATHS, DRAFT, BUFFERS };
 
 static void *scratch(int which, size_t size) {
-    static _Thread_local struct { void *data; size_t size; } kept[BUFFERS];
-    if (kept[which].size < size) {
-        free(kept[which].data);
-        kept[which].size = (size + size / 2 + 63) / 64 * 64;
-        kept[which].data = aligned_alloc(64, kept[which].size);
-        if (!kept[which].data)
+    static _Thread_local struct { void *data; size_t size; } buffers[BUFFERS];
+    if (buffers[which].size < size) {
+        free(buffers[which].data);
+        buffers[which].size = (size + size / 2 + 63) / 64 * 64;
+        buffers[which].data = aligned_alloc(64, buffers[which].size);
+        if (!buffers[which].data)
             abort();
     }
-    return kept[which].data;
+    return buffers[which].data;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -423,10 +423,10 @@ INLINE vf vlog(vf x) {           // n ln(2) + log(1 + f), sqrt(1/2) <= 1 + f < s
 //   y[m, n] = sum_k x[m, k] w[n, k] + bias[n]
 //
 // A float32 weight multiplies float32 rows, a bfloat16 weight rows rounded to bfloat16. For weights
-// of 8 bits and less each group of 32 inputs is rounded to 8 bits, x = scale * q. With w = scale' *
-// (p - zero) + minimum', the group adds scale scale' sum(q (p - zero)) + minimum' scale sum(q) in
-// float32; the sums are of integers, so they are exact in any order. scale' is a float, or, as in
-// llama.cpp's K types, an int8 times a float16 that 256 inputs share. INT6: a scale per 16 inputs.
+// of 8 bits and less, each group of 32 inputs is rounded to 8 bits, x = s * q. A weight w = scale *
+// (p - zero) + minimum makes the group add s * scale * sum(q * (p - zero)) + s * minimum * sum(q)
+// in float32. Both are sums of integers, so they are exact in any order. A scale is a float, or in
+// llama.cpp's K types an int8 times a float16 shared by 256 inputs; INT6 has one per 16 inputs.
 //
 // Weights are packed in blocks of 16 outputs, one per lane, so no sum crosses lanes. Inputs are
 // padded with zeros to a multiple of 4, or of 32 if quantized.
@@ -435,8 +435,9 @@ INLINE vf vlog(vf x) {           // n ln(2) + log(1 + f), sqrt(1/2) <= 1 + f < s
 //     BFLOAT16   [n / 16][k / 2][16][2]
 //     INT8       [n / 16][k / 4][16][4], plus 128: subtracted from w if OFFSET is 0, else from sums
 //     INT4       [n / 16][k / 8][16][4]: 4 inputs in the bytes' low halves, 4 in the high halves
-//     INT5       groups as INT4's, each followed by 64 bytes: bit j is an upper bit of word j
-//     INT6       likewise by 2 x 64 bytes: bits 2 j and 2 j + 1 of part i are word 4 i + j's
+//     INT5       INT4 groups, each followed by 64 bytes whose bits j are the upper bits of word j
+//     INT6       INT4 groups, each followed by 2 x 64 bytes: in part i, bits 2 j and 2 j + 1 are
+//                the upper bits of word 4 i + j
 //
 // Memory traffic: the weight once, 0.5 to 4 bytes per number, and its scales. That bounds the time
 // up to about 8 rows. More rows are split into tiles of equal size, all of which multiply a block
