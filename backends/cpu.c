@@ -1,19 +1,19 @@
-// The CPU's kernels, beside the Triton ones of kernels.py; backends/cpu.py compiles this file once.
+// CPU kernels, the counterpart of the Triton kernels in kernels.py; compiled by backends/cpu.py.
 //
-//     pack_rows     a weight of 32, 16, 8, 6, 5 or 4 bits, from a file's rows
-//     product       rows times such a weight
-//     unpack_rows   rows of such a weight, of a table of embeddings
-//     add_norm      residual add + RMSNorm or LayerNorm
-//     rope_cache    norm and rotation of queries and keys, write of keys and values
+//     pack_rows     packs a weight of 32, 16, 8, 6, 5 or 4 bits from a file's rows
+//     product       rows times a packed weight
+//     unpack_rows   rows of a packed weight: embedding lookup
+//     add_norm      residual add, then RMSNorm or LayerNorm
+//     rope_cache    norm and rotary embedding of queries and keys, keys and values to the cache
 //     attention     of tree nodes, or of a prompt's tokens, over the cache
 //     glu           SiLU or GELU of the gate, times up
-//     run_blocks    transformer blocks, of the functions above
+//     run_blocks    transformer blocks, built from the functions above
 //     argmax        the best token of each row of logits, with or without Gumbel noise
-//     step_draft, step_verify, step_sample, step_accept, step_commit: a decoding step
+//     step_draft, step_verify, step_sample, step_accept, step_commit: the stages of a decoding step
 //
-// Activations are float32. A row's bits depend on the row alone: the order of each sum is fixed,
-// whatever the other rows, the threads and the token's place in the cache. Threads share the units
-// of a function, and each unit writes its own part of the result.
+// Activations are float32. A row's bits depend only on that row: the order of each sum is fixed,
+// regardless of other rows, the number of threads and the token's cache row. Functions are split
+// into units for the threads; each unit writes its own part of the result.
 //
 // Letters: B sequences, T tokens or nodes of each, M = B * T rows, S cache capacity, V vocabulary,
 // C hidden size, Hq and Hkv query and key/value heads, G = Hq / Hkv, D head size.
@@ -26,28 +26,28 @@
 #include <stdlib.h>
 #include <string.h>
 
-// Sizes that Python has too come from backends/cpu.py: LANES (outputs of a weight side by side), GROUP
-// (inputs that are rounded to 8 bits with one scale), MAX_TREE (T), MAX_HEAD (D), MAX_DEPTH (K),
-// MAX_CHAIN (tokens that lookup proposes), LARGEST (T where a step chooses it), BINS and SOURCES
-#define TILE 8               // most rows that are multiplied at once
-#define SPLIT 128            // cache positions that a unit of attention reads
-#define SLICE 64             // numbers of a head whose sums stay in registers
+// backends/cpu.py defines LANES (outputs that a packed weight interleaves), GROUP (inputs rounded
+// to 8 bits with one scale), BINS, SOURCES (see kernels.py) and the maxima MAX_TREE (T), MAX_HEAD
+// (D), MAX_DEPTH (K), MAX_CHAIN (tokens proposed by lookup) and LARGEST (T chosen by a step)
+#define TILE 8               // most rows multiplied at once
+#define SPLIT 128            // cache positions per unit of attention
+#define SLICE 64             // dimensions of a head that are accumulated in registers
 #ifdef __AVX512F__
-#define HEADS 3              // heads that share the loads of keys and values, as registers allow
+#define HEADS 3              // heads that share loads of keys and values; limited by registers
 #else
 #define HEADS 1
 #endif
-#define MAX_CANDIDATES 2048  // K * n, and a chain
-#define TRIAL 128            // steps in which heads are not worth it before one tries them
-#define MAX_PARTS (1 << 23)  // numbers that the splits of an attention give
-#define PART 4096            // tokens among which a unit of argmax finds the best
+#define MAX_CANDIDATES 2048  // most candidates of a tree: K * n, and a chain
+#define TRIAL 128            // after this many steps without heads, a step tries them
+#define MAX_PARTS (1 << 23)  // numbers in the partial results of an attention
+#define PART 4096            // tokens per unit of argmax
 #define BEAMS 64             // beams whose logits are in memory at once
-#define UNIT (1 << 19)       // numbers of a weight in a unit, if that gives a thread 2 to 8 units
-#define MIN_WORK 4096        // numbers below which a function stays on one thread
-#define FETCH 2048           // bytes ahead of those in use that are asked of the memory
-#define SPINS 4000           // looks for work before a thread sleeps: about 0.1 ms
+#define UNIT (1 << 19)       // numbers of a weight per unit, within 2 to 8 units per thread
+#define MIN_WORK 4096        // with fewer numbers a function stays on one thread
+#define FETCH 2048           // prefetch distance in bytes
+#define SPINS 4000           // polls before a thread sleeps: about 0.1 ms
 #define INLINE static inline __attribute__((always_inline))
-#pragma GCC diagnostic ignored "-Wpsabi"  // vectors as arguments: all such functions are inlined
+#pragma GCC diagnostic ignored "-Wpsabi"  // functions with vector arguments are all inlined
 
 typedef float vf __attribute__((vector_size(64)));
 typedef int32_t vi __attribute__((vector_size(64)));
@@ -60,18 +60,18 @@ static const vi NUMBERS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15}
 
 enum { FLOAT32, BFLOAT16, INT8, INT4, INT5, INT6 };
 
-typedef struct Linear {          // a weight [n, k], packed as `product` says
+typedef struct Linear {          // a weight [n, k] in the layout described at `product`
     int32_t kind, n, k;
-    int32_t group, half;         // inputs that share a scale; float16 scales, else float32
-    int32_t zero;                // taken from each number of 4, 5 or 6 bits
-    void *values, *scales, *minimums;  // scales, or NULL: [n / LANES][k / group][LANES]
-    void *tops;                  // or NULL: scales are int8, times these float16
+    int32_t group, half;         // inputs that share a scale; whether scales are float16 or float32
+    int32_t zero;                // subtracted from each number of 4, 5 or 6 bits
+    void *values, *scales, *minimums;  // scales, minimums: [n / LANES][k / group][LANES], or NULL
+    void *tops;                  // float16 factors of int8 scales and minimums, or NULL
     const float *bias;           // [n], or NULL
-    const struct Linear *next;   // the weight of the outputs after these, or NULL
+    const struct Linear *next;   // weight of the outputs that follow, or NULL
 } Linear;
 
 typedef struct {
-    const float *weight, *bias;  // no weight: no norm; no bias: RMSNorm, else LayerNorm
+    const float *weight, *bias;  // weight NULL: no norm; bias NULL: RMSNorm, else LayerNorm
     float eps;
 } Norm;
 
@@ -79,17 +79,17 @@ typedef struct {
     Norm attn_norm, attn_post_norm, mlp_norm, mlp_post_norm, q_norm, k_norm;
     Linear qkv, proj, up, down;
     int32_t n_embd, n_head, n_kv_head, head_size, n_inner;
-    int32_t norms_all;           // q_norm and k_norm are of all heads together
-    int32_t gated, gelu, window, rope;  // no window: 0; rope: one of the pass's tables, none: -1
-    float scale;                 // of the scores
+    int32_t norms_all;           // q_norm and k_norm span all heads
+    int32_t gated, gelu, window, rope;  // window 0: none; rope: index of the pass's table, -1: none
+    float scale;                 // of attention scores
 } Block;
 
-typedef struct {                 // what the blocks of a pass share
-    int32_t B, T, threads, bfloat16;  // the type of keys, values and rotations, else float32
-    int32_t rows, rope_rows;     // of the cache, S, and of a table of rotations
-    const int32_t *slots;        // [B]: the sequences' places in lengths and kv; NULL: 0, 1, ...
-    const int32_t *lengths;      // rows in the cache before the tokens'
-    const int64_t *ancestors;    // [B, T] of tree nodes; NULL: a prompt's tokens
+typedef struct {                 // a forward pass: what its blocks share
+    int32_t B, T, threads, bfloat16;  // bfloat16: dtype of keys, values and rope, else float32
+    int32_t rows, rope_rows;     // of the cache, S, and of a rope table
+    const int32_t *slots;        // [B]: indices of the sequences in lengths and kv; NULL: 0, 1, ...
+    const int32_t *lengths;      // rows in the cache before these tokens, by slot
+    const int64_t *ancestors;    // [B, T] bitmasks of tree nodes; NULL: tokens of a prompt
     const int64_t *positions;    // [B, T]
     const void *rope[2];         // [rope_rows, 2, D]: cosine, signed sine; or NULL
     const float *slopes;         // [Hq] of ALiBi, or NULL
@@ -97,7 +97,7 @@ typedef struct {                 // what the blocks of a pass share
     int64_t layer_stride, value_stride, batch_stride, head_stride;  // in numbers
 } Pass;
 
-typedef struct {                 // the arguments of add_norm, rope_cache, attention and glu
+typedef struct {                 // arguments of add_norm, rope_cache, attention and glu
     const Block *block;
     const Pass *pass;
     const Norm *post, *norm;     // of delta, of the sum
@@ -111,10 +111,10 @@ INLINE int slot_of(const Pass *pass, int b) { return pass->slots ? pass->slots[b
 INLINE int length_of(const Pass *pass, int b) { return pass->lengths[slot_of(pass, b)]; }
 
 // -------------------------------------------------------------------------------------------------
-// Dot products: the one part that knows the processor
+// Dot products: the only part that is specific to a processor
 //
-// dot4 adds w[0] x[0] + ... + w[3] x[3] to each lane, w the lane's bytes and x the same for all; dot2
-// adds two products of bfloat16. OFFSET is 128 where w is unsigned, else 0: see `product`.
+// dot4 adds w[0] x[0] + ... + w[3] x[3] to each lane: w is the lane's four bytes, all lanes share
+// x. dot2 adds two products of bfloat16. OFFSET is 128 if w is unsigned, else 0: see `product`.
 
 #if !defined(PLAIN) && defined(__AVX2__)
 #include <immintrin.h>
@@ -133,7 +133,7 @@ typedef __m256i piece;
 #elif !defined(PLAIN) && defined(__AVX2__)
 #define OFFSET 0
 typedef __m256i piece;
-INLINE piece DOT(piece sum, piece w, piece x) {  // of |w| and x with w's sign
+INLINE piece DOT(piece sum, piece w, piece x) {  // |w| * (x with w's sign): maddubs needs unsigned
     piece pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
     return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
 }
@@ -175,8 +175,8 @@ INLINE void pause_thread(void) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Threads: a pool that looks for work for a moment, then sleeps. The caller takes units like the
-// others, and waits only for units that a thread has begun.
+// Threads: a pool whose threads poll for work for a moment, then sleep. The calling thread takes
+// units too, and waits only for units that another thread has begun.
 
 typedef void Function(void *arguments, int unit);
 
@@ -188,10 +188,10 @@ static struct Pool {
     Function *function;
     void *arguments;
     int threads;
-    atomic_int left, helpers, inside;  // units not begun; threads that may help; that are at work
+    atomic_int left, helpers, inside;  // units not begun; threads that may help; threads at work
 } pool = NO_THREADS;
 
-static void forget_threads(void) { pool = (struct Pool)NO_THREADS; }  // a forked process has none
+static void forget_threads(void) { pool = (struct Pool)NO_THREADS; }  // fork() copies no threads
 
 static void take_units(void) {
     for (int left; (left = pool.left--) > 0;)
@@ -217,9 +217,10 @@ static void *run_thread(void *number) {
     return NULL;
 }
 
-// Calls the function for each unit, all of `size` numbers
+// Calls the function for each unit; size: numbers in a unit
 static void parallel(Function *function, void *arguments, int units, int64_t size, int threads) {
-    if (threads < 2 || units < 2 || units * size < MIN_WORK || pthread_mutex_trylock(&pool.caller)) {
+    if (threads < 2 || units < 2 || units * size < MIN_WORK
+            || pthread_mutex_trylock(&pool.caller)) {
         for (int unit = 0; unit < units; unit++)
             function(arguments, unit);
         return;
@@ -244,19 +245,19 @@ static void parallel(Function *function, void *arguments, int units, int64_t siz
     pthread_mutex_unlock(&pool.caller);
 }
 
-// Memory of the calling thread, kept from call to call
+// Scratch memory of the calling thread, reused by later calls
 enum { PREPARED, PASS, ROWS, PARTS, LOGITS, BEST, PATHS, DRAFT, BUFFERS };
 
 static void *scratch(int which, size_t size) {
-    static _Thread_local struct { void *data; size_t size; } kept[BUFFERS];
-    if (kept[which].size < size) {
-        free(kept[which].data);
-        kept[which].size = (size + size / 2 + 63) / 64 * 64;
-        kept[which].data = aligned_alloc(64, kept[which].size);
-        if (!kept[which].data)
+    static _Thread_local struct { void *data; size_t size; } buffers[BUFFERS];
+    if (buffers[which].size < size) {
+        free(buffers[which].data);
+        buffers[which].size = (size + size / 2 + 63) / 64 * 64;
+        buffers[which].data = aligned_alloc(64, buffers[which].size);
+        if (!buffers[which].data)
             abort();
     }
-    return kept[which].data;
+    return buffers[which].data;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -271,7 +272,7 @@ INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf load(const void *x) { return *(const vf_anywhere *)x; }
 INLINE void store(float *x, vf v) { *(vf_anywhere *)x = v; }
 
-// Copies at most 16 items; all 16 with one instruction
+// Copies up to 16 items; all 16 with one instruction
 INLINE void copy_n(void *to, const void *from, int n, int size) {
     if (n >= LANES)
         memcpy(to, from, LANES * size);
@@ -295,18 +296,18 @@ INLINE vu widened(vh x) { return __builtin_convertvector(x, vu); }
 
 INLINE vf select_lanes(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 
-// 16 numbers, at most n, of a row that is in bfloat16 or float32
+// Up to 16 numbers, at most n, of a bfloat16 or float32 row
 INLINE vf load_row(const void *x, size_t at, int n, int bfloat16) {
     return bfloat16 ? (vf)(widened(load_halves((const uint16_t *)x + at, n)) << 16)
                     : load_n((const float *)x + at, n);
 }
 
-INLINE vh to_bfloat16(vf x) {    // the nearest, ties to even
+INLINE vh to_bfloat16(vf x) {    // to nearest, ties to even
     vu bits = (vu)x, rounded = bits + 0x7fff + (bits >> 16 & 1);
     return __builtin_convertvector((vu)select_lanes(x == x, (vf)rounded, (vf)bits) >> 16, vh);
 }
 
-// Writes x [n] from item `at` of a row that is in bfloat16 or float32
+// Writes x [n] to a bfloat16 or float32 row, from item `at`
 static void write_row(void *out, size_t at, const float *x, int n, int bfloat16) {
     for (int i = 0; bfloat16 && i < n; i += LANES) {
         vh halves = to_bfloat16(load_n(x + i, n - i));
@@ -316,7 +317,7 @@ static void write_row(void *out, size_t at, const float *x, int n, int bfloat16)
         memcpy((float *)out + at, x, n * sizeof *x);
 }
 
-// The n numbers from item `at` of such a row
+// Reads n numbers of a bfloat16 or float32 row, from item `at`
 static void read_row(const void *x, size_t at, int n, int bfloat16, float *out) {
     for (int i = 0; i < n; i += LANES) {
         vf v = load_row(x, at + i, n - i, bfloat16);
@@ -337,7 +338,7 @@ INLINE vf from_float16(vh halves) {
 
 INLINE vi from_int8(vb x) {
 #if !defined(PLAIN) && defined(__AVX512F__)
-    return (vi)_mm512_cvtepi8_epi32((__m128i)x);  // gcc 12 takes a vector apart for the line below
+    return (vi)_mm512_cvtepi8_epi32((__m128i)x);  // gcc 12 does not vectorise the line below
 #else
     return __builtin_convertvector(x, vi);
 #endif
@@ -354,11 +355,11 @@ INLINE vi from_int8(vb x) {
                       v = f(v, SWAP(v, 1)), v[0])
 
 INLINE vf add(vf a, vf b) { return a + b; }
-INLINE vf larger(vf a, vf b) { return select_lanes((a > b) | (a != a), a, b); }  // NaN, if any is
+INLINE vf larger(vf a, vf b) { return select_lanes((a > b) | (a != a), a, b); }  // NaN if either is
 INLINE float sum_lanes(vf v) { return REDUCE(add, v); }
 INLINE float max_lanes(vf v) { return REDUCE(larger, v); }
 
-// Lane i: f of all lanes of v[i], pairs of neighbours first
+// Returns f over all lanes of v[i] in lane i; neighbours are combined first
 #define FOLD(f, v, s) \
     for (int i = 0; i < LANES; i += 2 * s) { \
         vi odd = (NUMBERS & s) != 0; \
@@ -374,7 +375,7 @@ INLINE vf fold_max(vf *v) {
     return v[0];
 }
 
-// Lane j of v[i] becomes lane i of v[j]
+// Swaps lane j of v[i] and lane i of v[j]
 #define EXCHANGE(v, s) \
     _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) \
         if (!(i & s)) { \
@@ -397,7 +398,7 @@ INLINE vf polynomial(vf x, int n, const float *c) {  // c[0] x^(n - 1) + ... + c
 INLINE vf vexp(vf x) {           // 2^n e^r, |r| <= ln(2) / 2; 0 below 2^-126
     static const float c[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
                               4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
-    vf n = x * 1.44269504f + 12582912.0f;  // rounds to a whole number in the low bits
+    vf n = x * 1.44269504f + 12582912.0f;  // rounds to an integer, held in the low bits
     vi exponent = (vi)n << 23;
     n -= 12582912.0f;
     vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
@@ -406,7 +407,7 @@ INLINE vf vexp(vf x) {           // 2^n e^r, |r| <= ln(2) / 2; 0 below 2^-126
     return select_lanes(x == x, select_lanes(x < -87.0f, splat(0), result), x);
 }
 
-INLINE vf vlog(vf x) {           // n ln(2) + log(1 + f), sqrt(1/2) <= 1 + f < sqrt(2); x > 0, normal
+INLINE vf vlog(vf x) {           // n ln(2) + log(1 + f), sqrt(1/2) <= 1 + f < sqrt(2); normal x > 0
     static const float c[] = {7.0376836292e-2f, -1.1514610310e-1f, 1.1676998740e-1f,
                               -1.2420140846e-1f, 1.4249322787e-1f, -1.6668057665e-1f,
                               2.0000714765e-1f, -2.4999993993e-1f, 3.3333331174e-1f};
@@ -421,27 +422,31 @@ INLINE vf vlog(vf x) {           // n ln(2) + log(1 + f), sqrt(1/2) <= 1 + f < s
 //
 //   y[m, n] = sum_k x[m, k] w[n, k] + bias[n]
 //
-// Rows are multiplied as float32 by a float32 weight, rounded to bfloat16 by a bfloat16 one. For
-// weights of 8 bits and less each group of 32 inputs is rounded to 8 bits, x = scale * q. With w =
-// scale' * (p - zero) + minimum' the group adds scale scale' sum(q (p - zero)) + minimum' scale sum(q)
-// in float32; these sums are of whole numbers, exact in any order. A scale' is a float, or of two
-// levels as llama.cpp's K types have them: int8, times a float16 for 256 inputs.
+// A float32 weight multiplies float32 rows, a bfloat16 weight rows rounded to bfloat16. For weights
+// of 8 bits and less, each group of 32 inputs is rounded to 8 bits, x = s * q. A weight w = scale *
+// (p - zero) + minimum makes the group add s * scale * sum(q * (p - zero)) + s * minimum * sum(q)
+// in float32. Both are sums of integers, so they are exact in any order. A scale is a float, or in
+// llama.cpp's K types an int8 times a float16 shared by 256 inputs; INT6 has one per 16 inputs.
 //
-// Weights are packed in blocks of 16 outputs, one a lane, with zeros up to a multiple of 4 inputs,
-// or of 32: no sum crosses lanes. FLOAT32 [n / 16][k][16], BFLOAT16 [n / 16][k / 2][16][2], INT8
-// [n / 16][k / 4][16][4], plus 128; INT4 [n / 16][k / 8][16][4], four inputs in the bytes' low halves,
-// the next four in the high ones. INT5 and INT6 have groups as INT4's, each followed by the upper bits:
-// bit j of a byte belongs to its input of word j, or bits 2 j and 2 j + 1 to that of word j and, in
-// another 64 bytes, of word 4 + j. Where OFFSET is 0 the 128 of INT8 is taken off the weights, else
-// the sums. INT6 has a scale for 16 inputs.
+// Weights are packed in blocks of 16 outputs, one per lane, so no sum crosses lanes. Inputs are
+// padded with zeros to a multiple of 4, or of 32 if quantized.
 //
-// Bytes: the weight, once: 0.5 to 4 a number, and the scales. Up to about 8 rows that is the
-// time; more are cut into tiles of equal size, by all of which a block in the cache is multiplied.
+//     FLOAT32    [n / 16][k][16]
+//     BFLOAT16   [n / 16][k / 2][16][2]
+//     INT8       [n / 16][k / 4][16][4], plus 128: subtracted from w if OFFSET is 0, else from sums
+//     INT4       [n / 16][k / 8][16][4]: 4 inputs in the bytes' low halves, 4 in the high halves
+//     INT5       INT4 groups, each followed by 64 bytes whose bits j are the upper bits of word j
+//     INT6       INT4 groups, each followed by 2 x 64 bytes: in part i, bits 2 j and 2 j + 1 are
+//                the upper bits of word 4 i + j
+//
+// Memory traffic: the weight once, 0.5 to 4 bytes per number, and its scales. That bounds the time
+// up to about 8 rows. More rows are split into tiles of equal size, all of which multiply a block
+// while it is in the CPU's cache.
 
-typedef struct {                 // 8, 16 or 32 inputs of a row as they are multiplied
-    int32_t words[8];            // of a float32, two bfloat16 or four bytes
+typedef struct {                 // 8, 16 or 32 inputs of a row, ready to multiply
+    int32_t words[8];            // each a float32, two bfloat16 or four bytes
     float scale, sum;            // of bytes: sum = scale * sum(q)
-    int32_t minus[2];            // -sum(q), of all and of the first 16
+    int32_t minus[2];            // -sum(q) of all bytes and of the first 16
 } Group;
 
 typedef struct {
@@ -454,7 +459,7 @@ typedef struct {
 
 INLINE int tile_start(const Product *p, int tile) { return (int64_t)tile * p->M / p->tiles; }
 
-// 16 groups of x [n], the next of which is `stride` groups away
+// Rounds x [n], up to 16 groups, to groups that are `stride` apart
 static void round_groups(const float *x, int n, Group *group, int stride) {
     vf part[LANES];
     for (int i = 0; i < LANES; i++) {
@@ -469,7 +474,7 @@ static void round_groups(const float *x, int n, Group *group, int stride) {
     for (int i = 0; i < LANES; i++)
         part[i] = upper[i] = splat(0);
     for (int i = 0; i * GROUP < n && i < LANES; i++) {
-        if (!usable[i]) {  // the scale is 0, or no number
+        if (!usable[i]) {  // the scale is 0, infinite or NaN
             memset(group[i * stride].words, 0, sizeof group->words);
             continue;
         }
@@ -483,7 +488,8 @@ static void round_groups(const float *x, int n, Group *group, int stride) {
         upper[i] = __builtin_convertvector(r, vf);
     }
     vf first = fold_sum(part), second = fold_sum(upper), scaled = scale * (first + second);
-    vi minus[2] = {-__builtin_convertvector(first + second, vi), -__builtin_convertvector(first, vi)};
+    vi minus[2] = {-__builtin_convertvector(first + second, vi),
+                   -__builtin_convertvector(first, vi)};
     for (int i = 0; i * GROUP < n && i < LANES; i++) {
         group[i * stride].scale = scale[i];
         group[i * stride].sum = scaled[i];
@@ -508,12 +514,13 @@ static void prepare_row(void *arguments, int m) {
     }
 }
 
-// The float16 of two levels, for scales or with `minimum` for minimums, of 256 inputs
+// The factors of 256 inputs' scales, or of their minimums
 INLINE vf load_tops(const Linear *w, int minimum, size_t chunk) {
-    return from_float16(load_halves((uint16_t *)w->tops + (2 * chunk + minimum) * LANES, LANES));
+    const uint16_t *tops = (const uint16_t *)w->tops + (2 * chunk + minimum) * LANES;
+    return w->tops ? from_float16(load_halves(tops, LANES)) : splat(1);
 }
 
-// 16 scales, or minimums, number `at`; tops: 1 where they have one level
+// 16 scales or minimums, number `at`; tops: their factors, if w has them
 INLINE vf load_scales(const Linear *w, const void *scales, size_t at, vf tops) {
     if (w->tops) {
         vb levels;
@@ -531,7 +538,7 @@ INLINE vi load_word(const char *group, int j, int kind) {
     vu lower = (vu)load(group + j / 2 * 64) >> j % 2 * 4 & 0x0f0f0f0f;
     if (kind == INT4)
         return (vi)lower;
-    int at = kind == INT5 ? j : j % 4 * 2;  // where the upper bits are in each byte; they go to 4
+    int at = kind == INT5 ? j : j % 4 * 2;  // where the upper bits are; they move to bit 4
     vu upper = (vu)load(group + 256 + (kind == INT5 ? 0 : j / 4 * 64));
     upper = at < 4 ? upper << (4 - at) : upper >> (at - 4);
     return (vi)(lower | (upper & (kind == INT5 ? 0x10101010 : 0x30303030)));
@@ -587,7 +594,7 @@ INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, in
 INLINE void float_tile(const Linear *w, const Group *x, int block, int n, int whole, vf *acc) {
     int words = (w->k + 3) / 4 * (whole ? 4 : 2);
     const char *values = (const char *)w->values + (size_t)block * words * 64;
-    vf odd[TILE] = {{0}};        // a second sum, so that a product need not wait for the last
+    vf odd[TILE] = {{0}};        // a second sum hides the latency of the additions
     for (; words > 0; words -= 8, x += n)
         for (int j = 0; j < min(words, 8); j += 2, values += 128) {
             fetch(values + FETCH, 128);
@@ -602,7 +609,7 @@ INLINE void float_tile(const Linear *w, const Group *x, int block, int n, int wh
         acc[i] += odd[i];
 }
 
-// Block number `block` of a weight, whose first output is number `at`
+// Block number `block` of a weight; at: the column of `out` for its first output
 INLINE void tile(const Product *p, const Linear *w, int block, int at, int first, int n, int kind) {
     vf acc[TILE] = {{0}};
     const Group *x = p->groups + (size_t)first * p->n_groups;
@@ -620,7 +627,7 @@ INLINE void tile(const Product *p, const Linear *w, int block, int at, int first
 
 INLINE int blocks_of(const Linear *w) { return (w->n + LANES - 1) / LANES; }
 
-// Inlined for each kind and number of rows, so that a tile's sums stay in registers
+// Inlined for each kind and number of rows, so that the sums stay in registers
 #define TILE_OF(kind, n) case kind * TILE + n: \
     tile(p, w, block - before, at + (block - before) * LANES, first, n, kind); break;
 #define TILES_OF(kind) TILE_OF(kind, 1) TILE_OF(kind, 2) TILE_OF(kind, 3) TILE_OF(kind, 4) \
@@ -628,7 +635,8 @@ INLINE int blocks_of(const Linear *w) { return (w->n + LANES - 1) / LANES; }
 static void product_unit(void *arguments, int unit) {
     const Product *p = arguments;
     const Linear *w = p->w;
-    int before = 0, at = 0, end = min((unit + 1) * p->per_unit, p->blocks);  // of earlier weights
+    int end = min((unit + 1) * p->per_unit, p->blocks);
+    int before = 0, at = 0;      // blocks and outputs before w
     for (int block = unit * p->per_unit; block < end; block++) {
         for (; block - before >= blocks_of(w); w = w->next) {
             before += blocks_of(w);
@@ -674,17 +682,15 @@ static void unpack_quantized(const Linear *w, int row, float *out) {
     for (int i = 0; i < w->k; i += 4) {
         size_t group = first + i / GROUP, at = (first * GROUP + i) / w->group;
         vi word = load_word((const char *)w->values + group * size, i % GROUP / 4, w->kind);
-        vf tops[2] = {splat(1), splat(1)};
-        for (int which = 0; w->tops && which < 2; which++)
-            tops[which] = load_tops(w, which, group / 8);
-        float scale = load_scales(w, w->scales, at, tops[0])[lane];
-        float minimum = w->minimums ? load_scales(w, w->minimums, at, tops[1])[lane] : 0;
+        float scale = load_scales(w, w->scales, at, load_tops(w, 0, group / 8))[lane], minimum = 0;
+        if (w->minimums)
+            minimum = load_scales(w, w->minimums, at, load_tops(w, 1, group / 8))[lane];
         for (int j = 0; j < min(w->k - i, 4); j++)
             out[i + j] = ((word[lane] >> 8 * j & 255) - w->zero) * scale + minimum;
     }
 }
 
-// Rows of a weight, or of those after it: out [count, k]. Returns 1 if there is no such row.
+// Rows of a weight and those linked to it: out [count, k]. Returns 1 if a row is out of range.
 int unpack_rows(const Linear *weights, const int64_t *rows, int count, float *out) {
     for (int m = 0; m < count; m++, out += weights->k) {
         const Linear *w = weights;
@@ -701,25 +707,25 @@ int unpack_rows(const Linear *weights, const int64_t *rows, int count, float *ou
 // -------------------------------------------------------------------------------------------------
 // pack_rows
 //
-// Rows as a file or a tensor has them become blocks of 16 outputs. FLOATS are of the weight's own
-// kind, BYTES are its numbers without the scales; the others are llama.cpp's types by their numbers in
-// ggml.h, whose blocks of 32 or 256 inputs ggml-common.h describes.
+// Converts the rows of a file or a tensor to blocks of 16 outputs. FLOATS: numbers of the weight's
+// own kind. BYTES: its quantized numbers, one per byte, without scales. The others are llama.cpp's
+// types, numbered as in ggml.h; ggml-common.h describes their blocks of 32 or 256 inputs.
 
 enum { FLOATS = -2, BYTES = -1, Q4_0 = 2, Q4_1, Q5_0 = 6, Q5_1, Q8_0, Q4_K = 12, Q5_K, Q6_K,
        IQ4_NL = 20, IQ4_XS = 23 };
-#define CHUNK 256            // inputs of the largest block of a file
+#define CHUNK 256            // most inputs in a block of a file
 
-typedef struct {                 // what a block of a file says
+typedef struct {                 // a block of a file, decoded
     uint8_t q[CHUNK];
-    int8_t scales[2][16];        // and minimums; times tops
-    uint16_t tops[2];            // or float16 scale and minimum
+    int8_t scales[2][16];        // scales and minimums, times tops
+    uint16_t tops[2];            // or the block's only scale and minimum; float16
 } Chunk;
 
-typedef struct {                 // the arguments of pack_rows
+typedef struct {                 // arguments of pack_rows
     const Linear *w;
     const uint8_t *rows;
-    const int64_t *order;        // of the rows; NULL: as they are
-    int64_t stride;              // bytes of a row
+    const int64_t *order;        // row order; NULL: 0, 1, ...
+    int64_t stride;              // bytes per row
     int type;
 } Packing;
 
@@ -757,7 +763,7 @@ static void split_legacy(int type, const uint8_t *from, Chunk *c) {
 static void split_k(int type, const uint8_t *from, Chunk *c) {
     const uint8_t *upper = from + 16, *lower = from + (type == Q5_K ? 48 : 16);
     memcpy(c->tops, from, 4);
-    c->tops[1] ^= 0x8000;        // the file's are subtracted
+    c->tops[1] ^= 0x8000;        // negated: files store what is subtracted
     split_scales(from + 4, c);
     for (int i = 0; i < 4; i++)
         split_nibbles(lower + 32 * i, 32, c->q + 64 * i);
@@ -805,7 +811,7 @@ static void split_chunk(const Packing *p, const uint8_t *from, int n, Chunk *c) 
         c->q[i] ^= 128;
 }
 
-// 32 inputs, in the lane that `group` starts with
+// Writes 32 inputs to a group; group: the first word of the output's lane
 INLINE void place_group(int kind, const uint8_t *q, uint32_t *group) {
     uint32_t words[8], upper[2] = {0};
     memcpy(words, q, sizeof words);
@@ -834,7 +840,7 @@ static void place_scales(const Linear *w, const Chunk *c, size_t chunk, int lane
     }
 }
 
-static const uint8_t *row_of(const Packing *p, int row) {  // NULL after the last
+static const uint8_t *row_of(const Packing *p, int row) {  // NULL beyond the last row
     return row < p->w->n ? p->rows + (p->order ? p->order[row] : row) * p->stride : NULL;
 }
 
@@ -879,7 +885,7 @@ static void pack_quantized(void *arguments, int block) {
         }
 }
 
-// Fills a weight's memory from rows of `stride` bytes, in an order. type: see above.
+// Packs rows of `stride` bytes into a weight's memory. order: int64 [n] or NULL; type: see above.
 void pack_rows(const Linear *w, int type, const uint8_t *rows, int64_t stride, const int64_t *order,
                int threads) {
     Packing p = {w, rows, order, stride, type};
@@ -906,11 +912,12 @@ static void norm_row(const Norm *norm, const float *x, int n, float *out) {
         out[i] = (x[i] - mean) * scale * norm->weight[i] + (norm->bias ? norm->bias[i] : 0.0f);
 }
 
-// x and delta [M, C] change in place; delta may be NULL
+// x and delta [M, C] are changed in place; delta may be NULL
 static void add_norm_row(void *arguments, int m) {
     const Call *a = arguments;
     int C = a->block->n_embd;
-    float *x = a->x + (size_t)m * C, *delta = a->delta + (size_t)m * C, *out = a->out + (size_t)m * C;
+    float *x = a->x + (size_t)m * C, *delta = a->delta + (size_t)m * C;
+    float *out = a->out + (size_t)m * C;
     if (a->delta && a->post->weight)
         norm_row(a->post, delta, C, delta);
     for (int i = 0; a->delta && i < C; i++)
@@ -924,9 +931,9 @@ static void add_norm_row(void *arguments, int m) {
 // -------------------------------------------------------------------------------------------------
 // rope_cache
 //
-//   q, k = norm(q), norm(k), of each head or of all;  x[i] = x[i] cos[i] + x[(i + D/2) % D] sin[i]
+//   q, k = norm(q), norm(k), per head or over all;  x[i] = x[i] cos[i] + x[(i + D/2) % D] sin[i]
 //
-// Queries go to a buffer, keys and values to rows lengths[b] + t of the cache.
+// Writes queries to `out`, keys and values to rows lengths[b] + t of the cache.
 
 INLINE size_t cache_at(const Call *a, int is_value, int b, int head, int64_t row) {
     return is_value * a->pass->value_stride + slot_of(a->pass, b) * a->pass->batch_stride
@@ -964,17 +971,17 @@ static void rope_cache_row(void *arguments, int m) {
 // -------------------------------------------------------------------------------------------------
 // attention
 //
-//   out[m, h] = sum_s softmax_s(scale * q[m, h] . k[s]) v[s], over what m sees; formula and ALiBi as
-//   in kernels.tree_attention
+//   out[m, h] = sum_s softmax_s(scale * q[m, h] . k[s]) v[s], over the rows s that m sees; details
+//   and ALiBi as in kernels.tree_attention
 //
-// A query sees one cache row at each position: the committed rows, then those of its ancestors. Sums
-// run over positions, 128 to a split, so it does not matter which rows the ancestors are in; the
+// A query sees one cache row per position: the committed rows, then its ancestors' rows. Sums run
+// over positions, in splits of 128, so they do not depend on which rows hold the ancestors; the
 // splits of a query are then added in order. A unit is a split of a kv head, for up to 64 nodes.
 //
-// Bytes: keys and values, once for each 64 nodes.
+// Memory traffic: keys and values, once per 64 nodes.
 
-// Of n heads from one on, that share keys [D, SPLIT] and values [SPLIT, padded]: part [n, width] is
-// the values' weighted sum, zeros up to padded D; the sum of weights, their maximum
+// One split for n query heads that share keys [D, SPLIT] and values [SPLIT, padded]. Rows of part
+// [n, width]: weighted sum of the values, zeros up to `padded`, sum of the weights, maximum score
 INLINE void attend_heads(const Call *a, int m, int head, int n, int start, const float *keys,
                          const float *values, float *part) {
     const Block *c = a->block;
@@ -993,7 +1000,7 @@ INLINE void attend_heads(const Call *a, int m, int head, int n, int start, const
         total[h] = splat(0);
     }
     for (int i = low / (2 * LANES) * 2 * LANES; i < end; i += 2 * LANES) {
-        vf sums[HEADS][2][2] = {{{{0}}}};  // of every other dimension, so that no product waits
+        vf sums[HEADS][2][2] = {{{{0}}}};  // of even and odd dimensions: hides latency
         for (int d = 0; d < D; d += 2)
             for (int s = 0; s < 2; s++)
                 for (int j = 0; j < 2; j++)
@@ -1023,7 +1030,7 @@ INLINE void attend_heads(const Call *a, int m, int head, int n, int start, const
         part[h * a->width + padded + 1] = maximum;
     }
     for (int d = 0; d < padded; d += SLICE) {
-        vf sums[HEADS][2][SLICE / LANES] = {{{{0}}}};  // of every other position, likewise
+        vf sums[HEADS][2][SLICE / LANES] = {{{{0}}}};  // of even and odd positions
         for (int i = low; i < end; i += 2)
             for (int j = 0; j < 2; j++)
                 for (int s = 0; s < SLICE / LANES; s++)
@@ -1036,7 +1043,7 @@ INLINE void attend_heads(const Call *a, int m, int head, int n, int start, const
     }
 }
 
-// `count` rows of the cache, at most 16, as float32: keys [D, SPLIT] become columns, values rows
+// Reads up to 16 cache rows as float32: keys into columns of [D, SPLIT], values into rows
 INLINE void read_cache(const Call *a, int b, int head, int row, int count, float *keys,
                        float *values) {
     int D = a->block->head_size, padded = a->width - LANES, bytes = a->pass->bfloat16 ? 2 : 4;
@@ -1050,7 +1057,7 @@ INLINE void read_cache(const Call *a, int b, int head, int row, int count, float
         for (int i = 0; i < LANES; i++)
             v[i] = load_row(from, min(i, count - 1) * D + d, D - d, bytes == 2);
         transpose(v);
-        for (int i = 0; i < min(D + 1 - d, LANES); i++)  // an even number of columns
+        for (int i = 0; i < min(D + 1 - d, LANES); i++)  // + 1: pads an odd D
             store(keys + (d + i) * SPLIT, v[i]);
     }
     for (int i = 0; i < count; i++)
@@ -1058,13 +1065,13 @@ INLINE void read_cache(const Call *a, int b, int head, int row, int count, float
             store(values + i * padded + d, load_row(value, i * D + d, D - d, bytes == 2));
 }
 
-// The row of a node's ancestor, at position i of the split
+// Reads one cache row, that of an ancestor
 static void read_ancestor(const Call *a, int b, int head, int row, float *keys, float *values) {
     int D = a->block->head_size, padded = a->width - LANES, is_half = a->pass->bfloat16;
     size_t key = cache_at(a, 0, b, head, row), value = cache_at(a, 1, b, head, row);
     for (int d = 0; d < D; d += LANES) {
         vf v = load_row(a->pass->kv, key + d, D - d, is_half);
-        for (int i = 0; i < min(D + 1 - d, LANES); i++)  // as above
+        for (int i = 0; i < min(D + 1 - d, LANES); i++)
             keys[(d + i) * SPLIT] = v[i];
     }
     for (int d = 0; d < padded; d += LANES)
@@ -1128,7 +1135,7 @@ void attention(const Block *block, const Pass *pass, float *q, float *out) {
     a.splits = (longest + SPLIT - 1) / SPLIT;
     a.width = (D + SLICE - 1) / SLICE * SLICE + LANES;
     int units = pass->B * block->n_kv_head * a.splits;
-    size_t size = (size_t)pass->B * Hq * a.splits * a.width;  // of a node
+    size_t size = (size_t)pass->B * Hq * a.splits * a.width;  // per node
     int nodes = min(MAX_PARTS / (size + 1) + 1, min(pass->T, MAX_TREE));
     a.parts = scratch(PARTS, size * nodes * sizeof *a.parts);  // [splits, B, nodes, Hq, width]
     for (; a.first < pass->T; a.first += nodes) {
@@ -1142,8 +1149,8 @@ void attention(const Block *block, const Pass *pass, float *q, float *out) {
 // -------------------------------------------------------------------------------------------------
 // glu
 //
-//   y = act(gate) * up, or act(up); silu(x) = x / (1 + e^-x), and with u = sqrt(2 / pi) (x +
-//   0.044715 x^3) the tanh approximation of gelu is x / (1 + e^-2u)
+//   y = act(gate) * up, or act(up) if not gated; silu(x) = x / (1 + e^-x); gelu(x), by its tanh
+//   approximation, is x / (1 + e^-2u) with u = sqrt(2 / pi) (x + 0.044715 x^3)
 
 static void glu_row(void *arguments, int m) {
     const Call *a = arguments;
@@ -1160,9 +1167,9 @@ static void glu_row(void *arguments, int m) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// run_blocks: model.Block, one after another
+// run_blocks: consecutive model.Blocks
 
-// Whether the cache, or a table of rotations, has no rows for some of the tokens
+// Whether some token has no row in the cache or in the rope table
 static int lacks_rows(const Pass *pass) {
     for (int b = 0; b < pass->B; b++)
         if (length_of(pass, b) < 0 || length_of(pass, b) > pass->rows - pass->T)
@@ -1173,8 +1180,7 @@ static int lacks_rows(const Pass *pass) {
     return 0;
 }
 
-// x [M, C], the residual stream, changes in place; normed [M, C] becomes its norm. Returns 1 if the
-// cache has no room.
+// x [M, C]: residual stream, in place; normed [M, C]: its norm. Returns 1 if the cache has no room.
 int run_blocks(const Block *blocks, int count, const Norm *last, const Pass *first, float *x,
                float *normed) {
     Pass pass = *first;
@@ -1214,19 +1220,18 @@ int run_blocks(const Block *blocks, int count, const Norm *last, const Pass *fir
 // -------------------------------------------------------------------------------------------------
 // argmax
 //
-//   argmax_t(logits[m, t] / temperature[b] + gumbel(seed[b], sequence[b], position[m], t)), b the
-//   sequence of row m, at temperature 0 of the logits alone; of equals the lowest t, and NaN is
-//   never the largest
+//   argmax_t(logits[m, t] / temperature[b] + gumbel(seed[b], sequence[b], position[m], t)), where b
+//   is row m's sequence; argmax_t(logits[m, t]) at temperature 0. The lowest t of equals, never NaN
 
 typedef struct { float score; int token; } Best;
 
 typedef struct {
     const float *logits;         // [M, V]
-    int V, T, parts;             // T: rows of a sequence
-    int first, ahead;            // the first row's number; what is added to positions
+    int V, T, parts;             // T: rows per sequence
+    int first, ahead;            // index of the first row; added to positions
     const int32_t *slots;        // as in Pass
     const float *temperature;    // by slot; NULL: all 0
-    const int64_t *seed, *sequence, *position;  // by slot, by slot, of each row
+    const int64_t *seed, *sequence, *position;  // by slot, by slot, by row
     Best *best;                  // [M, parts]
 } Argmax;
 
@@ -1295,8 +1300,8 @@ void argmax(const float *logits, int M, int V, int T, const float *temperature, 
     best_tokens(&a, M, out, threads);
 }
 
-// The `argmax` of the logits of what follows M tokens at these positions, for a few of them at a
-// time, so that all logits fit in memory. temperature NULL: 0, and there is no noise
+// Samples the next token of M tokens at these positions: the `argmax` of their logits, computed for
+// a few sequences at a time to save memory. temperature NULL: greedy
 void sample(const Linear *w, const float *x, int M, int T, const int32_t *slots,
             const float *temperature, const int64_t *seed, const int64_t *sequence,
             const int64_t *position, int64_t *out, int threads) {
@@ -1313,44 +1318,43 @@ void sample(const Linear *w, const float *x, int M, int T, const int32_t *slots,
 }
 
 // -------------------------------------------------------------------------------------------------
-// The draft heads: a depth of the beam search of clover.DraftHeads
+// Draft heads: one depth of the beam search in clover.DraftHeads
 //
 //   s = s + cos(Wq norm(s), Wk e) * (Wv e), per attention head; or s + W [norm(s), e] + b
 //   z = s + silu(W s + b), or W [s, e] + b;  log-probabilities = log_softmax(rows norm(z))
 //
-// A row is a beam, or a sequence at the first depth, and where heads read no token: all beams of a
-// sequence are alike there.
+// Rows are beams, or sequences where all beams are equal: at depth 0 and if heads read no tokens.
 
 enum { NO_MIX, ATTENTION, CONCAT };
 
 typedef struct {
-    Norm norm;                   // of a state before it is mixed
-    Linear mix, key_value;       // of its query, of e; or of both together
+    Norm norm;                   // of the state before mixing
+    Linear mix, key_value;       // Wq, [Wk, Wv]; or W of [norm(s), e]
     Linear project;
 } Head;
 
 typedef struct {
-    int32_t n_embd, n_head, n_weights, mix, linear;  // linear: the projector is, else a ResBlock
+    int32_t n_embd, n_head, n_weights, mix, linear;  // linear: z = W [s, e] + b
     float scale;                 // of e
-    const Head *heads;           // [n_weights]: the last is that of all depths from there on
-    const Head *mix_in;          // of the root, before the augmenting blocks, or NULL
+    const Head *heads;           // [n_weights]; the last one serves all further depths
+    const Head *mix_in;          // mixes in the root before the augmenting blocks, or NULL
     Norm norm;
-    Linear rows, table;          // of the draft vocabulary, of all tokens, whose rows are e
-    const int32_t *ids;          // of the draft vocabulary's tokens, NULL: 0, 1, ...
+    Linear rows, table;          // LM head for the draft vocabulary, for all tokens; e is its row
+    const int32_t *ids;          // token ids of the draft vocabulary; NULL: 0, 1, ...
 } Heads;
 
-typedef struct {                 // the arguments of a row's functions
+typedef struct {                 // arguments of the functions below
     const Heads *heads;
     const Head *head;
     float *state, *e, *x, *y, *kv;  // [M, C], x and kv [M, 2 C]
     float *logits, *logprobs;    // [BEAMS, V], [M, W]
     int64_t *proposed;           // [M, W]: tokens
-    int first, W;                // the row of the first logits
-    const float *temperature;    // [M], and the noise's keys
-    const uint64_t *keys;
+    int first, W;                // first: the row of logits[0]
+    float *temperature;          // [M]
+    uint64_t *keys;              // [M], of the sampler's noise
 } Beams;
 
-// Room for M rows in one piece of memory
+// Divides memory among the buffers of M rows
 static void set_rows(Beams *a, float *memory, int M) {
     int C = a->heads->n_embd;
     a->state = memory;
@@ -1390,7 +1394,7 @@ static void mix_row(void *arguments, int m) {
     }
 }
 
-// Mixes tokens [M] into the states of the same rows
+// Mixes tokens [M] into the states of their rows
 static void mix(Beams *a, const int64_t *tokens, int M, int threads) {
     const Heads *h = a->heads;
     int C = h->n_embd;
@@ -1418,14 +1422,14 @@ static void last_norm_row(void *arguments, int m) {
     norm_row(&a->heads->norm, y, C, a->x + (size_t)m * C);
 }
 
-typedef struct { float score; int64_t key; int at; } Entry;  // key: the lower of equals comes first
+typedef struct { float score; int64_t key; int at; } Entry;  // by score, then the lower key
 
 INLINE int outranks(Entry a, Entry b) {
     return a.score > b.score || (a.score == b.score && a.key < b.key);
 }
 
-// Takes an entry, no score of which is NaN, among the n best, which are in order
-static void keep(Entry *best, int *count, int n, Entry entry) {
+// Inserts an entry into the n best, sorted, if it is one of them; scores are not NaN
+static void insert(Entry *best, int *count, int n, Entry entry) {
     if (*count == n && (n == 0 || !outranks(entry, best[n - 1])))
         return;
     int i = *count < n ? (*count)++ : n - 1;
@@ -1456,14 +1460,14 @@ static void best_tokens_row(void *arguments, int row) {
     Entry top[MAX_TREE];
     for (int i = 0; i < V; i++)
         if (count < W || x[i] > top[W - 1].score)
-            keep(top, &count, W, (Entry){x[i] == x[i] ? x[i] : -INFINITY, i, i});
+            insert(top, &count, W, (Entry){x[i] == x[i] ? x[i] : -INFINITY, i, i});
     for (int i = 0; i < W; i++) {
         a->logprobs[out + i] = top[i].score - log_sum;
         a->proposed[out + i] = a->heads->ids ? a->heads->ids[top[i].at] : top[i].at;
     }
 }
 
-// From the states of M beams, which change, and the tokens that they guessed: logprobs, proposed
+// Computes logprobs and proposed from the states of M beams, which it updates, and their tokens
 static void run_head(Beams *a, const int64_t *tokens, int M, int threads) {
     const Heads *h = a->heads;
     int C = h->n_embd;
@@ -1482,30 +1486,8 @@ static void run_head(Beams *a, const int64_t *tokens, int M, int threads) {
     }
 }
 
-// kernels.select_candidates. logprobs, tokens [B, w, W]; joint, chosen, parents [B, K, n], of which
-// [:, depth] is filled
-void select_candidates(const float *logprobs, const int64_t *tokens, int B, int w, int W, int K,
-                       int n, int depth, float *joint, int64_t *chosen, int64_t *parents) {
-    for (int b = 0; b < B; b++) {
-        size_t out = ((size_t)b * K + depth) * n;
-        Entry best[MAX_TREE];
-        int count = 0;
-        for (int i = 0; i < (depth ? W * W : W); i++) {
-            size_t at = ((size_t)b * w + (w > 1 ? i / W : 0)) * W + i % W;
-            float logprob = logprobs[at] > 0 ? 0 : logprobs[at] <= 0 ? logprobs[at] : -INFINITY;
-            float above = depth ? joint[out - n + i / W] : 0;
-            keep(best, &count, n, (Entry){above + logprob, tokens[at] << 16 | i, i});
-        }
-        for (int i = 0; i < n; i++) {
-            joint[out + i] = i < count ? best[i].score : -INFINITY;
-            chosen[out + i] = i < count ? best[i].key >> 16 : 0;
-            parents[out + i] = i < count ? best[i].at / W : -1;
-        }
-    }
-}
-
 // -------------------------------------------------------------------------------------------------
-// A step: the stages of generate.Decoder, each in one call, on the sequences in some of the slots
+// A step: one function for each stage of generate.Decoder, on the sequences in some of the slots
 
 typedef struct {
     Linear embed;                // k = 0: the caller embeds the tokens
@@ -1515,39 +1497,39 @@ typedef struct {
     Linear head;
     const Heads *heads;          // or NULL
     const Block *augment;
-    Norm state_norm;             // of what the heads draft from
+    Norm state_norm;             // of the states that the heads draft from
     int32_t n_blocks, n_augment;
-    int32_t K, W, looks_up;      // K: heads; looks_up: whether lookup drafts
-    const float *chances, *prices;  // [2, SOURCES], [MAX_TREE + 2]: generate.Policy's
+    int32_t K, W, with_lookup;   // with_lookup: whether lookup drafts
+    const float *chances, *prices;  // [2, SOURCES], [MAX_TREE + 2]: see generate.Policy
     float *counts;               // [2, SOURCES, 2], likewise
-    Pass trees, paths;           // over the cache of the model, and that of the augmenting blocks
-    int32_t *lengths, *heads_lengths;  // of these caches, by slot, as all up to `hidden_rows`
+    Pass trees, paths;           // over the model's cache, over the augmenting blocks' cache
+    int32_t *lengths, *heads_lengths;  // of these caches, by slot, like all down to `hidden_rows`
     int32_t *history;            // [slots, history_stride]
-    int32_t *active;             // 0: an idle slot, for which nothing is kept
+    int32_t *active;             // 0: an idle slot
     int64_t *root, *sequence, *seed, history_stride, hidden_stride;
     float *temperature;
     void *state;                 // [slots, C]: what the heads draft from, float32 or bfloat16
     void *hidden_rows;           // [slots, hidden_stride]: hidden states of committed rows
-    int32_t tree_size, drafts, noise;  // of this step. T, or 0: by prices; whether the heads draft
-    int32_t T, P, depths;        // what `step_draft` finds
-    int32_t steps, skipped, patience;  // how often heads were not worth it: see `is_worth`
-    float gains[MAX_DEPTH];      // what a head adds of what is left to guess, a running mean
+    int32_t tree_size, with_heads, noise;  // requested: T, or 0 to choose it by `prices`
+    int32_t T, P, depths;        // set by `step_draft`
+    int32_t steps, skipped, patience;  // when to try heads again: see `is_worth`
+    float gains[MAX_DEPTH];      // running mean of the share of what is left that a head adds
     int64_t *tree;               // [5, B, T]: tokens, parents, depths, ancestors, sources
     float *probabilities;        // [B, T]
-    int64_t *chain;              // [B, 1 + MAX_CHAIN]: match and tokens of lookup
+    int64_t *chain;              // [B, 1 + MAX_CHAIN]: lookup's match length and tokens
     int64_t *positions, *target; // [B, T]
     int64_t *accepted;           // [B, 3 P + 2]
     float *x, *normed;           // [B, T, C]: the residual stream, its norm
     uint16_t *hidden;            // [B, T, C]: the stream in bfloat16, or NULL
 } Step;
 
-// How many tokens lookup proposes
+// Number of tokens that lookup proposes
 static int chain_size(const Step *s) {
     return s->tree_size ? min(s->tree_size - 1, MAX_CHAIN) : MAX_CHAIN;
 }
 
-// kernels.ngram_lookup of text [last + 1] -> chain [1 + n]
-static void look_up(const int32_t *text, int last, int n, int64_t *chain) {
+// kernels.ngram_lookup: fills chain [1 + MAX_CHAIN] from text [last + 1]
+static void look_up(const int32_t *text, int last, int64_t *chain) {
     int match = 0;
     chain[0] = 0;
     for (int end = last - 1; end >= 0 && chain[0] < 4; end--) {
@@ -1559,36 +1541,34 @@ static void look_up(const int32_t *text, int last, int n, int64_t *chain) {
             match = end;
         }
     }
-    for (int i = 0; i < n; i++)
+    for (int i = 0; i < MAX_CHAIN; i++)
         chain[1 + i] = chain[0] ? text[match + 1 + i % (last - match)] : -1;
 }
 
 // -------------------------------------------------------------------------------------------------
-// draft: kernels.best_tree of what the heads and lookup propose
+// draft: kernels.best_tree of the candidates of heads and lookup
 
-typedef struct {                 // a node that may be in the tree
-    float p;                     // -1: none
-    int32_t source, parent, depth;  // parent: its place in the pool, -1: the root
+typedef struct {                 // a candidate
+    float p;                     // acceptance probability; -1: no candidate
+    int32_t source, parent, depth;  // parent: index in the pool, -1: the root
     int64_t token;
-} Guess;
+} Candidate;
 
 typedef struct {
     Step *s;
     Beams beams;
-    float *joint;                // [B, K, n], as tokens and parents: `select_candidates`
-    int64_t *tokens, *parents, *guessed;  // guessed [M]: tokens of the beams
-    uint64_t *keys;              // [M], of the sampler's noise
-    float *temperature;          // [M]
-    int n, M, T, tries;          // M: rows of the next head; tries: it runs to see what it adds
-    float rate, floor;           // tokens per second; that times what a node more takes
-    float left, gain;            // what lookup leaves to the next head; what the last one added
+    float *joint;                // [B, K, n], like tokens and parents: see `select_candidates`
+    int64_t *tokens, *parents, *guessed;  // guessed [M]: last tokens of the beams
+    int n, M, T, is_trial;       // M: rows of the next head; is_trial: see `is_worth`
+    float rate, floor;           // tokens per second; tokens that a further node must add to pay
+    float left, gain;            // probability left to the next head; what the last head added
 } Draft;
 
-static float clean(float p) { return p > 0 ? fminf(p, 1) : 0; }
+static float probability(float p) { return p > 0 ? fminf(p, 1) : 0; }
 
-// The pool of sequence b: the heads' candidates, then those tokens of lookup that are not among them.
-// -> how many; on_chain [MAX_CHAIN]: where lookup's tokens are in it
-static int fill_pool(const Draft *d, int b, Guess *pool, int *on_chain) {
+// Fills the pool of sequence b: the heads' candidates, then tokens that only lookup proposes.
+// Returns its size; on_chain [MAX_CHAIN]: indices of lookup's tokens in the pool, then -1
+static int fill_pool(const Draft *d, int b, Candidate *pool, int *on_chain) {
     const Step *s = d->s;
     int slot = slot_of(&s->trees, b), n = d->n, count = 0, above = -1;
     const float *chances = s->chances + (s->temperature[slot] > 0) * SOURCES;
@@ -1598,21 +1578,23 @@ static int fill_pool(const Draft *d, int b, Guess *pool, int *on_chain) {
         float x = fminf(fmaxf(-4 * d->joint[at], 0), BINS - 1);
         x = d->joint[at] == d->joint[at] ? x : BINS - 1;
         int bin = min(x, BINS - 2);
-        float low = chances[bin + 1], p = fmaxf(chances[bin] + (low - chances[bin]) * (x - bin), low);
-        p = depth ? fminf(clean(p), pool[max(parent, 0)].p) : clean(p);
-        pool[count] = (Guess){d->parents[at] < 0 ? -1 : p, x, parent, depth + 1, d->tokens[at]};
+        float low = chances[bin + 1];
+        float p = fmaxf(chances[bin] + (low - chances[bin]) * (x - bin), low);
+        p = depth ? fminf(probability(p), pool[max(parent, 0)].p) : probability(p);
+        pool[count] = (Candidate){d->parents[at] < 0 ? -1 : p, x, parent, depth + 1, d->tokens[at]};
     }
     const int64_t *chain = s->chain + b * (1 + MAX_CHAIN);
-    int length = s->looks_up && chain[0] ? chain_size(s) : 0;
-    float p = 1, chance = clean(chances[BINS + chain[0] * (length > 0)]);
+    int length = s->with_lookup && chain[0] ? chain_size(s) : 0;
+    float p = 1, chance = probability(chances[BINS + chain[0] * (length > 0)]);
     for (int j = 0; j < length; j++) {
         int i = j * n, end = j < s->depths ? i + n : i;
-        while (i < end && (pool[i].p < 0 || pool[i].token != chain[1 + j] || pool[i].parent != above))
+        while (i < end && (pool[i].p < 0 || pool[i].token != chain[1 + j]
+                           || pool[i].parent != above))
             i++;
         p *= chance;
         if (i == end) {
             i = count;
-            pool[count++] = (Guess){-1, 0, above, j + 1, chain[1 + j]};
+            pool[count++] = (Candidate){-1, 0, above, j + 1, chain[1 + j]};
         }
         if (p > pool[i].p) {
             pool[i].p = p;
@@ -1625,19 +1607,19 @@ static int fill_pool(const Draft *d, int b, Guess *pool, int *on_chain) {
     return count;
 }
 
-// The n likeliest of a pool, best first -> how many
-static int rank_pool(const Guess *pool, int count, int n, Entry *best) {
+// Finds the n likeliest candidates of a pool, best first. Returns their number
+static int rank_pool(const Candidate *pool, int count, int n, Entry *best) {
     int ranked = 0;
     for (int i = 0; i < count; i++)
         if (pool[i].p >= 0) {
             int64_t key = (int64_t)pool[i].depth << 56 | pool[i].token << 16 | i;
-            keep(best, &ranked, n, (Entry){pool[i].p, key, i});
+            insert(best, &ranked, n, (Entry){pool[i].p, key, i});
         }
     return ranked;
 }
 
-// What is left to guess below the places that the next head reads, and what its last run added
-static void weigh_heads(Draft *d, const Guess *pool, const int *on_chain) {
+// Adds up what the next head can gain, d->left, and what the last head gained, d->gain
+static void weigh_heads(Draft *d, const Candidate *pool, const int *on_chain) {
     int depth = d->s->depths, at = (depth - 1) * d->n;
     float left = 0;
     for (int i = 0; i < (depth ? d->s->W : 1); i++) {
@@ -1653,7 +1635,7 @@ static void weigh_heads(Draft *d, const Guess *pool, const int *on_chain) {
             d->gain += fmaxf(pool[i].p - d->floor, 0);
 }
 
-// The T of most tokens per second
+// Chooses the T with the most tokens per second
 static void choose_size(Draft *d) {
     const Step *s = d->s;
     int B = s->trees.B;
@@ -1662,7 +1644,7 @@ static void choose_size(Draft *d) {
     d->left = d->gain = d->rate = 0;
     d->T = 1;
     for (int b = 0; b < B; b++) {
-        Guess pool[MAX_CANDIDATES];
+        Candidate pool[MAX_CANDIDATES];
         Entry best[LARGEST];
         int on_chain[MAX_CHAIN + 1] = {-1};
         int ranked = rank_pool(pool, fill_pool(d, b, pool, on_chain), LARGEST - 1, best);
@@ -1677,11 +1659,11 @@ static void choose_size(Draft *d) {
             d->T = T;
         }
     }
-    d->floor = d->rate / B * (s->prices[min(d->T + 1, LARGEST)] - s->prices[min(d->T, LARGEST - 1)]);
+    int next = min(d->T + 1, LARGEST);
+    d->floor = d->rate / B * (s->prices[next] - s->prices[next - 1]);
 }
 
-// Whether the next head is expected to add more tokens than its time is worth. Now and then one runs
-// all the same: for what it adds may have changed
+// Whether to run the next head: it should add more tokens than its time costs, or it is tried again
 static int is_worth(Draft *d) {
     Step *s = d->s;
     int depth = s->depths;
@@ -1689,266 +1671,23 @@ static int is_worth(Draft *d) {
         return depth < s->tree_size - 1;
     int worth = s->gains[depth] * d->left > d->rate * s->prices[depth ? MAX_TREE + 1 : 0];
     if (depth == 0 && (s->steps < TRIAL / 4 ? s->steps % 2 : s->steps % (TRIAL / 4) == 0))
-        return 0;  // what heads take shows in the steps without them
+        return 0;  // the cost of heads is measured against steps without them
     if (depth)
         return worth || s->steps % TRIAL == depth;
     if (worth || !s->patience)
         s->patience = TRIAL;
     s->skipped = worth ? 0 : s->skipped + 1;
-    d->tries = s->skipped >= s->patience;
-    if (d->tries) {
+    d->is_trial = s->skipped >= s->patience;
+    if (d->is_trial) {
         s->skipped = 0;
-        s->patience *= 2;  // the augmenting blocks are to read what was decoded without them
+        s->patience *= 2;  // a trial is costly: the augmenting blocks must catch up
     }
-    return worth || d->tries;
+    return worth || d->is_trial;
 }
 
-static int augment(Step *s);
-
-// The next depth of candidates
-static void draft_depth(Draft *d) {
-    Step *s = d->s;
-    Beams *a = &d->beams;
-    const Heads *h = s->heads;
-    int B = s->trees.B, C = h->n_embd, depth = s->depths, W = s->W, threads = s->trees.threads;
-    int reads = h->mix != NO_MIX || h->linear;
-    for (int b = 0; depth == 0 && b < B; b++) {
-        int slot = slot_of(&s->trees, b);
-        d->guessed[b] = s->root[slot];
-        read_row(s->state, (size_t)slot * C, C, s->trees.bfloat16, a->state + (size_t)b * C);
-    }
-    for (int i = 0; depth && reads && i < B * W; i++) {  // the beams that go on
-        size_t at = ((size_t)(i / W) * s->K + depth - 1) * d->n + i % W;
-        const float *from = a->state + (i / W * (d->M / B) + d->parents[at]) * C;
-        memcpy(a->x + (size_t)i * C, from, C * sizeof *from);
-        d->guessed[i] = d->tokens[at];
-    }
-    if (depth && reads) {
-        d->M = B * W;
-        memcpy(a->state, a->x, (size_t)d->M * C * sizeof *a->x);
-    }
-    for (int m = 0; m < d->M; m++) {
-        int slot = slot_of(&s->trees, m / (d->M / B));
-        d->temperature[m] = s->temperature[slot];
-        d->keys[m] = noise_key(s->seed[slot], s->sequence[slot], s->lengths[slot] + depth + 1);
-    }
-    a->head = h->heads + min(depth, h->n_weights - 1);
-    run_head(a, d->guessed, d->M, threads);
-    select_candidates(a->logprobs, a->proposed, B, d->M / B, W, s->K, d->n, depth, d->joint,
-                      d->tokens, d->parents);
-    s->depths++;
-}
-
-// Room for the candidates of K heads
-static void begin_heads(Draft *d) {
-    Step *s = d->s;
-    int B = s->trees.B, C = s->heads->n_embd, W = s->W;
-    d->n = min(W * W, MAX_TREE - 1);
-    size_t rows = (size_t)B * W, found = (size_t)B * s->K * d->n;
-    size_t integers = rows * (2 + W) + 2 * found, logits = min(rows, BEAMS) * s->heads->rows.n;
-    d->guessed = scratch(DRAFT, integers * sizeof *d->guessed
-                         + (logits + found + rows * (7 * C + W + 1)) * sizeof(float));
-    d->tokens = d->guessed + rows * (1 + W);
-    d->parents = d->tokens + found;
-    d->keys = (uint64_t *)(d->parents + found);
-    d->joint = (float *)(d->keys + rows);
-    d->beams = (Beams){.heads = s->heads, .W = W, .proposed = d->guessed + rows, .keys = d->keys};
-    set_rows(&d->beams, d->joint + found, rows);
-    d->beams.logprobs = d->beams.kv + rows * 2 * C;
-    d->beams.logits = d->beams.logprobs + rows * W;
-    d->temperature = d->beams.logits + logits;
-    d->beams.temperature = d->temperature;
-    d->M = B;
-}
-
-static void set_node(int64_t *tree, size_t plane, int node, int64_t parent, const Guess *guess) {
-    tree[node] = guess->token;
-    tree[plane + node] = parent;
-    tree[2 * plane + node] = guess->depth;
-    tree[3 * plane + node] = tree[3 * plane + parent] | (int64_t)((uint64_t)1 << node);
-    tree[4 * plane + node] = guess->source;
-}
-
-static void build_tree(const Draft *d, int b) {
-    const Step *s = d->s;
-    int T = s->T, slot = slot_of(&s->trees, b), on_chain[MAX_CHAIN + 1], ranked = 0;
-    size_t plane = (size_t)s->trees.B * T;
-    int64_t *tree = s->tree + b * T;
-    Guess pool[MAX_CANDIDATES];
-    Entry best[MAX_TREE];
-    uint8_t node_of[MAX_CANDIDATES];
-    for (int i = 0; i < 5; i++)
-        memset(tree + i * plane, i == 4 ? -1 : 0, T * sizeof *tree);
-    memset(s->probabilities + b * T, 0, T * sizeof *s->probabilities);
-    tree[0] = s->root[slot];
-    tree[3 * plane] = s->probabilities[b * T] = 1;
-    if (T > 1)
-        ranked = rank_pool(pool, fill_pool(d, b, pool, on_chain), T - 1, best);
-    for (int node = 1; node <= ranked; node++) {
-        const Guess *guess = pool + best[node - 1].at;
-        node_of[best[node - 1].at] = node;
-        set_node(tree, plane, node, guess->parent < 0 ? 0 : node_of[guess->parent], guess);
-        s->probabilities[b * T + node] = guess->p;
-    }
-    for (int i = 0; i < T; i++)
-        s->positions[b * T + i] = s->lengths[slot] + tree[2 * plane + i];
-}
-
-// Fills the tree and positions. Returns 1 if a cache has no room.
-int step_draft(Step *s) {
-    Draft d = {.s = s, .T = s->tree_size};
-    s->depths = 0;
-    s->steps++;
-    for (int b = 0; s->looks_up && b < s->trees.B; b++) {
-        int slot = slot_of(&s->trees, b);
-        look_up(s->history + slot * s->history_stride, s->lengths[slot], MAX_CHAIN,
-                s->chain + b * (1 + MAX_CHAIN));
-    }
-    if (!s->tree_size)
-        choose_size(&d);
-    while (s->drafts && s->depths < s->K && is_worth(&d)) {
-        float left = d.left;
-        if (s->depths == 0) {
-            if (augment(s))
-                return 1;
-            begin_heads(&d);
-        }
-        draft_depth(&d);
-        if (s->tree_size)
-            continue;
-        choose_size(&d);
-        float *gain = s->gains + s->depths - 1;
-        *gain += left > 0 ? (d.tries ? 0.25f : 0.05f) * (d.gain / left - *gain) : 0;
-    }
-    s->T = s->trees.T = d.T;
-    s->P = min(s->T, 1 + max(s->K, MAX_CHAIN));
-    for (int b = 0; b < s->trees.B; b++)
-        build_tree(&d, b);
-    return 0;
-}
-
-// -------------------------------------------------------------------------------------------------
-// verify, sample, accept, commit
-
-// x [n], rounded to bfloat16
-static void round_floats(float *x, int n) {
-    for (int i = 0; i < n; i += LANES) {
-        vf v = (vf)(__builtin_convertvector(to_bfloat16(load_n(x + i, n - i)), vu) << 16);
-        copy_n(x + i, &v, n - i, sizeof *x);
-    }
-}
-
-// Fills x, normed and hidden. Returns 1 if there is no such token or no room.
-int step_verify(Step *s) {
-    Pass *pass = &s->trees;
-    int M = pass->B * pass->T, n = M * s->blocks->n_embd;
-    pass->positions = s->positions;
-    pass->ancestors = s->tree + 3 * M;
-    if (s->embed.k) {
-        if (unpack_rows(&s->embed, s->tree, M, s->x))
-            return 1;
-        if (pass->bfloat16)
-            round_floats(s->x, n);
-        for (int i = 0; s->embed_scale != 1 && i < n; i++)
-            s->x[i] *= s->embed_scale;
-        if (pass->bfloat16 && s->embed_scale != 1)
-            round_floats(s->x, n);
-    }
-    if (run_blocks(s->blocks, s->n_blocks, &s->norm, pass, s->x, s->normed))
-        return 1;
-    if (s->hidden)
-        write_row(s->hidden, 0, s->x, n, 1);
-    return 0;
-}
-
-void step_sample(Step *s) {
-    const float *temperature = s->noise ? s->temperature : NULL;
-    sample(&s->head, s->normed, s->trees.B * s->T, s->T, s->trees.slots, temperature, s->seed,
-           s->sequence, s->positions, s->target, s->trees.threads);
-}
-
-// kernels.accept_path, with its counts if something drafts
-void step_accept(Step *s) {
-    int T = s->T, P = s->P;
-    size_t plane = (size_t)s->trees.B * T;
-    for (int b = 0; b < s->trees.B; b++) {
-        const int64_t *tree = s->tree + b * T, *parents = tree + plane, *ancestors = tree + 3 * plane;
-        const int64_t *sources = tree + 4 * plane, *target = s->target + b * T;
-        const int64_t *chain = s->chain + b * (1 + MAX_CHAIN);
-        int64_t *out = s->accepted + b * (3 * P + 2), *path = out + P;
-        float *counts = s->counts + 2 * SOURCES * (s->temperature[slot_of(&s->trees, b)] > 0);
-        int count = 1, right = 0, active = s->active[slot_of(&s->trees, b)];
-        path[0] = 0;
-        for (int i = 1; i < T && ancestors[i]; i++) {
-            int is_next = parents[i] == path[count - 1] && tree[i] == target[parents[i]] && count < P;
-            if (is_next)
-                path[count++] = i;
-            if (sources[i] < BINS && active) {
-                counts[2 * sources[i]] += is_next;
-                counts[2 * sources[i] + 1]++;
-            }
-        }
-        for (int i = 0; i < P; i++) {
-            path[i] = i < count ? path[i] : 0;
-            out[i] = target[path[i]];
-            out[2 * P + i] = sources[path[i]];
-        }
-        out[3 * P] = count * active;
-        out[3 * P + 1] = (count - 1) * active;
-        int length = s->looks_up && chain[0] && active ? min(chain_size(s), count) : 0;
-        while (right < length && chain[1 + right] == out[right])
-            right++;
-        if (length) {
-            counts[2 * (BINS + chain[0])] += right;
-            counts[2 * (BINS + chain[0]) + 1] += right + (right < length);
-        }
-    }
-}
-
-// Keys or values of a layer, of each sequence's accepted nodes, to the front of its tree
-static void move_path(void *arguments, int unit) {
-    const Step *s = arguments;
-    const Pass *pass = &s->trees;
-    int D = s->blocks->head_size;
-    size_t size = (size_t)D * (pass->bfloat16 ? 2 : 4);
-    for (int b = 0; b < pass->B; b++) {
-        const int64_t *row = s->accepted + b * (3 * s->P + 2), *path = row + s->P;
-        for (int head = 0; head < s->blocks->n_kv_head; head++) {
-            int64_t at = unit / 2 * pass->layer_stride + unit % 2 * pass->value_stride
-                + slot_of(pass, b) * pass->batch_stride + head * pass->head_stride;
-            char *tree = (char *)pass->kv + at / D * size + length_of(pass, b) * size;
-            for (int i = 1; i < row[3 * s->P]; i++)
-                if (path[i] != i)  // ids rise: no row is read after it is written
-                    memcpy(tree + i * size, tree + path[i] * size, size);
-        }
-    }
-}
-
-void step_commit(Step *s) {
-    const Pass *pass = &s->trees;
-    int P = s->P, T = s->T, C = s->blocks->n_embd, bytes = pass->bfloat16 ? 2 : 4;
-    int size = pass->B * s->blocks->n_kv_head * P * s->blocks->head_size;
-    if (T > 1)
-        parallel(move_path, s, 2 * s->n_blocks, size, pass->threads);
-    for (int b = 0; b < pass->B; b++) {
-        const int64_t *row = s->accepted + b * (3 * P + 2);
-        int slot = slot_of(pass, b), length = s->lengths[slot], count = row[3 * P];
-        const char *hidden = pass->bfloat16 ? (char *)s->hidden : (char *)s->x;
-        for (int i = 0; i < count; i++) {
-            s->history[slot * s->history_stride + length + 1 + i] = row[i];
-            if (s->hidden_rows)
-                memcpy((char *)s->hidden_rows + (slot * s->hidden_stride + (length + i) * C) * bytes,
-                       hidden + (b * T + row[P + i]) * (size_t)C * bytes, C * bytes);
-        }
-        if (count)
-            s->root[slot] = row[count - 1];
-        s->lengths[slot] += count;
-    }
-}
-
-// The augmenting blocks over the committed rows that they have not read -> what the heads draft
-// from, at a root mean square of 1. Returns 1 if their cache has no room.
-static int augment(Step *s) {
+// Runs the augmenting blocks over the committed rows that they have not read, and writes `state`,
+// what the heads draft from, at a root mean square of 1. Returns 1 if their cache has no room.
+int step_catch_up(Step *s) {
     Pass pass = s->paths;
     const Heads *h = s->heads;
     int B = pass.B = s->trees.B, C = h->n_embd, bfloat16 = pass.bfloat16, most = MAX_CHAIN + 1;
@@ -1994,5 +1733,265 @@ static int augment(Step *s) {
     }
 }
 
-// As `augment`: for who reads on in the augmenting blocks' cache
-int step_catch_up(Step *s) { return augment(s); }
+// kernels.select_candidates: fills depth `s->depths` of joint, tokens and parents
+static void select_candidates(Draft *d) {
+    const Beams *a = &d->beams;
+    int B = d->s->trees.B, W = a->W, n = d->n, depth = d->s->depths;
+    for (int b = 0; b < B; b++) {
+        size_t out = ((size_t)b * d->s->K + depth) * n;
+        Entry best[MAX_TREE];
+        int count = 0;
+        for (int i = 0; i < (depth ? W * W : W); i++) {
+            size_t at = ((size_t)b * (d->M / B) + (d->M > B ? i / W : 0)) * W + i % W;
+            float logprob = a->logprobs[at];
+            if (!(logprob <= 0))
+                logprob = logprob > 0 ? 0 : -INFINITY;  // NaN comes last
+            float above = depth ? d->joint[out - n + i / W] : 0;
+            insert(best, &count, n, (Entry){above + logprob, a->proposed[at] << 16 | i, i});
+        }
+        for (int i = 0; i < n; i++) {
+            d->joint[out + i] = i < count ? best[i].score : -INFINITY;
+            d->tokens[out + i] = i < count ? best[i].key >> 16 : 0;
+            d->parents[out + i] = i < count ? best[i].at / W : -1;
+        }
+    }
+}
+
+// Drafts the next depth
+static void draft_depth(Draft *d) {
+    Step *s = d->s;
+    Beams *a = &d->beams;
+    const Heads *h = s->heads;
+    int B = s->trees.B, C = h->n_embd, depth = s->depths, W = s->W, threads = s->trees.threads;
+    int reads = h->mix != NO_MIX || h->linear;
+    for (int b = 0; depth == 0 && b < B; b++) {
+        int slot = slot_of(&s->trees, b);
+        d->guessed[b] = s->root[slot];
+        read_row(s->state, (size_t)slot * C, C, s->trees.bfloat16, a->state + (size_t)b * C);
+    }
+    if (depth && reads) {
+        for (int i = 0; i < B * W; i++) {  // the beams that continue
+            size_t at = ((size_t)(i / W) * s->K + depth - 1) * d->n + i % W;
+            const float *from = a->state + (i / W * (d->M / B) + d->parents[at]) * C;
+            memcpy(a->x + (size_t)i * C, from, C * sizeof *from);
+            d->guessed[i] = d->tokens[at];
+        }
+        d->M = B * W;
+        memcpy(a->state, a->x, (size_t)d->M * C * sizeof *a->x);
+    }
+    for (int m = 0; m < d->M; m++) {
+        int slot = slot_of(&s->trees, m / (d->M / B));
+        a->temperature[m] = s->temperature[slot];
+        a->keys[m] = noise_key(s->seed[slot], s->sequence[slot], s->lengths[slot] + depth + 1);
+    }
+    a->head = h->heads + min(depth, h->n_weights - 1);
+    run_head(a, d->guessed, d->M, threads);
+    select_candidates(d);
+    s->depths++;
+}
+
+// Allocates the candidates of K heads
+static void begin_heads(Draft *d) {
+    Step *s = d->s;
+    int B = s->trees.B, C = s->heads->n_embd, W = s->W;
+    d->n = min(W * W, MAX_TREE - 1);
+    size_t rows = (size_t)B * W, found = (size_t)B * s->K * d->n;
+    size_t integers = rows * (2 + W) + 2 * found, logits = min(rows, BEAMS) * s->heads->rows.n;
+    d->guessed = scratch(DRAFT, integers * sizeof *d->guessed
+                         + (logits + found + rows * (7 * C + W + 1)) * sizeof(float));
+    d->tokens = d->guessed + rows * (1 + W);
+    d->parents = d->tokens + found;
+    Beams *a = &d->beams;
+    *a = (Beams){.heads = s->heads, .W = W, .proposed = d->guessed + rows};
+    a->keys = (uint64_t *)(d->parents + found);
+    d->joint = (float *)(a->keys + rows);
+    set_rows(a, d->joint + found, rows);
+    a->logprobs = a->kv + rows * 2 * C;
+    a->logits = a->logprobs + rows * W;
+    a->temperature = a->logits + logits;
+    d->M = B;
+}
+
+static void build_tree(const Draft *d, int b) {
+    const Step *s = d->s;
+    int T = s->T, slot = slot_of(&s->trees, b), on_chain[MAX_CHAIN + 1], ranked = 0;
+    size_t plane = (size_t)s->trees.B * T;
+    int64_t *tree = s->tree + b * T;
+    Candidate pool[MAX_CANDIDATES];
+    Entry best[MAX_TREE];
+    uint8_t node_of[MAX_CANDIDATES];
+    for (int i = 0; i < 5; i++)
+        memset(tree + i * plane, i == 4 ? -1 : 0, T * sizeof *tree);
+    memset(s->probabilities + b * T, 0, T * sizeof *s->probabilities);
+    tree[0] = s->root[slot];
+    tree[3 * plane] = s->probabilities[b * T] = 1;
+    if (T > 1)
+        ranked = rank_pool(pool, fill_pool(d, b, pool, on_chain), T - 1, best);
+    for (int node = 1; node <= ranked; node++) {
+        const Candidate *c = pool + best[node - 1].at;
+        int parent = c->parent < 0 ? 0 : node_of[c->parent];
+        node_of[best[node - 1].at] = node;
+        tree[node] = c->token;
+        tree[plane + node] = parent;
+        tree[2 * plane + node] = c->depth;
+        tree[3 * plane + node] = tree[3 * plane + parent] | (int64_t)((uint64_t)1 << node);
+        tree[4 * plane + node] = c->source;
+        s->probabilities[b * T + node] = c->p;
+    }
+    for (int i = 0; i < T; i++)
+        s->positions[b * T + i] = s->lengths[slot] + tree[2 * plane + i];
+}
+
+// Fills `tree` and `positions`. Returns 1 if a cache has no room.
+int step_draft(Step *s) {
+    Draft d = {.s = s, .T = s->tree_size};
+    s->depths = 0;
+    s->steps++;
+    for (int b = 0; s->with_lookup && b < s->trees.B; b++) {
+        int slot = slot_of(&s->trees, b);
+        const int32_t *text = s->history + slot * s->history_stride;
+        look_up(text, s->lengths[slot], s->chain + b * (1 + MAX_CHAIN));
+    }
+    if (!s->tree_size)
+        choose_size(&d);
+    while (s->with_heads && s->depths < s->K && is_worth(&d)) {
+        float left = d.left;
+        if (s->depths == 0) {
+            if (step_catch_up(s))
+                return 1;
+            begin_heads(&d);
+        }
+        draft_depth(&d);
+        if (s->tree_size)
+            continue;
+        choose_size(&d);
+        float *gain = s->gains + s->depths - 1;
+        *gain += left > 0 ? (d.is_trial ? 0.25f : 0.05f) * (d.gain / left - *gain) : 0;
+    }
+    s->T = s->trees.T = d.T;
+    s->P = min(s->T, 1 + max(s->K, MAX_CHAIN));
+    for (int b = 0; b < s->trees.B; b++)
+        build_tree(&d, b);
+    return 0;
+}
+
+// -------------------------------------------------------------------------------------------------
+// verify, sample, accept, commit
+
+// Rounds x [n] to bfloat16, if that is the model's dtype
+static void round_stream(Step *s, int n) {
+    if (s->hidden) {
+        write_row(s->hidden, 0, s->x, n, 1);
+        read_row(s->hidden, 0, n, 1, s->x);
+    }
+}
+
+// Fills `x`, `normed` and `hidden`. Returns 1 for a token out of range or a full cache.
+int step_verify(Step *s) {
+    Pass *pass = &s->trees;
+    int M = pass->B * pass->T, n = M * s->blocks->n_embd;
+    pass->positions = s->positions;
+    pass->ancestors = s->tree + 3 * M;
+    if (s->embed.k) {
+        if (unpack_rows(&s->embed, s->tree, M, s->x))
+            return 1;
+        round_stream(s, n);
+        if (s->embed_scale != 1) {
+            for (int i = 0; i < n; i++)
+                s->x[i] *= s->embed_scale;
+            round_stream(s, n);
+        }
+    }
+    if (run_blocks(s->blocks, s->n_blocks, &s->norm, pass, s->x, s->normed))
+        return 1;
+    if (s->hidden)
+        write_row(s->hidden, 0, s->x, n, 1);
+    return 0;
+}
+
+void step_sample(Step *s) {
+    const float *temperature = s->noise ? s->temperature : NULL;
+    sample(&s->head, s->normed, s->trees.B * s->T, s->T, s->trees.slots, temperature, s->seed,
+           s->sequence, s->positions, s->target, s->trees.threads);
+}
+
+// kernels.accept_path, counts included
+void step_accept(Step *s) {
+    int T = s->T, P = s->P;
+    size_t plane = (size_t)s->trees.B * T;
+    for (int b = 0; b < s->trees.B; b++) {
+        const int64_t *tree = s->tree + b * T, *parents = tree + plane;
+        const int64_t *ancestors = tree + 3 * plane, *sources = tree + 4 * plane;
+        const int64_t *target = s->target + b * T;
+        const int64_t *chain = s->chain + b * (1 + MAX_CHAIN);
+        int64_t *out = s->accepted + b * (3 * P + 2), *path = out + P;
+        float *counts = s->counts + 2 * SOURCES * (s->temperature[slot_of(&s->trees, b)] > 0);
+        int count = 1, right = 0, active = s->active[slot_of(&s->trees, b)];
+        path[0] = 0;
+        for (int i = 1; i < T && ancestors[i]; i++) {
+            int is_next = count < P && parents[i] == path[count - 1]
+                && tree[i] == target[parents[i]];
+            if (is_next)
+                path[count++] = i;
+            if (sources[i] < BINS && active) {
+                counts[2 * sources[i]] += is_next;
+                counts[2 * sources[i] + 1]++;
+            }
+        }
+        for (int i = 0; i < P; i++) {
+            path[i] = i < count ? path[i] : 0;
+            out[i] = target[path[i]];
+            out[2 * P + i] = sources[path[i]];
+        }
+        out[3 * P] = count * active;
+        out[3 * P + 1] = (count - 1) * active;
+        int length = s->with_lookup && chain[0] && active ? min(chain_size(s), count) : 0;
+        while (right < length && chain[1 + right] == out[right])
+            right++;
+        if (length) {
+            counts[2 * (BINS + chain[0])] += right;
+            counts[2 * (BINS + chain[0]) + 1] += right + (right < length);
+        }
+    }
+}
+
+// Moves the keys or values of a layer, for each sequence's accepted nodes, to the front of its tree
+static void move_path(void *arguments, int unit) {
+    const Step *s = arguments;
+    const Pass *pass = &s->trees;
+    int D = s->blocks->head_size, bytes = pass->bfloat16 ? 2 : 4, size = D * bytes;
+    for (int b = 0; b < pass->B; b++) {
+        const int64_t *row = s->accepted + b * (3 * s->P + 2), *path = row + s->P;
+        for (int head = 0; head < s->blocks->n_kv_head; head++) {
+            int64_t at = unit / 2 * pass->layer_stride + unit % 2 * pass->value_stride
+                + slot_of(pass, b) * pass->batch_stride + head * pass->head_stride;
+            char *tree = (char *)pass->kv + at * bytes + (size_t)length_of(pass, b) * size;
+            for (int i = 1; i < row[3 * s->P]; i++)
+                if (path[i] != i)  // path[i] increases: no row is read after it is written
+                    memcpy(tree + i * size, tree + path[i] * size, size);
+        }
+    }
+}
+
+void step_commit(Step *s) {
+    const Pass *pass = &s->trees;
+    int P = s->P, T = s->T, C = s->blocks->n_embd, bytes = pass->bfloat16 ? 2 : 4;
+    int size = pass->B * s->blocks->n_kv_head * P * s->blocks->head_size;
+    if (T > 1)
+        parallel(move_path, s, 2 * s->n_blocks, size, pass->threads);
+    for (int b = 0; b < pass->B; b++) {
+        const int64_t *row = s->accepted + b * (3 * P + 2);
+        int slot = slot_of(pass, b), length = s->lengths[slot], count = row[3 * P];
+        const char *hidden = pass->bfloat16 ? (char *)s->hidden : (char *)s->x;
+        for (int i = 0; i < count; i++) {
+            s->history[slot * s->history_stride + length + 1 + i] = row[i];
+            if (s->hidden_rows)
+                memcpy((char *)s->hidden_rows
+                       + (slot * s->hidden_stride + (length + i) * C) * bytes,
+                       hidden + (b * T + row[P + i]) * (size_t)C * bytes, C * bytes);
+        }
+        if (count)
+            s->root[slot] = row[count - 1];
+        s->lengths[slot] += count;
+    }
+}

@@ -1,8 +1,8 @@
-"""A model on a CPU: the kernels of cpu.c, compiled once by the system's `cc` and called by ctypes.
+"""CPU inference with the kernels in cpu.c, which the system's `cc` compiles once; called by ctypes.
 
-`apply(model, heads)` puts packed layers in the place of linear layers, LM head, embedding and
-blocks. They hold each weight once, as cpu.c reads it, and decode: they cannot be trained, moved or
-saved. Without a compiler a model computes by torch's operations."""
+`apply(model, heads)` replaces linear layers, LM head, embedding and blocks by packed ones. These
+hold each weight once, in cpu.c's layout, and only decode: they cannot be trained, moved or saved.
+Without a C compiler the model runs on torch's operations."""
 
 import ctypes
 import hashlib
@@ -42,70 +42,71 @@ from generate import FILTERED, LARGEST, MAX_CHAIN, Accepted, Decoder
 from kernels import BINS, SOURCES, best_tokens, filled, filter_logits, runs_triton
 from model import MAX_TREE, Blocks, InputError, KVCache, LMHead, atomic_write, expect, warn
 
-LANES = 16      # outputs of a packed weight that stand side by side
-GROUP = 32      # inputs that are rounded together: a packed weight has a multiple of them
-MAX_HEAD = 256  # the largest head size
-FLOAT32, BFLOAT16, INT8, INT4, INT5, INT6 = range(6)  # kinds of a packed weight
-BITS = 32, 16, 8, 4, 5, 6                             # of a number of each
+LANES = 16      # outputs that a packed weight interleaves
+GROUP = 32      # inputs that share an activation scale; quantized weights are padded to a multiple
+MAX_HEAD = 256  # largest head size
+FLOAT32, BFLOAT16, INT8, INT4, INT5, INT6 = range(6)  # formats of a packed weight's numbers
+BITS = 32, 16, 8, 4, 5, 6
 KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
-FLOATS, BYTES = -2, -1  # what cpu.c packs beside the types of GGUF files
-MIXERS = type(None), AttentionDecoder, Concat  # numbered as in cpu.c
+FLOATS, BYTES = -2, -1  # sources that `pack_rows` reads besides the types of GGUF files
+MIXERS = type(None), AttentionDecoder, Concat  # in cpu.c's order
 PROJECTORS = ResBlock, Projector
-CHUNK = 2**26   # bytes of memory that are asked for at once
-FREE = [torch.empty(0, dtype=torch.uint8)]  # what is left of the last chunk
+CHUNK = 2**26   # bytes requested from the system at once
+FREE = [torch.empty(0, dtype=torch.uint8)]  # the unused part of the last chunk
 FREE_LOCK = threading.Lock()
-THREADS = []    # how many cpu.c uses, inside of `kernel_threads`
-FEWER = 1.15    # more threads are used where they are quicker by this factor
-BUDGET = 0.25   # seconds for choosing threads
+THREADS = []    # number of threads for cpu.c, inside `kernel_threads`
+FEWER = 1.15    # several threads must be this much faster than one to be used
+BUDGET = 0.25   # seconds to measure that
 SOURCE = Path(__file__).with_name("cpu.c")
 MACROS = dict(LANES=LANES, GROUP=GROUP, MAX_HEAD=MAX_HEAD, MAX_TREE=MAX_TREE, MAX_DEPTH=MAX_DRAFT,
-              MAX_CHAIN=MAX_CHAIN, LARGEST=LARGEST, BINS=BINS, SOURCES=SOURCES)  # of cpu.c
+              MAX_CHAIN=MAX_CHAIN, LARGEST=LARGEST, BINS=BINS, SOURCES=SOURCES)  # defined in cpu.c
 
 
 def apply(model, heads=None):
-    """Packs a `GPT` and `CloverHeads` on it for decoding, in place; nothing where `is_usable` is
-    not. Raises InputError for a dtype that cpu.c does not multiply."""
+    """Packs a `GPT` and its `CloverHeads` for decoding, in place. Does nothing unless `is_usable`.
+    Raises InputError for a dtype that cpu.c does not support."""
     if not is_usable(model.device):
         return
-    for module in filter(None, (model, heads)):
-        pack(module)
+    pack(model)
+    if heads:
+        pack(heads)
     if model.config.tied and isinstance(model.head, PackedLMHead):
         model.embed = PackedEmbedding(model.head, model.dtype)
 
 
 def is_usable(device):
-    """Whether cpu.c computes there."""
+    """Whether cpu.c runs on this device."""
     return device.type == "cpu" and not runs_triton(torch.empty(0)) and library() is not None
 
 
 def pack(module):
-    """Puts packed layers and blocks in the place of a module's: of a `GPT` in its weights' dtype,
-    of `CloverHeads` in 4 bits, which can change no text."""
+    """Replaces a module's layers and blocks by packed ones: a `GPT`'s in their own dtype, those of
+    `CloverHeads` in 4 bits, which cannot change the output."""
     is_heads = isinstance(module, CloverHeads)
     pack_weight = pack_rounded if is_heads else pack_floats
     for dtype in {layer.weight.dtype for layer in module.modules() if type(layer) in LAYERS}:
         expect(dtype in KINDS, f"weights are packed in float32 or bfloat16, not in {dtype}; cast "
-               "the model before")
+               "the model first")
     for name, layer in list(module.named_modules()):
         if type(layer) in LAYERS:
             packed = pack_weight(layer.weight.detach(), layer.bias)
             module.set_submodule(name, LAYERS[type(layer)](packed))
     for name, blocks in list(module.named_modules()):
-        if type(blocks) is Blocks and all(map(is_in_c, blocks)):
+        if type(blocks) is Blocks and all(map(can_run_block, blocks)):
             module.set_submodule(name, PackedBlocks(blocks))
-    if is_heads and is_clover_in_c(module):
+    if is_heads and can_run_heads(module):
         module.heads = PackedHeads(module)
 
 
-def is_in_c(block):
-    """Whether cpu.c runs a block of packed layers: not the part of one that a rank holds."""
+def can_run_block(block):
+    """Whether cpu.c can run a block: all its layers are packed, unlike a tensor-parallel part's."""
     attn, mlp = block.attn, block.mlp
     return attn.config.head_size <= MAX_HEAD and all(
         isinstance(layer, PackedLinear) for layer in (attn.qkv, attn.proj, mlp.up, mlp.down))
 
 
-def is_clover_in_c(clover):
-    """Whether cpu.c runs these draft heads: not those that hold layers of somebody's own."""
+def can_run_heads(clover):
+    """Whether cpu.c can run these draft heads: they contain no custom layers."""
     heads, blocks = clover.heads, clover.augment_blocks
     known = all(type(head.mix) in MIXERS and type(head.project) in PROJECTORS for head in heads)
     is_packed = isinstance(blocks, PackedBlocks) or len(blocks) == 0
@@ -114,8 +115,8 @@ def is_clover_in_c(clover):
 
 
 class kernel_threads:
-    """Leaves torch one thread, and its others to cpu.c: torch's would spin beside them for a
-    millisecond after each operation, and a step has none that is worth a second thread."""
+    """Leaves torch one thread and cpu.c the number that torch had. Torch's threads would spin for a
+    millisecond after each operation, and no torch operation of a step is worth a second one."""
 
     def __enter__(self):
         THREADS.append(torch.get_num_threads())
@@ -130,14 +131,14 @@ def threads():
 
 
 def choose_threads(seconds):
-    """Sets torch's number of threads: one, unless as many as it has now are quicker. seconds() runs
-    a step and gives its duration. Means count, not the quickest steps: where other work runs,
-    threads wait for one another."""
+    """Sets torch's number of threads to one, unless its present number is faster. seconds() runs a
+    step and returns its duration. Compares means rather than minima: beside other work on the
+    machine, threads wait for one another."""
     most = torch.get_num_threads()
     if most == 1:
         return
     torch.set_num_threads(1)
-    seconds()  # the first one takes longer
+    seconds()  # warm-up
     total = dict.fromkeys((1, most), 0.0)
     while sum(total.values()) < BUDGET:
         for n in total:
@@ -147,18 +148,19 @@ def choose_threads(seconds):
 
 
 def default_dtype(device, stored):
-    """bfloat16 on a GPU, and of a checkpoint in it on a CPU with compiled kernels; else float32"""
-    fast = device.type == "cuda" or stored == torch.bfloat16 and library() is not None
-    return torch.bfloat16 if fast else torch.float32
+    """bfloat16 on a GPU, and on a CPU with C kernels if stored in bfloat16; otherwise float32."""
+    is_fast = device.type == "cuda" or stored == torch.bfloat16 and library() is not None
+    return torch.bfloat16 if is_fast else torch.float32
 
 
 def trim_memory():
-    """Gives the system back what glibc keeps of freed memory: reading weights frees much."""
-    getattr(ctypes.CDLL(None), "malloc_trim", int)(0)
+    """Returns freed memory to the system, which glibc would keep; reading weights frees a lot."""
+    with suppress(AttributeError):  # another C library
+        ctypes.CDLL(None).malloc_trim(0)
 
 
 def is_exact(model):
-    """Whether two ways to decode give the same bits."""
+    """Whether hidden states are the same bits for any tree and batch size."""
     return isinstance(model.blocks, PackedBlocks) and isinstance(model.head, PackedLMHead)
 
 
@@ -166,7 +168,7 @@ def is_exact(model):
 # The library
 
 def struct(name, *fields):
-    """A struct of cpu.c. fields: (type, names)"""
+    """A struct of cpu.c. fields: pairs (type, names)."""
     pairs = [(field, kind) for kind, names in fields for field in names.split()]
     return type(name, (ctypes.Structure,), dict(_fields_=pairs))
 
@@ -188,10 +190,10 @@ Pass = struct("Pass", (c_int32, "B T threads bfloat16 rows rope_rows"),
 Step = struct(
     "Step", (Linear, "embed"), (c_float, "embed_scale"), (POINTER(Block), "blocks"), (Norm, "norm"),
     (Linear, "head"), (POINTER(Heads), "heads"), (POINTER(Block), "augment"), (Norm, "state_norm"),
-    (c_int32, "n_blocks n_augment K W looks_up"), (c_void_p, "chances prices counts"),
+    (c_int32, "n_blocks n_augment K W with_lookup"), (c_void_p, "chances prices counts"),
     (Pass, "trees paths"), (c_void_p, "lengths heads_lengths history active root sequence seed"),
     (c_int64, "history_stride hidden_stride"), (c_void_p, "temperature state hidden_rows"),
-    (c_int32, "tree_size drafts noise T P depths steps skipped patience"),
+    (c_int32, "tree_size with_heads noise T P depths steps skipped patience"),
     (c_float * MAX_DRAFT, "gains"),
     (c_void_p, "tree probabilities chain positions target accepted x normed hidden"))
 FUNCTIONS = {
@@ -201,7 +203,6 @@ FUNCTIONS = {
     "attention": (POINTER(Block), POINTER(Pass), c_void_p, c_void_p),
     "run_blocks": (POINTER(Block), c_int, POINTER(Norm), POINTER(Pass), c_void_p, c_void_p),
     "argmax": (c_void_p, *[c_int] * 3, *[c_void_p] * 5, c_int),
-    "select_candidates": (c_void_p, c_void_p, *[c_int] * 6, *[c_void_p] * 3),
     "sample": (POINTER(Linear), c_void_p, c_int, c_int, *[c_void_p] * 6, c_int),
     **{f"step_{stage}": (POINTER(Step),)
        for stage in ("draft", "verify", "sample", "accept", "commit", "catch_up")}}
@@ -209,34 +210,34 @@ FUNCTIONS = {
 
 @lru_cache
 def library():
-    """cpu.c, compiled for this CPU; None, said in one line, where that fails."""
+    """cpu.c, compiled for this CPU. If that fails, prints one line and returns None."""
     compiler = os.environ.get("CC", "cc")
     native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
     command = [*shlex.split(compiler), "-O3", native, "-std=gnu11", "-shared", "-fPIC", "-pthread",
                "-fno-math-errno", "-fno-trapping-math", *shlex.split(os.environ.get("CFLAGS", ""))]
     try:
-        found = load_or_build(command)
+        loaded = load_or_build(command)
     except (OSError, subprocess.CalledProcessError) as error:
         output = getattr(error, "stderr", None) or str(error)
         reason = next((line for line in output.splitlines() if "error" in line.lower()), output)
-        warn(f"the CPU's kernels are not used, which are several times as fast: {compiler} cannot "
-             f"compile them ({' '.join(reason.split())[:200]}); install a C compiler, such as gcc, "
-             "or name one in CC")
+        warn(f"decoding runs without the C kernels, which is several times slower: {compiler} "
+             f"cannot compile them ({' '.join(reason.split())[:200]}); install a C compiler, such "
+             "as gcc, or set CC to one")
         return None
     for name, types in FUNCTIONS.items():
-        getattr(found, name).argtypes = types
-    return found
+        getattr(loaded, name).argtypes = types
+    return loaded
 
 
 def load_or_build(command):
-    """The library that a command makes of cpu.c, from the user's cache folder."""
+    """The library that a compiler command builds from cpu.c, cached in the user's cache folder."""
     run = partial(subprocess.run, check=True, capture_output=True, text=True)
     command = [*command, *(f"-D{name}={value}" for name, value in MACROS.items())]
-    macros = run([*command, "-dM", "-E", "-x", "c", os.devnull]).stdout  # of compiler and CPU
+    macros = run([*command, "-dM", "-E", "-x", "c", os.devnull]).stdout  # compiler, CPU features
     key = hashlib.sha256(repr((SOURCE.read_bytes(), command, macros)).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clover"
     file = folder / f"cpu-{key}.so"
-    with suppress(OSError):  # not there, or broken
+    with suppress(OSError):  # missing or broken
         return ctypes.CDLL(str(file))
     with tempfile.TemporaryDirectory() as temporary:
         built = f"{temporary}/{file.name}"
@@ -245,7 +246,7 @@ def load_or_build(command):
             folder.mkdir(parents=True, exist_ok=True)
             atomic_write(file, lambda tmp: shutil.copyfile(built, tmp))
         except OSError as error:
-            warn(f"the CPU's kernels are compiled anew in each run, which takes seconds: {error}")
+            warn(f"the C kernels are compiled anew in each run, which takes seconds: {error}")
         return ctypes.CDLL(built)
 
 
@@ -257,15 +258,15 @@ def pointer(x):
 
 
 def allocate(nbytes):
-    """Memory, uint8 [nbytes], in pages of 2 MB, where Linux has them: reading the weights from
-    pages of 4 kB takes 1.15 times as long."""
+    """At least nbytes of memory as uint8, in 2 MB pages where Linux has them: reading weights from
+    4 kB pages takes 1.15 times as long."""
     size = -(-nbytes // 64) * 64  # cpu.c reads 64 bytes at a time
     if not hasattr(mmap, "MADV_HUGEPAGE"):
         return torch.empty(size, dtype=torch.uint8, device="cpu")
     with FREE_LOCK:  # two threads may load models
         if size > len(FREE[0]):
             chunk = mmap.mmap(-1, max(size, CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-            with suppress(OSError):  # a system without them
+            with suppress(OSError):  # no huge pages
                 chunk.madvise(mmap.MADV_HUGEPAGE)
             FREE[0] = torch.frombuffer(chunk, dtype=torch.uint8)
         memory, FREE[0] = FREE[0].split((size, len(FREE[0]) - size))
@@ -273,15 +274,15 @@ def allocate(nbytes):
 
 
 class Format(NamedTuple):
-    """How numbers are packed: (q - zero) * scale + minimum."""
+    """How a weight's numbers are packed: (q - zero) * scale + minimum."""
     kind: int
     zero: int = 0
     has_minimums: bool = False
     group: int = GROUP      # inputs that share a scale
-    scale_bytes: int = 2    # 4: float32, 2: float16, 1: int8 times a float16 of 256 inputs
+    scale_bytes: int = 2    # 4: float32, 2: float16, 1: int8 times a float16 per 256 inputs
 
 
-FORMATS = {  # of the types of GGUF files that are kept as they are
+FORMATS = {  # GGUF types that are multiplied without conversion
     "Q4_0": Format(INT4, 8), "Q4_1": Format(INT4, 0, True),
     "Q5_0": Format(INT5, 16), "Q5_1": Format(INT5, 0, True),
     "Q8_0": Format(INT8, 128), "IQ4_NL": Format(INT8, 128),
@@ -291,8 +292,7 @@ FORMATS = {  # of the types of GGUF files that are kept as they are
 
 
 class PackedWeight:
-    """A weight [n, k] and its bias [n], in memory as cpu.c multiplies them. `below` is another,
-    whose outputs come after its own."""
+    """A weight [n, k] and bias [n] in cpu.c's layout. `below`: the weight that `stack` linked."""
 
     def __init__(self, layout, n, k, bias=None):
         kind, zero, has_minimums, group, scale_bytes = layout
@@ -323,8 +323,8 @@ class PackedWeight:
         return own + (self.below.nbytes if self.below else 0)
 
     def pack_rows(self, source, address, stride, order=None):
-        """Fills the memory from rows of `stride` bytes, taken in an order int64 [n]. source: the
-        number of a GGUF type, FLOATS or BYTES."""
+        """Packs rows of `stride` bytes and returns self. source: FLOATS, BYTES or the number of a
+        GGUF type. order: int64 [n], which row comes where."""
         library().pack_rows(self.linear, source, address, stride, pointer(order), threads())
         return self
 
@@ -337,35 +337,35 @@ class PackedWeight:
         return out
 
     def unpack(self, index):
-        """The rows int64 [n] -> float32 [n, k]."""
-        out = torch.empty(len(index), self.linear.k, device="cpu")  # whatever the default is
+        """Rows of the weight: int64 [n] -> float32 [n, k]. Raises IndexError."""
+        out = torch.empty(len(index), self.linear.k, device="cpu")  # not torch's default device
         if library().unpack_rows(self.linear, index.data_ptr(), len(index), out.data_ptr()):
             raise IndexError(f"expected rows 0 to {self.n - 1}")
         return out
 
 
 def stack(parts, bias=None):
-    """`PackedWeight`s [n, k] of one weight, in the order of their outputs, either all of KINDS or
-    none -> the first, above the others. bias: [sum of n]"""
+    """Links `PackedWeight`s [n, k] into one weight, outputs in this order, and returns the first.
+    Either all are quantized or all have one float type. bias: [sum of n]"""
     assert len({part.linear.kind if part.linear.kind < INT8 else INT8 for part in parts}) == 1
     for upper, lower in itertools.pairwise(parts):
         upper.below = lower
         upper.linear.next = ctypes.addressof(lower.linear)
-    for part, values in zip(parts, [] if bias is None else bias.split([p.linear.n for p in parts])):
-        part.set_bias(values)
+    if bias is not None:
+        for part, values in zip(parts, bias.split([part.linear.n for part in parts])):
+            part.set_bias(values)
     return parts[0]
 
 
 def pack_floats(weight, bias=None):
-    """A weight [n, k] of one of KINDS -> `PackedWeight`."""
+    """Packs a float32 or bfloat16 weight [n, k] as it is."""
     rows = weight.contiguous()
     packed = PackedWeight(Format(KINDS[weight.dtype]), *weight.shape, bias)
     return packed.pack_rows(FLOATS, rows.data_ptr(), rows[0].nbytes)
 
 
 def pack_rounded(weight, bias=None):
-    """A weight float [n, k] -> `PackedWeight` of 4 bits, each GROUP of inputs rounded between its
-    own least and largest number."""
+    """Rounds a float weight [n, k] to 4 bits, from the minimum to the maximum of each GROUP."""
     groups = F.pad(weight.float(), (0, -weight.shape[1] % GROUP)).unflatten(1, (-1, GROUP))
     minimums = groups.amin(-1).half()  # (n, G)
     scales = ((groups.amax(-1) - minimums.float()) / 15).half()
@@ -375,8 +375,7 @@ def pack_rounded(weight, bias=None):
 
 
 def pack_quantized(q, scales, minimums=None, bias=None):
-    """q [n, k], int8 or uint8 of 0 to 15, scales and minimums [G, n] of float16, else float32 ->
-    `PackedWeight`."""
+    """Packs q [n, k], int8 or uint8 in 0..15, scales and minimums [G, n], float16 or float32."""
     q = q.contiguous()
     (n, k), is_int4 = q.shape, q.dtype == torch.uint8
     group = -(-k // GROUP) * GROUP // len(scales)
@@ -391,8 +390,8 @@ def pack_quantized(q, scales, minimums=None, bias=None):
 
 
 def pack_blocks(name, number, rows, k, order=None):
-    """Rows of a GGUF file, numpy uint8 [n, bytes] of k numbers each, of the type of a name and
-    number -> `PackedWeight` of the same numbers. order: of the rows, int64 [n]."""
+    """Packs rows of a GGUF file, numpy uint8 [n, bytes] of k numbers each. name, number: of their
+    GGUF type, one of FORMATS. order: int64 [n], which row comes where."""
     packed = PackedWeight(FORMATS[name], len(rows), k)
     return packed.pack_rows(number, rows.ctypes.data, rows.strides[0], order)
 
@@ -401,18 +400,18 @@ def pack_blocks(name, number, rows, k, order=None):
 # Layers
 
 class Packed(nn.Module):
-    """A layer whose weights are in cpu.c's memory layout: it decodes, and nothing else."""
+    """A layer whose weights are in cpu.c's layout: it only decodes."""
 
     def refuse(self, *_, **__):
-        raise InputError("this layer is packed for decoding: it has no weight to read, train, "
-                         "move, copy or save; load the model with packed=False")
+        raise InputError("this layer is packed for decoding: it cannot be read, trained, moved, "
+                         "copied or saved; load the model with packed=False")
 
     weight = property(refuse)
     _apply = _save_to_state_dict = __reduce_ex__ = refuse
 
 
 class PackedLinear(Packed):
-    """nn.Linear of a `PackedWeight`."""
+    """nn.Linear with a `PackedWeight`."""
 
     def __init__(self, packed):
         super().__init__()
@@ -427,12 +426,12 @@ class PackedLinear(Packed):
         return self.packed.multiply(x).to(x.dtype)
 
     def embedding(self, tokens):
-        """The rows of token ids [...] -> float32 [..., C]."""
+        """Rows of the weight: token ids [...] -> float32 [..., C]."""
         return self.packed.unpack(tokens.flatten().long()).view(*tokens.shape, -1)
 
 
 class PackedLMHead(PackedLinear):
-    """`model.LMHead` of such a weight, with its methods."""
+    """`model.LMHead` with a `PackedWeight`."""
 
     def topk(self, hidden, k, vocab_ids=None, noise=None):
         logits = self.packed.multiply(hidden)
@@ -445,11 +444,10 @@ class PackedLMHead(PackedLinear):
 
     def sample(self, hidden, temperature, seed, sequence, position):
         B, T = position.shape
-        rows = [None] * 4  # where all is greedy, there is no noise
-        if type(temperature) is torch.Tensor or temperature:
-            rows = temperature, seed, sequence, position = (
-                filled(temperature, hidden, B).float(), filled(seed, hidden, B),
-                sequence.contiguous(), position.contiguous())
+        rows = [None] * 4  # greedy: no noise
+        if isinstance(temperature, torch.Tensor) or temperature:
+            rows = [filled(temperature, hidden, B).float(), filled(seed, hidden, B),
+                    sequence.contiguous(), position.contiguous()]
         hidden = hidden.float().contiguous()
         out = torch.empty(B, T, dtype=torch.int64)
         library().sample(self.packed.linear, hidden.data_ptr(), B * T, T, None,
@@ -457,7 +455,7 @@ class PackedLMHead(PackedLinear):
         return out
 
     def filtered_sample(self, logits, *, temperature, top_k, top_p, min_p, **noise):
-        """With the noise of `sample`, bit for bit."""
+        """As `LMHead.filtered_sample`; the noise is the same bits as in `sample`."""
         logits = filter_logits(logits, top_k, top_p, min_p, temperature)
         return argmax(logits, 1.0 * (temperature > 0), **noise)
 
@@ -478,7 +476,7 @@ LAYERS = {nn.Linear: PackedLinear, LMHead: PackedLMHead}
 
 
 def argmax(logits, temperature, seed, sequence, position):
-    """As `kernels.gumbel_argmax`, of float32 logits."""
+    """`kernels.gumbel_argmax` for float32 logits [M, V]."""
     M, V = logits.shape
     B = len(sequence)
     temperature = filled(temperature, logits, B).float()
@@ -494,14 +492,14 @@ def argmax(logits, temperature, seed, sequence, position):
 # Blocks
 
 class PackedBlocks(Packed, Blocks):
-    """The blocks of a model or of heads, which one call of cpu.c runs over a cache; without a cache
-    torch does."""
+    """The blocks of a model or of heads. With a cache one call of cpu.c runs them all; without a
+    cache torch does."""
     is_packed = True
     decoding_context = staticmethod(kernel_threads)
 
     def __init__(self, blocks):
         super().__init__(blocks)
-        self.tensors = []  # that the structs point to
+        self.tensors = []  # keeps alive what the structs point to
         self.structs = (Block * len(blocks))(*(block_struct(block, self.tensors)
                                                for block in blocks))
 
@@ -528,7 +526,7 @@ class PackedBlocks(Packed, Blocks):
 
 
 def pass_struct(shape, tables, kv, lengths, ancestors=None, positions=None):
-    """A `Pass` over a cache for B sequences of T tokens."""
+    """A `Pass` over a cache. shape: [B, T, ...] of the tokens; tables: `GPT.tables`."""
     assert kv.dtype in KINDS, kv.dtype
     B, T = shape[:2]
     *ropes, slopes = tables
@@ -541,12 +539,12 @@ def pass_struct(shape, tables, kv, lengths, ancestors=None, positions=None):
 
 def check_room(failed, a_pass):
     if failed:
-        raise ValueError(f"expected known tokens, and a cache of {a_pass.rows} rows with room for "
-                         f"{a_pass.T} more")
+        raise ValueError(f"expected token ids of the vocabulary, and a cache of {a_pass.rows} rows "
+                         f"with room for {a_pass.T} more; got an unknown id or a full cache")
 
 
 def block_struct(block, tensors):
-    """A `Block` of packed layers; what it points to is added to `tensors`."""
+    """The `Block` of a packed block. Appends the tensors that it points to."""
     config = block.attn.config
     struct = Block(**{name: getattr(config, name) for name in (
         "n_embd", "n_head", "n_kv_head", "head_size", "n_inner", "gated")})
@@ -566,12 +564,12 @@ def block_struct(block, tensors):
 
 
 class PackedHeads(Packed, DraftHeads):
-    """The draft heads of a `CloverHeads` of packed layers, which cpu.c runs."""
+    """The draft heads of a `CloverHeads` with packed layers, run by cpu.c."""
 
     def __init__(self, clover):
         super().__init__(clover.heads)
         base = clover.model
-        self.tensors = []  # that the structs point to
+        self.tensors = []  # keeps alive what the structs point to
         self.structs = (Head * len(self))(*(head_struct(head, self.tensors) for head in self))
         self.struct = Heads(
             n_embd=base.config.n_embd, n_head=getattr(self[0].mix, "n_head", 1),
@@ -595,14 +593,14 @@ class PackedHeads(Packed, DraftHeads):
 
 
 def head_struct(head, tensors):
-    """A `Head` of packed layers; what it points to is added to `tensors`."""
+    """The `Head` of a draft head. Appends the tensors that it points to."""
     struct = mix_struct(head.mix, tensors)
     struct.project = head.project.linear.packed.linear
     return struct
 
 
 def mix_struct(mix, tensors):
-    """A `Head` that mixes a token into a state."""
+    """A `Head` with only the token mixer `mix`, or None."""
     struct = Head()
     if mix is not None:
         struct.norm = norm_struct(mix.norm, tensors)
@@ -615,19 +613,19 @@ def mix_struct(mix, tensors):
 
 
 def norm_struct(norm, tensors):
-    """A `Norm`; what it points to is added to `tensors`."""
-    found = [x if x is None else x.detach().float() for x in (norm.weight, norm.bias)]
-    tensors += found
-    return Norm(*map(pointer, found), norm.eps)
+    """The `Norm` of a norm. Appends the tensors that it points to."""
+    weights = [x if x is None else x.detach().float() for x in (norm.weight, norm.bias)]
+    tensors += weights
+    return Norm(*map(pointer, weights), norm.eps)
 
 
 # --------------------------------------------------------------------------------------------------
 # Decoding
 
 class CompiledDecoder(Decoder):
-    """A `generate.Decoder` whose stages are one call of cpu.c each. A step runs only the slots that
-    hold sequences. The augmenting blocks read accepted tokens when the heads next draft: their
-    cache has lengths of its own. The results of a step are overwritten by the next."""
+    """A `generate.Decoder` with one call of cpu.c per stage. A step runs only the slots that hold
+    sequences. The augmenting blocks read accepted tokens only when the heads draft again, so their
+    cache has its own lengths. Each step overwrites the results of the previous one."""
     chooses_size = True
 
     @torch.inference_mode()
@@ -649,12 +647,12 @@ class CompiledDecoder(Decoder):
         if model.dtype == torch.bfloat16:
             self.results["hidden"] = torch.zeros_like(self.results["x"], dtype=model.dtype)
         self.views = {}    # (B, T) -> views of the results
-        self.tensors = []  # that the struct points to
+        self.tensors = []  # keeps alive what the struct points to
         self.embeds = isinstance(model.embed, PackedEmbedding) and model.embed_positions is None
         self.struct = self.step_struct()
 
     def step_struct(self):
-        """The `Step` of these tensors."""
+        """The `Step` that points to this decoder's tensors."""
         model = self.model
         slots = self.slots
         policy = self.policy
@@ -666,7 +664,7 @@ class CompiledDecoder(Decoder):
             state=slots.state)
         struct = Step(blocks=model.blocks.structs, n_blocks=len(model.blocks), embed_scale=1,
                       norm=norm_struct(model.norm, self.tensors), K=policy.depth, W=self.beams,
-                      looks_up=policy.lookup, history_stride=slots.history.stride(0),
+                      with_lookup=policy.lookup, history_stride=slots.history.stride(0),
                       trees=self.slot_pass(slots.cache),
                       **{name: pointer(x) for name, x in tensors.items()})
         if self.embeds:
@@ -716,7 +714,7 @@ class CompiledDecoder(Decoder):
     def draft(self, tree_size, with_heads):
         struct = self.struct
         struct.tree_size = tree_size
-        struct.drafts = with_heads
+        struct.with_heads = with_heads
         struct.trees.threads = threads()
         check_room(library().step_draft(struct), struct.trees)
         key = struct.trees.B, struct.T
@@ -768,7 +766,7 @@ class CompiledDecoder(Decoder):
     @torch.inference_mode()
     def prefill(self, sequences, start):
         slots = list(sequences)
-        if self.heads and start:  # what the cache holds may not have been read by them
+        if self.heads and start:  # the augmenting blocks may not have read all of the cache
             self.run_slots(slots)
             check_room(library().step_catch_up(self.struct), self.struct.paths)
         end = super().prefill(sequences, start)

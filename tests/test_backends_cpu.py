@@ -1,5 +1,5 @@
-"""backends/cpu.py and cpu.c: each function against float64, the same bits wherever a row is, packed weights, and the
-library where there is no compiler or no room for it."""
+"""backends/cpu.py and cpu.c: each function against a reference, row invariance, packed weights, and building the
+library."""
 
 import copy
 import math
@@ -56,7 +56,7 @@ def packed_weight(kind, n, k, group=32):
 
 
 def rounded(x):
-    """Rows as whole numbers from -127 to 127 in groups of 32, and the scale of each group."""
+    """(rows rounded to integers from -127 to 127 in groups of 32, the scale of each group)"""
     groups = torch.nn.functional.pad(x, (0, -x.shape[1] % 32)).view(len(x), -1, 32)
     largest = groups.abs().amax(-1, keepdim=True)
     inverse = torch.where(largest > 1e-30, 127 / largest, 0)
@@ -66,7 +66,7 @@ def rounded(x):
 @pytest.mark.parametrize("kind", range(4), ids=["float32", "bfloat16", "int8", "int4"])
 @pytest.mark.parametrize("n, k, group", [(40, 192, 32), (17, 180, 64), (33, 380, 128), (5, 20, 32)])
 def test_product_is_the_sum_of_products(kind, n, k, group):
-    """Catches an input too many at a ragged end, another group's scale, bits that depend on other rows or threads."""
+    """Bug: inputs beyond a ragged end, another group's scale, bits that depend on other rows or threads."""
     packed, weight, bias = packed_weight(kind, n, k, group)
     rows = torch.randint(0, n, (7,))
     torch.testing.assert_close(packed.unpack(rows), weight[rows].float())
@@ -83,7 +83,7 @@ def test_product_is_the_sum_of_products(kind, n, k, group):
 
 @pytest.mark.parametrize("k", [20, 512, 551, 1090])
 def test_rows_are_rounded_as_the_formula_says(k):
-    """Catches another group's maximum or sum, a tie not rounded to even, a group divided by 0, NaN in another row."""
+    """Bug: another group's maximum or sum, a tie not rounded to even, a division by 0, NaN in another row."""
     x = torch.randn(9, k) * torch.logspace(-4, 4, k)
     x[1] = 0
     x[2, :17] = 1e-35
@@ -92,7 +92,7 @@ def test_rows_are_rounded_as_the_formula_says(k):
     x[5, k - 1] = math.inf
     q, scale = rounded(x)
     ones = torch.ones(q.shape[1], k)
-    got = cpu.pack_quantized(torch.eye(k, dtype=torch.int8), ones).multiply(x)  # the rows themselves
+    got = cpu.pack_quantized(torch.eye(k, dtype=torch.int8), ones).multiply(x)  # returns the rounded rows
     sums = cpu.pack_quantized(torch.zeros(k, k, dtype=torch.uint8), 0 * ones, ones).multiply(x)
     finite = [0, 1, 2, 3, 6, 7, 8]
     assert torch.equal(got[finite], (q * scale).flatten(1)[finite, :k]) and not got[4:6].isfinite().any()
@@ -101,7 +101,7 @@ def test_rows_are_rounded_as_the_formula_says(k):
 
 
 def attend(q, kv, slopes, window, lengths, ancestors, threads=1, slots=None):
-    """What q attends to in keys and values kv [2, slots, Hkv, S, D]."""
+    """cpu.c's attention of q [B, T, Hq, D] over keys and values kv [2, slots, Hkv, S, D]."""
     B, T, Hq, D = q.shape
     block = cpu.Block(n_head=Hq, n_kv_head=kv.shape[2], head_size=D, window=window, rope=-1, scale=D ** -0.5)
     tensors = slots, lengths, ancestors, None, None, None, slopes, kv
@@ -117,8 +117,8 @@ def attend(q, kv, slopes, window, lengths, ancestors, threads=1, slots=None):
 @pytest.mark.parametrize("biased", [False, True], ids=["no-bias", "alibi"])
 @pytest.mark.parametrize("window, dtype", [(0, torch.float32), (6, torch.bfloat16), (150, torch.float32)])
 def test_attention_of_a_tree_is_tree_attention(T, Hq, Hkv, D, dtype, biased, window):
-    """Bug: another branch seen, the sign bit lost by a shift, another head's keys or slope, NaN of unseen rows or of an
-    earlier call, a split of the cache left out."""
+    """Bug: a node that sees another branch, a sign bit lost in a shift, another head's keys or slope, NaN from unseen
+    rows or an earlier call, a missing split of the cache."""
     attend(torch.ones(1, 1, 1, 256), torch.full((2, 1, 1, 128, 256), math.nan), None, 0, torch.tensor([99]).int(), None)
     generator = torch.Generator().manual_seed(3)
     lengths = torch.tensor([14, 125, 300], dtype=torch.int32)
@@ -135,14 +135,14 @@ def test_attention_of_a_tree_is_tree_attention(T, Hq, Hkv, D, dtype, biased, win
     slots = torch.tensor([2, 0], dtype=torch.int32)
     rows = q[slots], kv, slopes, window, lengths, ancestors[slots]
     assert torch.equal(attend(*rows, slots=slots), got[slots])
-    # the tokens of a prompt are a chain
+    # a prompt is a chain
     prompt = attend(q, kv, slopes, window, lengths, None)
     assert torch.equal(prompt, attend(q, kv, slopes, window, lengths, chain(T).expand(3, T).contiguous()))
 
 
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 def test_argmax_is_gumbel_argmax(temperature):
-    """Catches a part left out, a tie not given to the lowest id, other noise, another row's, NaN that wins."""
+    """Bug: a part of the vocabulary left out, a tie that a higher id wins, another row's noise, NaN that wins."""
     logits = torch.randn(6, 9000).mul(3)
     logits[0, [5000, 8999]] = logits[1, [7, 23]] = 50
     sequence, position = torch.tensor([0, 0, 3, 2**40, 1, 1]), torch.arange(6) + 2**33
@@ -159,10 +159,10 @@ def test_argmax_is_gumbel_argmax(temperature):
 @pytest.mark.parametrize("temperature", [0.0, 0.7])
 @pytest.mark.parametrize("B, T", [(1, 1), (3, 5), (2, 40), (70, 1)])
 def test_sample_is_argmax_of_the_logits(B, T, temperature):
-    """Catches rows of another sequence or position where not all fit in memory, and the noise of another position."""
+    """Bug: rows of another sequence or position if logits are computed in parts, noise of another position."""
     packed, *_ = packed_weight(cpu.INT8, 300, 64)
     packed.linear.bias = None
-    head, hidden = cpu.PackedLMHead(packed), torch.randn(B, T, 64) * 1e-3  # beside larger logits noise changes nothing
+    head, hidden = cpu.PackedLMHead(packed), torch.randn(B, T, 64) * 1e-3  # small, so that the noise matters
     sequence, position = torch.arange(B) + 2**40, torch.randint(0, 1000, (B, T))
     temperature = temperature and torch.linspace(0, 2, B)
     want = cpu.argmax(packed.multiply(hidden).flatten(0, 1), temperature, 5, sequence, position.flatten() + 1)
@@ -170,7 +170,7 @@ def test_sample_is_argmax_of_the_logits(B, T, temperature):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# The stages of a step, beside those of generate.Decoder on the same packed model
+# The stages of a step against those of generate.Decoder on the same packed model
 
 SAMPLINGS = Sampling(), Sampling(0.8, seed=2**62), Sampling(1.3, seed=-5), Sampling()
 FALLING = torch.linspace(1, 0, kernels.BINS).square().tolist()
@@ -180,12 +180,12 @@ TOKENS = [96, 3, 50, 7, 21, 8, 0, 11]
 
 @pytest.fixture
 def exact(monkeypatch):
-    """Packs heads in float32, not in 8 bits, where a rounding error of torch's or of C's shows in few tokens."""
+    """Packs heads in float32: with 4 bits, torch and C round differently and some tokens differ."""
     monkeypatch.setattr(cpu, "pack_rounded", cpu.pack_floats)
 
 
 def packed_toy(shape="llama", name=None, dtype=torch.float32, **flags):
-    """(model, heads), packed; every second token is as likely as the one before."""
+    """(model, heads), packed; every second token ties with the one before."""
     model = toy_model(**SHAPES[shape] | flags).to(dtype)
     model.head.weight.data[1::2] = model.head.weight[:-1:2]
     heads = name and random_heads(model, name).to(dtype)
@@ -195,13 +195,13 @@ def packed_toy(shape="llama", name=None, dtype=torch.float32, **flags):
 
 @torch.inference_mode()
 def filled_decoder(cls, model, heads, lookup, tree_size, lengths=(40, 13, 0, 77)):
-    """A decoder with slots that are in the middle of random texts of few tokens."""
+    """A decoder whose slots hold random sequences with a small vocabulary."""
     made = cls(model, policy=Policy(model, heads, lookup, tree_size), batch_size=len(lengths), capacity=90)
     slots, generator = made.slots, torch.Generator().manual_seed(1)
     for x in (slots.cache.kv, slots.heads_cache.kv, slots.state):
         x.normal_(generator=generator)
     slots.history.copy_(torch.tensor(TOKENS)[torch.randint(0, 6, slots.history.shape, generator=generator)])
-    for cache in (slots.cache, slots.heads_cache):  # in C each has lengths of its own
+    for cache in (slots.cache, slots.heads_cache):  # in C each has its own lengths
         cache.lengths.copy_(torch.tensor(lengths))
     slots.root.copy_(slots.history[torch.arange(len(lengths)), slots.cache.lengths])
     slots.sequence.copy_(torch.arange(len(lengths)) + 2**40)
@@ -216,10 +216,10 @@ def filled_decoder(cls, model, heads, lookup, tree_size, lengths=(40, 13, 0, 77)
 @pytest.mark.parametrize("name", [*PRESETS, None])
 @pytest.mark.parametrize("shape", ["llama", "untied-biased", "gpt2"])
 def test_trees_in_c_are_those_of_the_decoder(shape, name, vocabulary, exact):
-    """Catches another beam's state, a bias or norm left out, another sequence's chances or NaN, a token twice under one
-    parent, another order among equals, a match that is not the latest."""
+    """Bug: another beam's state, a missing bias or norm, another sequence's chances or NaN, a token twice under one
+    parent, another order of equals, a match that is not the latest."""
     model, heads = packed_toy(shape, name)
-    for tokens in (vocabulary, [1, 2, 3, 4]):  # set when heads are packed
+    for tokens in (vocabulary, [1, 2, 3, 4]):  # the first is set before a decoder exists
         if heads:
             heads.set_vocabulary(tokens)
         theirs, ours = (filled_decoder(cls, model, heads, True, 63) for cls in (Decoder, cpu.CompiledDecoder))
@@ -239,7 +239,7 @@ def test_trees_in_c_are_those_of_the_decoder(shape, name, vocabulary, exact):
 
 @pytest.mark.parametrize("T, P", [(2, 1), (9, 3), (64, 6), (64, 16)])
 def test_accept_in_c_is_its_reference(T, P):
-    """Catches a spare node or a rejected one's child on the path, a longer one than P, counts of another mode."""
+    """Bug: a spare node or a rejected node's child on the path, a path longer than P, counts of another mode."""
     decoder = filled_decoder(cpu.CompiledDecoder, *packed_toy(n_layer=1), True, T, lengths=[9] * 50)
     trees = [torch.stack([as_int64([rows])[0] for rows in columns])
              for columns in zip(*(random_tree(random.Random(b), T, 8) for b in range(50)))]
@@ -264,7 +264,7 @@ def test_accept_in_c_is_its_reference(T, P):
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape, name", [("llama", "clover2"), ("gpt2", "medusa"), ("gemma", None)])
 def test_verify_and_commit_are_the_decoders(shape, name, dtype):
-    """Catches an embedding rounded too late, cache rows of another layer or side, another node's token or state."""
+    """Bug: an embedding rounded too late, cache rows of another layer or of values for keys, another node's state."""
     both = packed_toy(shape, name, dtype, embed_scale=3.7)
     close = partial(torch.testing.assert_close, atol=0.25 if dtype == torch.bfloat16 else 1e-4, rtol=1e-2)
     theirs, ours = (filled_decoder(cls, *both, True, 20) for cls in (Decoder, cpu.CompiledDecoder))
@@ -292,8 +292,8 @@ def test_verify_and_commit_are_the_decoders(shape, name, dtype):
     *((shape, "clover", True, 9) for shape in SHAPES), *(("llama", name, True, 20) for name in PRESETS),
     ("llama", "clover2", False, 5), ("gemma", None, True, 6), ("gpt2", None, False, 1)])
 def test_steps_in_c_are_those_of_the_decoder(shape, name, lookup, T, exact, monkeypatch):
-    """Catches an embedding, a position, noise or a state of another token, a row of another slot, and what a step
-    leaves to the next."""
+    """Bug: another token's embedding, position, noise or state, another slot's row, state that one step leaves wrong
+    for the next."""
     model, heads = packed_toy(shape, name)
     engines = []
     for cls in (Decoder, cpu.CompiledDecoder):
@@ -310,7 +310,7 @@ def test_steps_in_c_are_those_of_the_decoder(shape, name, lookup, T, exact, monk
 
 
 def test_two_threads_decode_with_one_model():
-    """Catches memory of cpu.c, or of the packed heads, in which one thread finds what another left."""
+    """Bug: buffers in cpu.c or the packed heads that threads share."""
     model, heads = packed_toy(name="clover")
     say = lambda seed: generate(model, random_prompts([9, 30]), 40, heads, lookup=True, temperature=1, seed=seed).tokens
     with ThreadPoolExecutor(2) as pool:
@@ -323,8 +323,8 @@ def test_two_threads_decode_with_one_model():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_tokens_hidden_state_is_the_same_bits_wherever_it_is(shape, dtype):
-    """Row invariance: read with its prompt, alone, in a tree of two branches, in a batch. Catches a sum whose order
-    depends on other rows or on where in the cache its terms are, which sooner or later changes a text."""
+    """Row invariance: in a prefill, alone, in a tree of two branches, in a batch. Bug: a sum whose order depends on
+    other rows or on the cache rows of its terms, which sooner or later changes an output."""
     model = toy_model(**SHAPES[shape] | dict(n_layer=3, n_embd=256, n_inner=700), scale=1.0).to(dtype)
     cpu.apply(model)
     n, texts = 30, torch.tensor(random_prompts([160] * 3))
@@ -343,7 +343,7 @@ def test_a_tokens_hidden_state_is_the_same_bits_wherever_it_is(shape, dtype):
             hidden = model(texts[:batch, 120:120 + T], torch.arange(120, 120 + T).expand(batch, T), cache,
                            chain(T).expand(batch, T))
             assert torch.equal(hidden[0], want[120:120 + T]), (T, batch)
-        # the text's next n tokens at a tree's even nodes, another text's at the odd ones; then beside two more trees
+        # a sequence's next n tokens at even nodes, another's at odd nodes; alone, then in a batch of three trees
         nodes, depths = texts[:2, 110:110 + n].T.flatten(), torch.arange(2 * n) // 2
         ancestors = torch.tensor([[sum(1 << j for j in range(i % 2, i + 1, 2)) | 1 for i in range(2 * n)]])
         for batch in (1, 3):
@@ -356,13 +356,13 @@ def test_a_tokens_hidden_state_is_the_same_bits_wherever_it_is(shape, dtype):
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_a_packed_model_computes_the_same_and_refuses_the_rest(shape, tmp_path):
-    """Catches a norm, rotation or window that C lacks, a float copy that is kept, a weight that somebody trains."""
+    """Bug: a norm, rotation or window missing in C, a float copy that stays in memory, a packed weight that trains."""
     model, tokens = toy_model(**SHAPES[shape]), torch.tensor(random_prompts([140] * 2))
     heads, want = random_heads(model), model(tokens)
     logits = model.lm_head(want)
     config, size = model.config, sum(p.numel() for p in model.parameters() if p.dim() == 2)
     cpu.apply(model, heads)
-    cpu.apply(model, heads)  # once is enough
+    cpu.apply(model, heads)  # does nothing the second time
     assert cpu.is_exact(model) and sum(p.numel() for p in model.parameters() if p.dim() == 2) < size / 4
     with torch.no_grad():
         cache, positions = model.new_cache(2, 200), torch.arange(130, 140).expand(2, -1)
@@ -382,7 +382,7 @@ def test_a_packed_model_computes_the_same_and_refuses_the_rest(shape, tmp_path):
 
 
 def test_only_what_has_kernels_is_packed():
-    """Catches float16, which has none, a layer of somebody's own, which may compute anything, and another device."""
+    """Bug: packing float16, which has no kernels, a custom layer, or a model on another device."""
     refusal(lambda: cpu.apply(toy_model().to(torch.float16)), "in float32 or bfloat16, not in torch.float16")
     model = toy_model()
     model.blocks[0].mlp.up.__class__ = type("Own", (torch.nn.Linear,), {})
@@ -401,8 +401,8 @@ def test_only_what_has_kernels_is_packed():
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])
-def test_a_model_comes_packed_and_heads_follow_it(quantize, tmp_path, capsys):
-    """Catches float16, which has no kernels, that says another text with another tree."""
+def test_models_and_their_heads_are_loaded_packed(quantize, tmp_path, capsys):
+    """Bug: float16 on a CPU, which has no kernels, so that the output may depend on the tree."""
     model = toy_model()
     model.save_pretrained(tmp_path)
     random_heads(model).save_pretrained(tmp_path / "clover")
@@ -425,7 +425,7 @@ def test_a_model_comes_packed_and_heads_follow_it(quantize, tmp_path, capsys):
 # The library
 
 def run_with(environment, code, *arguments):
-    """Runs code in a fresh process from the root -> what it printed."""
+    """Runs code in a new process from the root; returns the finished process with its output."""
     command = [sys.executable, "-c", code, *map(str, arguments)]
     done = subprocess.run(command, cwd=ROOT, env=os.environ | environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stderr
@@ -444,9 +444,9 @@ print(cpu.library() is not None, *dtypes, generate(model, [[1, 2, 3], [50] * 40]
 """
 
 
-def test_the_library_is_built_once_and_anew_where_it_is_broken(tmp_path, monkeypatch, capsys):
-    """Catches a compiler that runs each time, a broken file or another machine's that is taken, a folder that cannot be
-    written and then a traceback, or more than one line about it."""
+def test_the_library_is_built_once_and_again_if_broken(tmp_path, monkeypatch, capsys):
+    """Bug: a compiler that runs each time, a broken or another machine's file that is loaded, a traceback or several
+    lines if the cache folder is not writable."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     runs, run, macros = [], subprocess.run, [""]
 
@@ -472,7 +472,7 @@ def test_the_library_is_built_once_and_anew_where_it_is_broken(tmp_path, monkeyp
     macros.append("#define another CPU")
     cpu.load_or_build(command)
     assert compiled() == 2 and len(list((tmp_path / "clover").iterdir())) == 2
-    monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # where no folder can be made
+    monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # a file: no folder can be made
     macros.append("#define a third")
     models.warn.cache_clear()
     cpu.load_or_build(command)
@@ -480,8 +480,8 @@ def test_the_library_is_built_once_and_anew_where_it_is_broken(tmp_path, monkeyp
 
 
 @pytest.mark.parametrize("compiler", ["/nonexistent/cc", pytest.param("false", marks=pytest.mark.slow)])
-def test_without_a_compiler_the_texts_are_the_same(compiler, tmp_path):
-    """Catches a traceback, a line that does not help, bfloat16 without kernels; in float32: ties would be chance."""
+def test_without_a_compiler_the_output_is_the_same(compiler, tmp_path):
+    """Bug: a traceback, an unhelpful message, bfloat16 without kernels. In float32, where ties are unlikely."""
     folders = tmp_path / "float32", tmp_path / "bfloat16", tmp_path / "float16"
     for folder in folders:
         toy_model().save_pretrained(folder, getattr(torch, folder.name))
@@ -494,7 +494,7 @@ def test_without_a_compiler_the_texts_are_the_same(compiler, tmp_path):
 
 
 def test_two_processes_may_build_at_once(tmp_path):
-    """Catches a file that one reads while the other writes it."""
+    """Bug: a library that is loaded while another process writes it."""
     environment = os.environ | dict(XDG_CACHE_HOME=str(tmp_path), CFLAGS="-O1")
     code = "from backends import cpu; assert cpu.library()"
     both = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment) for _ in range(2)]
@@ -509,13 +509,13 @@ SANITIZED = "-fsanitize=address,undefined -fno-sanitize-recover=all -g"
 @pytest.mark.parametrize("flags", [
     "-DPLAIN -O2", *(pytest.param(flags, marks=pytest.mark.slow) for flags in ("-mno-avx512f", SANITIZED))])
 def test_other_processors_compute_the_same(flags, tmp_path):
-    """Catches a version of the dot products that this CPU does not take, and what sanitizers find."""
+    """Bug: an error in code for other CPUs, or one that sanitizers find."""
     environment = dict(CFLAGS=flags, XDG_CACHE_HOME=str(tmp_path))
     if flags == SANITIZED:
         libraries = [subprocess.run(["cc", f"-print-file-name=lib{name}.so"], capture_output=True, text=True).stdout
                      for name in ("asan", "ubsan")]
         environment |= dict(LD_PRELOAD=" ".join(map(str.strip, libraries)), ASAN_OPTIONS="detect_leaks=0")
     code = "import pytest, sys; sys.exit(pytest.main(['-q', '-x', *sys.argv[1:]]))"
-    functions = "product or rounded" if "PLAIN" in flags else FUNCTIONS  # nothing else has versions
+    functions = "product or rounded" if "PLAIN" in flags else FUNCTIONS  # only these differ
     done = run_with(environment, code, "tests/test_backends_cpu.py", "-k", functions)
     assert "passed" in done.stdout and "skipped" not in done.stdout

@@ -27,7 +27,7 @@ from backends.tensor_parallel import Group
 from conftest import SHAPES, Operations, toy_model
 from generate import GREEDY, Decoder, Engine, Policy, Sampling, capture
 from test_clover import random_heads
-from test_generate import InTurns
+from test_generate import Cycling
 from tools import timing
 from train_heads import Run
 
@@ -38,7 +38,7 @@ CONTIGUOUS = torch.contiguous_format
 
 
 class Indexing(TorchFunctionMode):
-    """x[...], x.copy_ and ~x by other operations: torch built without CUDA asks for the device."""
+    """Emulates x[...], x.copy_, ~x, ..., for which a torch built without CUDA needs the device."""
 
     def __init__(self, world):
         super().__init__()
@@ -57,7 +57,7 @@ class Indexing(TorchFunctionMode):
         return torch.empty(data.shape, dtype=dtype or (FP32 if data.dtype.kind == "f" else torch.int64), **others)
 
     def get(self, x, index):
-        """The view that numbers, slices and None make, indexed by the tensors."""
+        """Applies integers, slices and None as a view, then indexes it by the tensors."""
         index = index if isinstance(index, tuple) else (index,)
         is_tensor = [isinstance(i, torch.Tensor) for i in index]
         slices = tuple(slice(None) if is_one else i for i, is_one in zip(index, is_tensor))
@@ -81,8 +81,8 @@ class Indexing(TorchFunctionMode):
 
 
 class Capture(TorchDispatchMode):
-    """What a graph must not hold: memory of the host's, which a replay would read when it is gone. What it does hold:
-    `used`, memory from before that it reads or writes, and `made`, its own; {address: (weak reference, operation)}."""
+    """Raises if a graph reads host memory, which may be freed before a replay. Records {address: (weak reference,
+    operation)} of the memory that the graph uses but did not allocate, `used`, and of its own, `made`."""
 
     def __init__(self):
         super().__init__()
@@ -94,7 +94,7 @@ class Capture(TorchDispatchMode):
                 self.used[storage._cdata] = StorageWeakRef(storage), name
 
     def live(self):
-        """What a replay needs, at the end of the capture: what it used, and what outlives the body, its result."""
+        """The memory that replays need: what the graph used, and its result."""
         return [*self.used.values(), *(held for held in self.made.values() if not held[0].expired())]
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
@@ -119,7 +119,7 @@ def storages(values):
 
 
 class FakeEvent:
-    """Stands in for torch.cuda.Event: `at` is the milliseconds that the device had worked before it."""
+    """Stands in for torch.cuda.Event. at: the device's clock in milliseconds."""
 
     def __init__(self, world, enable_timing=False):
         self.world, self.timed, self.seen = world, enable_timing, False
@@ -136,8 +136,8 @@ class FakeEvent:
 
 
 class FakeGraph:
-    """Stands in for torch.cuda.CUDAGraph and torch.cuda.graph. A replay checks that all memory it needs is still there,
-    and that the decoders' tensors are where they were."""
+    """Stands in for torch.cuda.CUDAGraph and torch.cuda.graph. A replay checks that the memory it needs still exists
+    and that the decoders' tensors have not moved."""
 
     def __init__(self, world):
         self.world = world
@@ -165,7 +165,7 @@ class FakeGraph:
 
 
 class World:
-    """What the fake GPU has been told."""
+    """The state of the fake GPU."""
 
     def __init__(self):
         self.capturing = None  # a `Capture`
@@ -176,7 +176,7 @@ class World:
         self.decoders = []
 
     def places(self):
-        """Where the tensors of a step's state are, of each decoder."""
+        """The places of each decoder's state tensors."""
         place = lambda x: (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride())
         parts = lambda slots: (vars(slots), vars(slots.cache), vars(slots.heads_cache))
         owned = lambda decoder: (parts(decoder.slots), decoder.root_tree, decoder.policy.counts, decoder.policy.chances)
@@ -187,12 +187,12 @@ class World:
 
 
 def fused_attention(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False, scale=None):
-    """Shapes of torch's attention: flash takes neither float32 nor a mask, the efficient one no grouped heads."""
+    """Checks arguments: flash attention has no float32 and no masks, efficient attention no grouped heads."""
     assert q.is_cuda and q.dtype == k.dtype == v.dtype and k.shape == v.shape
     assert k.shape[1] == q.shape[1] or enable_gqa
     flash = q.dtype != torch.float32 and not isinstance(attn_mask, torch.Tensor)
     assert flash or not enable_gqa, "falls to MATH, which holds all scores"
-    if isinstance(attn_mask, tuple):  # stands in for torch's bias, which cannot be made of fake tensors
+    if isinstance(attn_mask, tuple):  # stands in for torch's bias, which fake tensors cannot make
         assert attn_mask == (q.shape[2], k.shape[2])
     elif attn_mask is not None:
         assert attn_mask.is_cuda and attn_mask.dtype in (torch.bool, q.dtype)
@@ -201,7 +201,7 @@ def fused_attention(q, k, v, attn_mask=None, is_causal=False, enable_gqa=False, 
 
 
 def read_packed(packed):
-    """What `Accepted.to_lists` reads: one token of each slot, from memory that the host may read."""
+    """Values for `Accepted.to_lists`: each slot accepted one token. The tensor must be on the host."""
     assert packed.device.type == "cpu"
     return np.ones(packed.shape, int).tolist()
 
@@ -245,8 +245,8 @@ MIXED = (1, False), (5, True), (6, False), (13, True)
 
 @pytest.fixture
 def start(request):
-    """A function that makes a model and heads with values, for these read the LM head's scale, then the fake GPU, and
-    puts them there: (world, model, heads)."""
+    """A function that makes a model and heads with real values, since heads read the LM head's scale, and moves them to
+    a fake GPU: returns (world, model, heads)."""
     def make(name="llama", kind="clover", dtype=torch.bfloat16, **switches):
         model = toy_model(block_size=2048, **SHAPES[name])
         heads = random_heads(model, kind, **switches) if kind else None
@@ -263,7 +263,7 @@ PROMPTS = [1, 2, 3], [4], [*range(40)] * 15, [5, 6], [7] * 30
 
 
 def decode(model, heads):
-    engine = Engine(model, policy=InTurns(model, heads, MIXED), batch_size=3, capacity=700)
+    engine = Engine(model, policy=Cycling(model, heads, MIXED), batch_size=3, capacity=700)
     output = engine.generate(PROMPTS, 9)
     assert [len(tokens) for tokens in output.tokens] == [9] * 5
     return engine
@@ -278,19 +278,19 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
     slow("alibi", FP32, "clover", {}), slow("gpt2", BF16, "clover", {}), slow("qk-norm", FP16, "clover", {}),
     slow("olmo", FP32, "clover", {})], ids=str)
 def test_every_model_decodes_on_a_fake_gpu(name, dtype, kind, switches, start, prefilled):
-    """Bug: a tensor made on the CPU, a wrong dtype, a read of the device between steps, attention by MATH."""
+    """Bug: a tensor on the CPU, a wrong dtype, a read from the device between steps, attention by the MATH backend."""
     world, model, heads = start(name, kind, dtype, **switches)
     engine = decode(model, heads)
     assert [*engine.decoder.graphs] == [(option, GREEDY) for option in engine.policy.options]
     assert len(world.graphs) == len(engine.policy.options) and all(graph.replays for graph in world.graphs)
-    assert prefilled[:3] == [(2, 2), (1, 512), (1, 87)]  # two short prompts at once, one long one in chunks
+    assert prefilled[:3] == [(2, 2), (1, 512), (1, 87)]  # two short prompts together, a long one in chunks
     shown = []
-    engine.generate(PROMPTS, 9, on_step=shown.append, with_trees=True)  # a graph's trees are copied, too
+    engine.generate(PROMPTS, 9, on_step=shown.append, with_trees=True)  # trees are copied from graphs, too
     assert all(len(column) == step.tree_size for step in shown for column in step.tree) and len(shown) == 9 * 5
 
 
-def test_texts_that_sample_differently_share_a_step_on_a_fake_gpu(start):
-    """Bug: a graph of another sampling mode, a wait for parameters, filters or noise where no text has any."""
+def test_sequences_with_different_sampling_share_a_step_on_a_fake_gpu(start):
+    """Bug: a graph of another sampling mode, a wait for parameters, filters or noise that no sequence needs."""
     world, model, heads = start(kind=None)
     engine = Engine(model, policy=Policy(model, lookup=True, tree_size=4), batch_size=2, capacity=100)
     for mode, sampling in enumerate((Sampling(), Sampling(0.8), Sampling(0.8, top_k=5))):
@@ -312,20 +312,20 @@ def test_steps_and_stages_are_timed_on_a_fake_gpu(start):
 
 
 @pytest.mark.parametrize("warm", [False, True], ids=["cold", "warm"])
-def test_policies_are_told_what_each_step_took_on_the_device(warm, start):
-    """Bug: the duration of a prompt, of another size's step, of a compilation; what the host took beside."""
+def test_policies_get_the_device_time_of_each_step(warm, start):
+    """Bug: a duration that includes prefill, compilation or host time, or that of another size's step."""
     world, model, heads = start()
-    engine = Engine(model, policy=InTurns(model, heads, MIXED), batch_size=3, capacity=700)
+    engine = Engine(model, policy=Cycling(model, heads, MIXED), batch_size=3, capacity=700)
     if warm:
         engine.decoder.warm_up()
     engine.generate(PROMPTS, 40)
     for index, (T, _) in enumerate(MIXED):
-        first, *told = engine.policy.told[T]
-        assert first == ((1 + index) / 1e3 if warm else None) and told == [(1 + index) / 1e3] * len(told) != []
+        first, *later = engine.policy.seconds[T]
+        assert first == ((1 + index) / 1e3 if warm else None) and later == [(1 + index) / 1e3] * len(later) != []
 
 
 def test_the_policy_selects_among_few_sizes_on_a_fake_gpu(start):
-    """Bug: a step of any size, each of which is captured; a wait for the tables."""
+    """Bug: arbitrary sizes, each of which needs a capture; a wait for the policy's tables."""
     world, model, heads = start()
     engine = Engine(model, policy=Policy(model, heads, True), batch_size=2, capacity=700)
     engine.generate([[1, 2], [3]], 600)
@@ -343,7 +343,7 @@ def cancel_all(engine):
 
 
 def fail(engine, name):
-    """An error in a method of the Decoder, of which the engine is not told."""
+    """Raises in a method of the Decoder and leaves the engine as it is."""
     with patch.object(Decoder, name, side_effect=RuntimeError), pytest.raises(RuntimeError):
         for prompt in PROMPTS:
             engine.add(prompt, 9)
@@ -359,7 +359,7 @@ CHANGES = {"cleared": Engine.clear, "cancelled": cancel_all,
 
 @pytest.mark.parametrize("change", CHANGES)
 def test_captured_graphs_stay_valid(change, start):
-    """Bug: a graph that reads memory which is freed when the engine is cleared, as that of the plain tree."""
+    """Bug: a graph that reads memory freed by `clear`, such as the plain tree's."""
     world, model, heads = start()
     engine = decode(model, heads)
     CHANGES[change](engine)
@@ -370,7 +370,7 @@ def test_captured_graphs_stay_valid(change, start):
 
 
 def test_a_capture_is_in_inference_mode(world):
-    """Bug: a capture that fails outside of it, while a graph from inside is alive (pytorch #166792)."""
+    """Bug: a capture outside inference mode fails while a graph from inside it is alive (pytorch #166792)."""
     x = torch.ones(3, device="cuda")
     world.clear_workspaces()
     assert capture(lambda: 2 * x, x.device)().is_inference() and not torch.is_inference_mode_enabled()
@@ -378,13 +378,13 @@ def test_a_capture_is_in_inference_mode(world):
 
 @pytest.mark.parametrize("name, kind", [("llama", "clover"), ("alibi", "clover2"), ("gpt2", "hydra")])
 def test_losses_of_training_on_a_fake_gpu(name, kind, start, monkeypatch):
-    """Bug: a mask on the CPU, a loss that is read back, products in float32, sums in bfloat16; cuDNN's attention, whose
-    gradient with a mask may be NaN. Without the gradient."""
+    """Bug: a mask on the CPU, a loss that is read back, products in float32, sums in bfloat16, cuDNN attention, whose
+    gradient with a mask may be NaN. Forward pass only."""
     world, model, heads = start(name, kind, FP32)
     allowed, products = [], set()
     operations = Operations(lambda name, args, _: products.update(x.dtype for x in args if name in ("mm", "addmm")))
     monkeypatch.setattr(models, "sdpa_kernel", lambda backends: allowed.extend(backends) or contextlib.nullcontext())
-    # autocast changes its float32 to bfloat16, of which the fake one knows nothing
+    # autocast would cast its float32 to bfloat16; the fake one does not
     attention = patch.object(F, "scaled_dot_product_attention", lambda q, *_, **__: q.bfloat16())
     with (patch.object(torch.cuda, "is_available", lambda: True), attention, torch.no_grad(), operations,
           patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True)):
@@ -397,10 +397,10 @@ def test_losses_of_training_on_a_fake_gpu(name, kind, start, monkeypatch):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Planted defects: the fake GPU has to see them
+# Planted defects that the fake GPU must detect
 
 def move(decoder, accepted, old=[]):
-    old.append(decoder.slots.root)  # still there, but no longer what the host writes to
+    old.append(decoder.slots.root)  # still alive, but the host writes elsewhere
     decoder.slots.root = decoder.slots.root.clone()
 
 
@@ -415,7 +415,7 @@ PLANTED = {
 
 
 @pytest.mark.parametrize("error", PLANTED)
-def test_defects_of_a_step_are_seen(error, start, monkeypatch):
+def test_defects_of_a_step_are_detected(error, start, monkeypatch):
     world, model, heads = start()
     commit = Decoder.commit
 

@@ -1,4 +1,4 @@
-"""generate.py: the text is the model's own, whatever is drafted; slots, stops, one step."""
+"""generate.py: the Decoder's steps, sampling, stops, bad input, CUDA graphs, slots and cached prefixes."""
 
 import inspect
 import math
@@ -23,13 +23,13 @@ from tools.timing import stage_times, timing_decoder
 
 
 def new_engine(model, heads=None, *, tree_size=1, lookup=False, policy=None, **options):
-    """An Engine that drafts trees of this size, None: of most tokens per second, or as the policy selects."""
+    """An Engine with trees of this size (None: chosen by the policy) or with this policy."""
     return Engine(model, policy=policy or Policy(model, heads, lookup, tree_size), **options)
 
 
 @cache
 def load(name, compiled, device="cpu", **flags):
-    """A toy model and heads or None, whose Decoder is the one in C or the one for all devices."""
+    """(toy model, heads or None), packed for the C kernels if `compiled`."""
     model = toy_model(**flags).to(device)
     heads = random_heads(model, name).to(device) if name else None
     if compiled:
@@ -52,44 +52,44 @@ WAYS = {"greedy": dict(), "sampled": SAMPLED, "filtered": FILTERED}
 ALL = (9, True), (0, True), (1, False), (64, True), (7, False), (10, True), (2, True), (21, False)
 
 
-class InTurns(Policy):
-    """Selects each of these (T, whether heads draft) in turns, those that need heads or a compiled step where they are
-    there. told: T -> the seconds of its steps."""
+class Cycling(Policy):
+    """Cycles through those options (T, whether heads draft) that the heads and the Decoder support. seconds: T -> the
+    seconds of its steps."""
 
     def __init__(self, model, heads, options=ALL):
         super().__init__(model, heads, True, 64)
         self.options = [(T, drafts) for T, drafts in options if (heads or not drafts) and (T or self.chooses_inside)]
-        self.told = defaultdict(list)
+        self.seconds = defaultdict(list)
 
     def select(self, B):
         super().select(B)
         self.set_prices(B)
-        return self.options[self.steps // 2 % len(self.options)]  # each twice, so that some follow themselves
+        return self.options[self.steps // 2 % len(self.options)]  # each twice, so that an option may follow itself
 
     def update(self, step, results):
         super().update(step, results)
-        self.told[step.tree_size].append(step.seconds)
+        self.seconds[step.tree_size].append(step.seconds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
 # One step
 
 def test_a_steps_seconds_are_its_own(toy, monkeypatch):
-    """Bug: a duration with a prompt's in it, or with what the host does beside; of the first step of its kind."""
+    """Bug: a duration that includes prefill or work on the host, or that of the first step of its kind."""
     clock = [0.0]
     monkeypatch.setattr(module.time, "perf_counter", lambda: clock[-1])
     for owner, name, seconds in (GPT, "prefill", 100), (module.Sequence, "take", 10), (module.Decoder, "step", 1):
         slower = lambda *args, call=getattr(owner, name), by=seconds: clock.append(clock[-1] + by) or call(*args)
         monkeypatch.setattr(owner, name, slower)
-    policy = InTurns(toy, None, [(1, False)])
+    policy = Cycling(toy, None, [(1, False)])
     new_engine(toy, batch_size=2, capacity=150, policy=policy).generate(PROMPTS, 24)
-    told, = policy.told.values()
-    assert told == [None] + [1] * (len(told) - 1) and len(told) > 90
+    seconds, = policy.seconds.values()
+    assert seconds == [None] + [1] * (len(seconds) - 1) and len(seconds) > 90
 
 
-def test_a_slot_whose_text_has_ended_stays_idle(toy):
-    """Bug: an idle slot left active. Where all slots run, its length would grow without end. And steps must not
-    overwrite the text that it holds: all rows but the last token's, which has none."""
+def test_the_slot_of_an_ended_sequence_stays_idle(toy):
+    """Bug: an idle slot left active, whose length would grow with each step, or a step that overwrites the cached
+    prefix: the rows of all tokens but the last."""
     made = new_engine(toy, random_heads(toy), batch_size=3, capacity=150, tree_size=9)
     made.decoder.steps_ahead = 1  # as on a GPU
     slots, seen = made.decoder.slots, []
@@ -108,7 +108,7 @@ def test_a_slot_whose_text_has_ended_stays_idle(toy):
 @pytest.mark.parametrize("options", [dict(temperature=1.3), dict(temperature=0.8, top_k=6),
                                      dict(temperature=1.0, top_p=0.7)], ids=["temperature", "top-k", "top-p"])
 def test_samples_follow_the_models_own_distribution(options):
-    """Catches noise or acceptance that favours drafted tokens: chi-squared over 1,200 texts, 11 tokens."""
+    """Bug: noise or acceptance that favours drafted tokens. Chi-squared test over 1,200 samples of 11 tokens."""
     model, prompt = toy_model(vocab_size=11, scale=2.0), [3, 1, 4]
     heads, given = random_heads(model), [prompt] * 1200
     texts = generate(model, given, 2, heads, tree_size=6, batch_size=400, seed=11, **options).tokens
@@ -125,7 +125,7 @@ def test_samples_follow_the_models_own_distribution(options):
 
 
 def test_filters_equal_a_plain_filter():
-    """Catches a nucleus that is one token short or long, a filter that empties a row, and a min-p against the sum."""
+    """Bug: a nucleus one token too short or long, an empty row, min-p relative to the sum instead of the maximum."""
     generator = torch.Generator().manual_seed(0)
     for top_k, top_p, min_p in [(0, 0.5, 0), (3, 1.0, 0), (5, 0.6, 0), (1, 1.0, 0), (0, 1e-9, 0), (50, 0.99, 0),
                                 (0, 1.0, 0), (0, 1.0, 0.1), (0, 1.0, 0.5), (0, 1.0, 1), (3, 1.0, 0.01), (0, 0.9, 0.1)]:
@@ -141,8 +141,8 @@ def test_filters_equal_a_plain_filter():
             assert torch.equal(kept[list(want)], row[list(want)])
 
 
-def test_an_engine_is_gone_when_it_is_let_go(toy):
-    """Catches a cycle of references, which keeps the caches until some later collection."""
+def test_an_engine_is_freed_with_its_last_reference(toy):
+    """Bug: a reference cycle, which keeps the caches until the next garbage collection."""
     made = new_engine(toy, random_heads(toy), tree_size=5)
     made.generate(PROMPTS[:1], 5)
     gone = weakref.ref(made)
@@ -154,15 +154,15 @@ def test_seeds_differ_and_repeat(toy):
     runs = [generate(toy, PROMPTS[:3], 20, temperature=1.5, seed=seed).tokens for seed in (1, 1, 2, -5)]
     assert runs[0] == runs[1] != runs[2] != runs[3]
     same = generate(toy, [PROMPTS[0]] * 2, 20, temperature=1.5).tokens
-    assert same[0] != same[1]  # two sequences of one call have noise of their own
+    assert same[0] != same[1]  # each sequence of a call has its own noise
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# Where text ends
+# Where sequences end
 
 def test_stops_in_decoding(checkpoint):
-    """Catches a stop that only plain decoding sees, a token past it in an accepted path, another reason for the end;
-    tokens that on_tokens is not called with."""
+    """Bug: a stop that only plain decoding finds, tokens of an accepted path after it, a wrong reason in `ended`,
+    tokens that on_tokens does not get."""
     model, encoding = GPT.from_pretrained(checkpoint, device="cpu", packed=False), load_encoding(checkpoint)
     prompts = [encoding.encode(text) for text in ("abc", "x", "import")]
     whole = generate(model, prompts, 40)
@@ -183,7 +183,7 @@ def test_stops_in_decoding(checkpoint):
 @either_decoder
 @pytest.mark.parametrize("shape", ["llama", "gpt2"])
 def test_decoding_to_the_end_of_the_context(shape, compiled):
-    """Catches a tree that runs past the cache or the learned positions at the context's end."""
+    """Bug: a tree that exceeds the cache or the learned positions at the end of the context."""
     (model, heads), prompts = load("clover", compiled, block_size=40, **SHAPES[shape]), random_prompts([39, 30, 5])
     want = generate(model, prompts, 1000)
     got = generate(model, prompts, 1000, heads, lookup=True, tree_size=33)
@@ -220,22 +220,22 @@ def test_bad_calls_are_refused_in_one_line(toy, case):
     refusal(lambda: generate(toy, **options), says)
 
 
-def test_values_that_clients_send_for_nothing(toy):
-    """Bug: an error for top-k -1, which vLLM's clients send, and for temperatures that only rounding keeps from 0."""
+def test_values_that_clients_send_to_disable_an_option(toy):
+    """Bug: an error for top-k -1, which vLLM clients send, or for a temperature that is 0 up to rounding."""
     said = lambda **options: generate(toy, [[1, 2]], 20, **options).tokens
     greedy = said()
     assert all(said(**x) == greedy for x in (dict(temperature=1e-7), dict(temperature=2, top_p=0), dict(stop=["", 98])))
     assert said(temperature=2, top_k=-1) == said(temperature=2) != greedy == said(temperature=1e-40, top_k=-1)
 
 
-def test_what_does_not_fit_is_refused_before_it_is_allocated(toy, monkeypatch):
-    """Catches an allocation that the system answers by killing the process."""
+def test_caches_that_do_not_fit_are_refused_before_allocation(toy, monkeypatch):
+    """Bug: an allocation for which the system kills the process."""
     made, policy = new_engine(toy, capacity=20), Policy(toy)
     for length, new in ((30, 5), (15, 6)):
         refusal(lambda: made.generate(random_prompts([length]), new), f"{length + new} tokens does not fit an engine")
     assert len(made.generate(random_prompts([15]), 5).tokens[0]) == 5
     monkeypatch.setattr(models, "free_memory", lambda device: 1000)
-    monkeypatch.setattr(torch, "zeros", None)  # nothing comes so far as to call it
+    monkeypatch.setattr(torch, "zeros", None)  # must not be called
     refusal(lambda: new_engine(toy, policy=policy, batch_size=4, capacity=100), "4 sequences of 102 tokens",
             "a smaller batch size")
 
@@ -245,7 +245,7 @@ def test_what_does_not_fit_is_refused_before_it_is_allocated(toy, monkeypatch):
 
 @pytest.fixture
 def checked_graphs(monkeypatch):
-    """Graphs that raise where memory from outside is gone at a replay: torch 2.13 can check that, 2.11 not."""
+    """Graphs that raise if memory they read was freed before a replay; torch 2.13 can check that, 2.11 cannot."""
     if "check_input_liveness" in inspect.signature(torch.cuda.graph).parameters:
         monkeypatch.setattr(torch.cuda, "graph", partial(torch.cuda.graph, check_input_liveness=True))
 
@@ -255,14 +255,14 @@ def checked_graphs(monkeypatch):
 @pytest.mark.parametrize("options", WAYS.values(), ids=WAYS.keys())
 @pytest.mark.parametrize("name", [None, *PRESETS])
 def test_a_captured_step_gives_the_eager_text_without_synchronising(name, options, checked_graphs):
-    """Catches a step that a graph does not hold: a value baked in, a buffer that moved, memory that is freed when the
-    engine is cleared, and by then is another tensor's; a wait for the device."""
+    """Bug: a step that cannot be replayed, since a value is baked in, a buffer moved, or memory was freed by `clear`
+    and reused; a synchronisation with the device."""
     model, heads = load(name, False, "cuda")
     stages = stage_times(timing_decoder(model, heads, 9, lookup=True, sampling=Sampling(**options)))
-    assert min(stages.values()) > 0  # each in a graph of its own
+    assert min(stages.values()) > 0  # one graph per stage
     want = prepare(model, PROMPTS, 24, tree_size=1, graph=False, **options).generate(PROMPTS, 24).tokens
     for batch, tree_size, lookup in [(1, 1, False), (3, 9, False), (1, 9, True), (8, 64, True), (3, None, True)]:
-        policy = Policy(model, heads, lookup, tree_size) if tree_size else InTurns(model, heads)
+        policy = Policy(model, heads, lookup, tree_size) if tree_size else Cycling(model, heads)
         made = new_engine(model, batch_size=batch, capacity=150, sampling=Sampling(**options), policy=policy)
         for _ in range(2):
             assert made.generate(PROMPTS, 24).tokens == want
@@ -279,12 +279,12 @@ def test_a_captured_step_gives_the_eager_text_without_synchronising(name, option
 
 
 @pytest.mark.parametrize("name, drafts", [
-    (None, "in turns"), ("medusa", "heads"), ("clover", "in turns"), ("clover2", "heads")])
-def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, drafts, prefilled, monkeypatch):
-    """Catches rows that are left of another text, of a draft, or of a token that was followed by another."""
+    (None, "cycling"), ("medusa", "heads"), ("clover", "cycling"), ("clover2", "heads")])
+def test_a_cached_prefix_is_reused_and_the_output_is_the_same(name, drafts, prefilled, monkeypatch):
+    """Bug: rows left over from another sequence, from a draft, or from a token with another successor."""
     model, heads = load(name, False)
     new = lambda: new_engine(model, heads, capacity=250, tree_size=9 if name else 1)
-    kept = new_engine(model, capacity=250, policy=InTurns(model, heads)) if drafts == "in turns" else new()
+    kept = new_engine(model, capacity=250, policy=Cycling(model, heads)) if drafts == "cycling" else new()
     monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
 
     def check(prompt, most):
@@ -292,11 +292,11 @@ def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, 
         want = fresh.generate([prompt], 20).tokens[0]
         prefilled.clear()
         assert kept.generate([prompt], 20).tokens == [want] and sum(n for _, n in prefilled) <= most
-        rows = len(prompt) + len(want) - 2  # the last token has no row, and for the heads none follows it
+        rows = len(prompt) + len(want) - 2  # the last token has no row; the heads need its successor
         for part in ("cache", "heads_cache") if name else ("cache",):
             a, b = (getattr(engine.decoder.slots, part).kv[..., :rows, :] for engine in (kept, fresh))
             torch.testing.assert_close(a, b, atol=1e-4, rtol=1e-4)
-        if kept.policy.lookup:  # the whole conversation
+        if kept.policy.lookup:  # the whole sequence
             assert kept.decoder.slots.history[0, :rows + 1].tolist() == (prompt + want)[:rows + 1]
         return prompt + want
 
@@ -310,9 +310,9 @@ def test_a_text_that_goes_on_is_not_computed_again_and_comes_out_the_same(name, 
 
 @either_decoder
 @pytest.mark.parametrize("name, steps_ahead", [(None, 0), ("clover", 0), ("clover", 1)])
-def test_what_prompts_share_is_read_once_in_any_slot(name, steps_ahead, compiled, prefilled):
-    """Catches a slot whose text an idle step or another prompt overwrote, the wrong one of several slots, and prompts
-    that are read at once from where only one of them may start."""
+def test_shared_prefixes_are_prefilled_once_per_slot(name, steps_ahead, compiled, prefilled):
+    """Bug: a cached prefix that an idle step or another prompt overwrote, a slot with a shorter prefix, prompts
+    prefilled together from a start that only one of them has."""
     model, heads = load(name, compiled)
     made = new_engine(model, heads, batch_size=4, capacity=200, tree_size=9, lookup=True, sampling=Sampling(**SAMPLED))
     made.decoder.steps_ahead = steps_ahead
@@ -324,15 +324,15 @@ def test_what_prompts_share_is_read_once_in_any_slot(name, steps_ahead, compiled
         assert made.generate(prompts, 20).tokens == want and sum(rows * n for rows, n in prefilled) <= most
         return [prompt + tokens for prompt, tokens in zip(prompts, want)]
     a, b = check([first, second], 2 * 50)
-    b, a = check([b + [5, 6], a + [7]], 6)  # each in its own slot, in the other order
-    check([[8] * 3, [9] * 70], 3 + 2 * 70)  # two other slots: those free the longest
+    b, a = check([b + [5, 6], a + [7]], 6)  # each in its old slot, in reverse order
+    check([[8] * 3, [9] * 70], 3 + 2 * 70)  # in the two slots free the longest
     check([a + [1], b + [2]], 5)
-    check([first + [n] for n in range(12)], 60 * 2 + 12)  # a slot once, then it and its neighbours have the beginning
+    check([first + [n] for n in range(12)], 60 * 2 + 12)  # the first prompt fills a slot, the others share it
 
 
 @needs_compiler
 def test_augmenting_blocks_catch_up_beside_a_full_cache():
-    """Bug: a text near the capacity that has no room for the rows another one is behind."""
+    """Bug: a sequence near the capacity without room for the rows that another one has to catch up."""
     engine = new_engine(*load("clover", True), tree_size=2, batch_size=2, capacity=60)
     for prompt, new, T in ((range(3), 50, 1), (range(55), 5, 2)):
         engine.policy.tree_size = T
@@ -345,9 +345,9 @@ def test_augmenting_blocks_catch_up_beside_a_full_cache():
 @either_decoder
 @pytest.mark.parametrize("name", PRESETS)
 def test_heads_draft_the_same_after_steps_without_them(name, compiled, monkeypatch):
-    """Bug: an augmenting block that leaves out rows which plain steps added, or reads them at other positions or from
-    another slot, before the next draft or in a longer prompt; another text."""
-    monkeypatch.setattr(module, "PERIOD", 10**9)  # else what is learned changes trees
+    """Bug: an augmenting block that skips the rows added by plain steps, or reads them at wrong positions or from
+    another slot, before the next draft or in a longer prompt; a changed output."""
+    monkeypatch.setattr(module, "PERIOD", 10**9)  # else learned chances change the trees
 
     def run(plain_steps):
         engine, trees = new_engine(*load(name, compiled), tree_size=9, batch_size=2, capacity=250), {}
@@ -367,8 +367,8 @@ def test_heads_draft_the_same_after_steps_without_them(name, compiled, monkeypat
         assert others[key].probabilities == pytest.approx(trees[key].probabilities, rel=1e-3)
 
 
-def test_an_interrupted_text_can_go_on(monkeypatch):
-    """Catches rows that the host thinks are there after Ctrl-C and are not."""
+def test_an_interrupted_sequence_can_continue(monkeypatch):
+    """Bug: after Ctrl-C the host counts on cache rows that do not exist."""
     model, prompt = toy_model(), random_prompts([30])[0]
     want = new_engine(model, capacity=200).generate([prompt], 100).tokens[0]
     made, calls = new_engine(model, capacity=200), []
@@ -386,12 +386,12 @@ def test_an_interrupted_text_can_go_on(monkeypatch):
 
 @either_decoder
 @pytest.mark.parametrize("number", range(5))
-def test_a_cancelled_text_leaves_no_trace(compiled, monkeypatch, number):
-    """Bug: a slot that is lost, or used twice; another text that changes; a chunk of a prompt at another place, or all
-    of its chunks before the others' next step. Running, being read, or waiting."""
+def test_a_cancelled_sequence_leaves_no_trace(compiled, monkeypatch, number):
+    """Bug: a slot lost or used twice, another sequence changed, a prompt's chunk at a wrong place, or all of its chunks
+    before the others' next step. Cancels sequences that run, prefill or wait."""
     prompts, (model, heads) = random_prompts([7, 200, 5, 9, 4]), load("clover", compiled)
     want = [generate(model, [prompt], 12).tokens[0] for prompt in prompts]
-    monkeypatch.setattr(module, "PREFILL_CHUNK", 32)  # a long prompt comes in between the others' steps
+    monkeypatch.setattr(module, "PREFILL_CHUNK", 32)  # a long prompt is read between the others' steps
     engine = new_engine(model, heads, tree_size=5, batch_size=2, capacity=250)
     sequences = [engine.add(prompt, 12) for prompt in prompts]
     engine.step()

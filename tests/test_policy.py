@@ -1,4 +1,4 @@
-"""generate.Policy: the tree size of most tokens per second, from what steps took and how often guesses were right."""
+"""generate.Policy: selects the tree size with the most tokens per second from measured durations and acceptance."""
 
 import json
 from collections import Counter
@@ -21,12 +21,12 @@ MIXED = [Sampling(0.9, seed=3), Sampling(), Sampling(0.7, top_k=20)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# How often guesses are right
+# Acceptance probabilities
 
 @either_decoder
 def test_counts_are_those_of_a_plain_walk_over_the_steps(compiled):
-    """Bug: a spare node counted, or a rejected one not; greedy and sampled texts in one row; a chain's tokens behind
-    the first wrong one; a step without a match; an idle slot."""
+    """Bug: counts that include a spare node, tokens after a chain's first wrong one, a step without a match or an idle
+    slot, that lack a rejected node, or that mix greedy and sampled sequences."""
     model, heads = load("clover", compiled, vocab_size=5)
     prompts, want = random_prompts([7, 9, 5], 5), torch.zeros(2, SOURCES, 2)
     news = generate(model, prompts, 50, sampling=MIXED).tokens
@@ -50,7 +50,7 @@ def test_counts_are_those_of_a_plain_walk_over_the_steps(compiled):
 
 
 def test_chances_become_what_was_seen_and_forget(toy):
-    """Bug: chances that rise along the bins, NaN where nothing was proposed, a table that never forgets."""
+    """Bug: chances that rise along the bins, NaN for a bin without proposals, a table that never forgets."""
     policy, counts = Policy(toy, random_heads(toy), True), torch.zeros(2, SOURCES, 2)
     for rates in torch.rand(2, 2, SOURCES).sort(2, descending=True).values:
         for _ in range(100):
@@ -72,10 +72,10 @@ def test_chances_begin_with_those_of_the_heads_training(toy):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What steps take
+# Durations of steps
 
 def test_prices_follow_what_steps_take(toy):
-    """Bug: a price of other rows or heads; work beside, of which one size alone is blamed."""
+    """Bug: a price for the wrong rows or heads; other load on the machine attributed to one size."""
     policy = Policy(toy, random_heads(toy), True)
     seconds = lambda rows, depths: 5e-3 * (1 + 0.2 * rows + 0.1 * (depths and 1 + depths))
     for _ in range(100):
@@ -92,7 +92,7 @@ def test_prices_follow_what_steps_take(toy):
 
 
 def test_costs_on_a_gpu_are_guessed_as_they_were_measured():
-    """Bug: heads of an 8B model that are left out as if each took a fifth of a step."""
+    """Bug: heads of an 8B model that are never used because each is thought to cost a fifth of a step."""
     base = GPTConfig(vocab_size=128_256, n_layer=32, n_embd=4096, n_head=32)
     with torch.device("meta"):
         head = Head(CloverConfig(), base).bfloat16()
@@ -108,13 +108,13 @@ def test_costs_on_a_gpu_are_guessed_as_they_were_measured():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# What is selected
+# Selected sizes
 
 @needs_compiler
 @pytest.mark.parametrize("name, lookup", [(None, True), ("clover", False), ("clover2", True)])
 def test_a_compiled_step_has_the_size_of_most_tokens_per_second(name, lookup):
-    """Catches a sum that leaves out a sequence or counts an idle one, prices of the heads forgotten, a tree that is not
-    the front of the largest one."""
+    """Bug: a sum over the wrong sequences, without the prices of the heads, or a tree that is not the front of the
+    largest tree."""
     model, heads = load(name, True)
     engine = new_engine(model, heads, tree_size=None, lookup=lookup, batch_size=4, capacity=100)
     for prompt, sampling in zip(random_prompts([3, 5, 4], vocab_size=9), MIXED):
@@ -125,7 +125,7 @@ def test_a_compiled_step_has_the_size_of_most_tokens_per_second(name, lookup):
         policy.chances.copy_(torch.rand(2, SOURCES).sort(descending=True).values ** 0.1)
         policy.prices[1:17] = 1 + (torch.rand(()) * torch.rand(16)).cumsum(0)
         policy.prices[[0, -1]] = 0.3 * torch.rand(2)
-        decoder.struct.gains, decoder.struct.steps = (cpu.c_float * 32)(*[1e9] * 32), 50  # heads draft, in each step
+        decoder.struct.gains, decoder.struct.steps = (cpu.c_float * 32)(*[1e9] * 32), 50  # heads draft in each step
         full = [column.clone() for column in decoder.draft(16, K > 0)[0]]
         tokens = full[-1].double().sum(0).cumsum(0)  # of the first T nodes
         rates = tokens / (policy.prices[1:17] + (K > 0) * (policy.prices[0] + (K - 1) * policy.prices[-1]))
@@ -137,8 +137,8 @@ def test_a_compiled_step_has_the_size_of_most_tokens_per_second(name, lookup):
 
 
 class Timed(Policy):
-    """Is told what a step takes that costs this much for each further row and for a head, beside other work that comes
-    and goes. used: (T, depths of the heads) of each step."""
+    """Gets durations that follow these costs of a further row and of a head, on a machine whose other load comes and
+    goes. used: (T, depths of the heads) of each step."""
 
     def __init__(self, model, heads, lookup, costs):
         super().__init__(model, heads, lookup)
@@ -155,7 +155,7 @@ class Timed(Policy):
 
 
 def repeating_model():
-    """Greedily it says the token after the last one, modulo 7, for ever."""
+    """A model whose greedy output counts upwards modulo 7."""
     model = toy_model(positions="learned", n_layer=1, tied=False)
     for name, p in model.named_parameters():
         if name.startswith("blocks") or "position" in name:
@@ -166,8 +166,8 @@ def repeating_model():
 
 
 def drive(shift, lookup, costs, compiled, **struct):
-    """The policy after 600 steps on a text of period 7, which lookup guesses. Heads are sure that the token this far
-    behind the one they read comes next; None: no heads."""
+    """The policy after 600 steps on output of period 7, which lookup guesses. Heads are certain of the token `shift`
+    after the one they read; None: no heads."""
     model, heads = repeating_model(), None
     if shift:
         heads = CloverHeads(preset("clover2", augment_layers=0, mix="none"), model).requires_grad_(False).eval()
@@ -190,8 +190,8 @@ def drive(shift, lookup, costs, compiled, **struct):
     (None, True, (0.05, 0), (16, 0)), (1, False, (0.05, 0.05), (5, 4)), (3, False, (0.05, 0.05), (1, 0)),
     (3, True, (0.05, 0.05), (16, 0)), (None, True, (1.2, 0), (1, 0)), (1, False, (1.2, 0.05), (1, 0))])
 def test_the_size_of_most_tokens_per_second_is_selected(shift, lookup, costs, want, compiled):
-    """Catches sizes that are tried too often, hopes that are not given up, a size that is never found, or is blamed for
-    other work; heads that are always left out, or never."""
+    """Bug: trials that are too frequent or never end, a best size that is never found or blamed for other load, heads
+    that are always or never used."""
     policy = drive(shift, lookup, costs, compiled)
     used = policy.used[300:]
     tokens = sum(min(T, 16 if lookup else 1 + depths * (shift == 1)) for T, depths in used)
