@@ -33,10 +33,10 @@ from training.evaluate import measure, record
 from training.flags import SELF, STORED, SWITCHES, TRAINING, RunConfig
 from training.loss import window_losses
 
-HEAD_WEIGHT = 0.7   # head i has weight 0.7^i in the loss, as decoding reaches it less often
+HEAD_WEIGHT = 0.7   # head i has weight 0.7^i in the loss: decoding reaches later heads less often
 SHOW_EVERY = 20     # steps
 SAVE_EVERY = 180.0  # seconds
-MIN_VOCABULARY = 8  # the smallest draft vocabulary; as many as the beams of the evaluation
+MIN_VOCABULARY = 8  # the smallest draft vocabulary: twice the default beam width
 STANDARD_LIBRARY = "the Python standard library's source"  # in heads.json, without --data
 
 
@@ -58,8 +58,8 @@ class Run:
                                            fused=True)
         self.dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16  # of products
         if state:
-            heads.set_vocabulary(state["heads"].pop("vocabulary", []))
-            heads.load_state_dict(heads.state_dict() | state["heads"])
+            heads.set_vocabulary(state["heads"].get("vocabulary", []))
+            heads.load_state_dict(state["heads"])
             self.optimizer.load_state_dict(state["optimizer"])
 
     def train(self, corpus):
@@ -70,9 +70,9 @@ class Run:
         with common.noted_signals() as signals:
             while self.step < config.steps and not self.interrupted(signals):
                 seed = config.seed * 1_000_003 + self.step  # different windows in each step
-                loss, accuracies = self.train_step(*data.window_batch(
-                    corpus, config.batch_size, config.window, seed, heads.model.device, mine,
-                    heads.model.dtype))
+                windows = data.window_batch(corpus, config.batch_size, config.window, seed,
+                                            heads.model.device, mine, heads.model.dtype)
+                loss, accuracies = self.train_step(*windows)
                 if self.step % SHOW_EVERY == 0 or self.step == config.steps:
                     self.check_finite(loss)
                     self.report(show, loss.item(), accuracies.tolist())
@@ -82,7 +82,7 @@ class Run:
         return 0 if self.step >= config.steps else 128 + (signals or [signal.SIGTERM])[0]
 
     def interrupted(self, signals):
-        """Whether any process got a signal. Checked every tenth step, as it synchronises them."""
+        """Whether any process got a signal; of several, checked every tenth step to sync less."""
         return (self.group.size == 1 or self.step % 10 == 0) and self.group.any(bool(signals))
 
     def report(self, show, loss, accuracies):
@@ -138,7 +138,7 @@ class Run:
             common.save_file(path, state)
 
     def check_finite(self, *tensors):
-        finite = all(bool(x.isfinite().all()) for x in tensors)
+        finite = all(x.isfinite().all() for x in tensors)
         expect(finite, f"training diverged at step {self.step}: a value is not finite; "
                f"{self.out} keeps the last good state; start again with a lower --lr")
 

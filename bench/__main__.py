@@ -43,7 +43,7 @@ def add_decode_flags(parser):
     add("--batch-sizes", type=count, default=[1], **several, help="default: 1")
     add("--temperatures", type=float, default=[0.0], **several, help="default: 0, greedy")
     add("--prompts", type=count, metavar="N",
-        help="default: all of --chats, else 16 or the largest batch size")
+        help="how many prompts; default: all of --chats, else 16 or the largest batch size")
     add("--prompt-tokens", type=count, default=64, metavar="N",
         help="length of prompts from --data; default: 64")
     add("--max-new-tokens", type=count, default=128, metavar="N", help="per prompt; default: 128")

@@ -77,7 +77,7 @@ def load_prompts(args, encoding):
 
 
 def decode_once(model, texts, new, stop=(), **options):
-    """Decodes the prompts `texts` with a new engine and returns a `Measured`. All is compiled
+    """Decodes the prompts `texts` with a new engine and returns a `Measured`. Compiles everything
     beforehand, but the policy has learnt nothing yet. options: those of `prepare`."""
     engine = prepare(model, texts, new, **options)
     policy = engine.policy

@@ -140,7 +140,7 @@ def random_model(name, device, dtype, quantize=None):
     model = model.to_empty(device=device).requires_grad_(False).eval()
     for parameter_name, p in model.named_parameters():
         p.fill_(1) if parameter_name.endswith("norm.weight") else p.normal_(0, 0.02)
-    # a standard deviation of 4 gives top-p some hundred tokens, as in trained models
+    # logits with a standard deviation of 4 leave top-p some hundred tokens, like trained models'
     model.head.weight.normal_(0, 4 / config.n_embd ** 0.5)
     with model.device:
         heads = CloverHeads(preset("clover"), model).to(dtype).requires_grad_(False).eval()

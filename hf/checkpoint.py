@@ -93,7 +93,7 @@ def open_safetensors(file):
 
 
 def open_pickle(file):
-    mapped = zipfile.is_zipfile(file)  # torch's legacy format is not, and cannot be memory-mapped
+    mapped = zipfile.is_zipfile(file)  # torch's legacy format is no zip and cannot be mapped
     state = torch.load(file, map_location="cpu", weights_only=True, mmap=mapped)
     for value in state.values():
         if value.layout is not torch.strided or value.nbytes > value.untyped_storage().nbytes():
@@ -146,8 +146,8 @@ def match_tensors(path, model, tensors):
     for part, tensor in stored.items():
         if part not in expected and part.endswith(".bias") and not tensor.load().any():
             continue  # AutoGPTQ adds zero biases to every layer
-        expect(part in expected, f"{tensor.file}: config.json has no {part}; a quantised "
-               "checkpoint needs its quantization_config")
+        expect(part in expected, f"{tensor.file}: a model with this config.json has no {part}; a "
+               "quantised checkpoint needs its quantization_config")
         name, start, shape = expected.pop(part)
         expect(tensor.shape == shape and tensor.dtype in FLOATS.values(),
                f"{tensor.file}: {part}: expected floats of shape {shape}, as in config.json, got "

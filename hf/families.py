@@ -82,7 +82,7 @@ class Family(NamedTuple):
     window: int | None = None       # default sliding window in tokens; 0: none; None: unsupported
     window_switch: bool = False     # windows are off unless use_sliding_window is true
     window_layers: Callable | None = None  # (config.json, L) -> [layer has a window]; None: all do
-    window_theta: float | None = None  # windowed layers' own unscaled RoPE; 0: theta; None: shared
+    window_theta: float | None = None  # default theta of windows, unscaled; 0: theta; None: shared
     prefix: str = "model."          # of all tensor names but the LM head's
     theta: float = 10000.0          # default rope_theta
     rotary: float | None = None     # default partial_rotary_factor; None: always 1
@@ -185,7 +185,7 @@ def text_config(raw):
 
 
 def parse_config(raw):
-    """Converts a config.json dict to a GPTConfig. For a bad one see `hf.files.read_config`."""
+    """A config.json dict -> GPTConfig. `hf.files.read_config` turns its errors into InputErrors."""
     name = one_of("model_type", raw.get("model_type"), FAMILIES)
     for key in UNSUPPORTED:
         expect(not raw.get(key), f"{key} is not supported")

@@ -187,7 +187,7 @@ class GGUFFile:
         return spec
 
     def weights(self):
-        """{name as in a folder: `StoredTensor`}. Their dtype, the model's default, is bfloat16."""
+        """{name as in a folder: `StoredTensor`}. All claim bfloat16, the model's default dtype."""
         family = FAMILIES[self.family]
         n_layer = min(self.meta["block_count"], len(self.tensors))  # the count may be hostile
         names_of = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.architecture.upper()], n_layer)
@@ -228,7 +228,7 @@ class GGUFFile:
         return torch.arange(int(tensor.shape[-1])).view(heads, -1, 2).transpose(1, 2).flatten()
 
     def packing(self, tensor):
-        """`StoredTensor`'s bits and pack, (None, None) for floats."""
+        """`StoredTensor`'s bits and pack, (None, None) for floats and vectors."""
         kind = tensor.tensor_type
         if kind.name in FLOATS or len(tensor.shape) != 2:
             return None, None

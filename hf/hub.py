@@ -21,7 +21,7 @@ PARTS = ("config.json", *SETTINGS, *TOKENIZERS, "vocab.json", "added_tokens.json
 @cache
 def fetch(name):
     """The Path of a model's folder or GGUF file. Raises InputError if the name is ambiguous, or
-    the model is neither cached nor can be downloaded."""
+    the model is not in the cache and cannot be downloaded."""
     repo, _, choice = name.partition(":")
     path = cached(repo, choice)
     if path and (choice or all((path / part).exists() for part in SETTINGS)):
@@ -82,5 +82,6 @@ def choose(repo, files, choice):
                or choice_name in (name.lower(), Path(name).name.lower(), type_of(name.lower()))]
     expect(len(matches) == 1, f"{repo}: pick a GGUF file, as {repo}:NAME: {' '.join(models)}")
     count = re.search(SHARD, matches[0][0])
-    expect(not count or len(matches[0]) == int(count[1]), f"{repo}: lacks some parts of {choice}")
+    expect(not count or len(matches[0]) == int(count[1]),
+           f"{repo}: lacks some parts of {choice or matches[0][0]}")
     return matches[0]

@@ -57,7 +57,7 @@ def find_heads(name):
         return [HEADS] if (HEADS / "heads.json").exists() else []
     folder = path.parent if is_gguf(path) else path
     heads = sorted(file.parent for file in folder.glob("*/heads.json"))
-    return [path for path in heads if path.resolve() != HEADS]
+    return [path for path in heads if path.resolve() != HEADS]  # demo/ holds SmolLM2's too
 
 
 def default_heads(name):

@@ -91,7 +91,7 @@ def read_layer(what, parts, scheme, shape):
 
 
 def shared_columns(C, columns):
-    """Channels per group for us if `columns` of C share a stored scale; None if too few."""
+    """Our group size for C channels of which `columns` share a stored scale; None if none fits."""
     return C if columns >= C else largest_group(math.gcd(C, columns))
 
 
@@ -102,7 +102,7 @@ def unpack(scheme, values, scales, zeros=None):
         return values, scales, None
     if scheme.method == "gptq":
         q = unpack_int32(values.T, scheme.bits)
-        zeros = unpack_int32(zeros, scheme.bits).T + scheme.zero_offset & 2**scheme.bits - 1
+        zeros = (unpack_int32(zeros, scheme.bits).T + scheme.zero_offset) & (2**scheme.bits - 1)
     else:
         q, zeros = (unpack_int32(x, 4).view(len(x), -1, 8)[..., AWQ_ORDER].flatten(1).T
                     for x in (values, zeros))

@@ -29,8 +29,8 @@ BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, u
 def split_steps(split):
     """The pre_tokenizer steps of a tokenizer.json. split: a value of SPLITS."""
     if isinstance(split, str):
-        pattern = dict(pattern=dict(Regex=split), behavior="Isolated", invert=False)
-        return [dict(type="Split") | pattern, BYTE_LEVEL | dict(use_regex=False)]
+        step = dict(type="Split", pattern=dict(Regex=split), behavior="Isolated", invert=False)
+        return [step, BYTE_LEVEL | dict(use_regex=False)]
     return [split, BYTE_LEVEL] if split else [BYTE_LEVEL]
 
 

@@ -40,13 +40,13 @@ class Encoding:
         self.hash = hashlib.sha256(repr(sorted(vocab.items())).encode()).hexdigest()[:16]
 
     def encode(self, text, *, allowed_special=()):
-        """The token ids of a text. "all": match special tokens. Lone surrogates become U+FFFD."""
+        """Text -> token ids. allowed_special "all": match them. Lone surrogates become U+FFFD."""
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         try:
             with self.lock:  # encode_special_tokens is shared by all threads
                 self.package.encode_special_tokens = allowed_special != "all"
                 return self.package.encode(text, add_special_tokens=False).ids
-        except Exception as error:  # an unknown character, and no unknown token
+        except Exception as error:  # a character without a token, where no unknown token exists
             raise InputError(f"{self.file}: cannot encode this text ({error})") from error
 
     def decode(self, ids):

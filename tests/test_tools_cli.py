@@ -408,17 +408,18 @@ def test_an_error_of_the_template_names_the_prompt(chat_folder, tmp_path, capsys
     assert "prompts.jsonl, prompt 2: " in said and "no dogs" in said
 
 
+@pytest.mark.parametrize("step", [4, 12], ids=["decoding", "comparing"])
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
-def test_interrupted_runs_exit_with_the_signals_code(folder, capsys, monkeypatch, number, code):
+def test_interrupted_runs_exit_with_the_signals_code(folder, capsys, monkeypatch, number, code, step):
     """Bug: exit code 0, so that `a && b` continues after Ctrl-C; text or statistics are lost."""
-    in_take(monkeypatch, 4, lambda: os.kill(os.getpid(), number))
+    in_take(monkeypatch, step, lambda: os.kill(os.getpid(), number))
     monkeypatch.setattr(errors, "received", [])
     flags = ["--model", folder, "--device", "cpu", "--prompt", "abc", "--heads", "none", "--temperature", 1]
     with pytest.raises(SystemExit) as ended:
-        main(*flags, "--explain")
+        main(*flags, "--explain" if step == 4 else "--compare", "--max-new-tokens", 8)
     out, err = capsys.readouterr()
     assert ended.value.code == code and out.startswith("abc") and len(out.strip()) > 3
-    assert "1.00 tokens per step, " in err and "ms per stage" not in err
+    assert "1.00 tokens per step, " in err and "ms per stage" not in err and "identical" not in err
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")

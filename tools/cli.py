@@ -28,11 +28,13 @@ def main(argv=None):
         output = printer.generate(engine, prompts)
         result = printer.report(output, engine)
         del engine  # frees its memory for the engine of --compare
-        if args.compare and None not in output.ended:
+        interrupted = None in output.ended
+        if args.compare and not interrupted:
             result |= printer.compare(output)
+            interrupted = result["plain"] is None
         if args.json and not args.prompts:
             print(json.dumps(result))
-        if None in output.ended:
+        if interrupted:
             raise KeyboardInterrupt
 
 

@@ -83,8 +83,8 @@ def parse_generate(argv=None):
     parser = Parser("Generates text by speculative decoding.", prog="generate.py")
     group = parser.add_argument_group("prompt")
     one_of = group.add_mutually_exclusive_group().add_argument
-    one_of("--prompt", action="append", metavar="TEXT", help="text to continue; repeatable; - "
-           "reads standard input; default: prompts are read line by line")
+    one_of("--prompt", action="append", metavar="TEXT", help="text to continue; repeatable; -: "
+           "all of standard input; default: each of its lines is a prompt")
     one_of("--prompts", metavar="FILE", help="file with one prompt per line; in .jsonl an object "
            "with \"prompt\", or with the \"messages\" of a chat")
     add = group.add_argument

@@ -113,7 +113,7 @@ def plain_seconds(decoder):
 
 def sampling_flags(args):
     """The fields of a `Sampling` from the flags, or else from the model's generation_config.json,
-    which prints a line."""
+    whose values it prints."""
     flags = {name: value for name in (*SAMPLING, "seed")
              if (value := getattr(args, name)) is not None}
     # raises an error for a bad flag before the model is loaded

@@ -219,7 +219,7 @@ def converse(args, loaded):
         needed = min(len(prompt) + args.max_new_tokens, loaded.model.config.block_size)
         if engine is None or needed > engine.decoder.capacity:
             engine = None  # frees its memory for the next one
-            engine = make_engine(args, loaded, [prompt], args.max_new_tokens + 1024)  # can grow
+            engine = make_engine(args, loaded, [prompt], args.max_new_tokens + 1024)  # later turns
         output = Printer(args, loaded).generate(engine, [prompt])
         if not args.chat:
             print("-" * 40)

@@ -146,13 +146,13 @@ class Worker(threading.Thread):
     def run(self):
         try:
             while True:
-                while not (self.engine.busy and self.calls.empty()):
+                while not (self.engine.busy and self.calls.empty()):  # idle: wait for a call
                     self.calls.get()()
                 try:
                     self.step()
                 except Exception as error:  # such as out of memory
                     self.reset(error)
-        finally:  # the GPU is lost: even `clear` failed
+        finally:  # `run` has queued sys.exit, or the GPU is lost: even `clear` failed
             for job in set(self.jobs.values()):
                 self.send(job, RuntimeError("the engine has ended"))
 

@@ -56,7 +56,7 @@ def decoder_seconds(decoder, body):
     lengths, heads_lengths = decoder.slots.cache.lengths, decoder.slots.heads_cache.lengths
 
     def once():
-        if heads_lengths is not lengths:  # heads read new tokens while drafting: one in each step
+        if heads_lengths is not lengths:  # in C, drafting reads new tokens: leave one unread
             heads_lengths.copy_(lengths).sub_(1).clamp_(min=0)
         body()
     return seconds(once, decoder.device, group_of(decoder.model))

@@ -14,7 +14,7 @@ from safetensors import SafetensorError
 
 from hf.paths import is_repository
 from model import InputError, atomic_write, expect, read_json
-from training.flags import FIXED, STORED, RunConfig
+from training.flags import FIXED, SELF, STORED, RunConfig
 
 STATE_FILE = "train_state.pt"  # weights, optimizer, step
 RUN_FILE = "run.json"          # RunConfig
@@ -26,6 +26,8 @@ def run_config(args, out):
     flags = {name: value for name, value in vars(args).items() if name in STORED}
     if "model" in flags and not is_repository(args.model):
         flags["model"] = os.path.abspath(args.model)  # so that --resume works in any directory
+    if flags.get("data") == [SELF] and (args.evaluate or args.resume):
+        flags["data"] = [os.path.abspath(out / SELF)]  # the text that the run wrote
     if args.evaluate or not args.resume:
         expect(args.evaluate or not (out / STATE_FILE).exists(), f"{out} holds a run already; "
                "add --resume to continue it, or use another --out")
@@ -45,7 +47,7 @@ def run_config(args, out):
 
 @contextlib.contextmanager
 def saving(what, advice):
-    """Turns errors of writing files inside into an InputError: "{what} (reason); {advice}"."""
+    """Turns a failed write in its block into an InputError: "{what} (reason); {advice}"."""
     try:
         yield
     except (OSError, SafetensorError) as error:
@@ -96,7 +98,7 @@ def progress(start, steps, tokens_per_step, log):
 @contextlib.contextmanager
 def noted_signals():
     """Yields a list to which Ctrl-C and SIGTERM add their numbers instead of ending the process. A
-    second Ctrl-C interrupts; a second SIGTERM does not: a parent process may forward the first."""
+    second Ctrl-C interrupts. Later SIGTERMs do not: a parent process may repeat the first."""
     received = []
 
     def note(number, frame):

@@ -14,9 +14,9 @@ from training.common import STATE_FILE
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".go",
                  ".rs", ".jsonl", ".jsonl.gz")
 SPLITS = ("train", "heldout")
-NO_CODE = {"site-packages", "dist-packages", "__pycache__", "encodings", "pydoc_data"}
-MOST_REFUSED = 0.1  # more chats refused by the template than this share are an error
-PIECE = 4096  # characters; longer texts are cut into pieces, which are split separately
+NO_CODE = {"site-packages", "dist-packages", "__pycache__", "encodings"}  # and *data
+MOST_REFUSED = 0.1  # share of the chats that the template may refuse; more are an error
+PIECE = 4096  # characters; longer texts are cut into pieces, each of which goes to either split
 
 
 class Record(NamedTuple):

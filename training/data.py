@@ -16,7 +16,7 @@ from training.common import load_file, progress, save_file, saving
 from training.corpus import SPLITS, builtin_corpus, find_files, split_records
 from training.loss import Teacher, hidden_states, teach
 
-FILE = "tokens.pt"      # in --out
+FILE = "tokens.pt"      # in --out, or beside the text that the model wrote
 COVERAGE = 0.97         # share of the training tokens that an "auto" draft vocabulary covers
 VOCABULARY_STEP = 1024  # its size is a multiple of this
 SPAN = 2048             # for stored states, longer documents are read in parts of this many tokens
@@ -40,7 +40,7 @@ def pack(documents):
 
 def encode_record(record, encoding):
     """Encodes a Record -> (token ids, loss mask). Texts and completions end with end_of_text and
-    begin with the tokenizer's prefix, unless that is the same. Text has no special tokens."""
+    begin with the tokenizer's prefix if that differs. Special tokens are not matched in texts."""
     special = () if record.kind == "text" else "all"
     parts = [(encoding.encode(text, allowed_special=special), in_loss)
              for text, in_loss in record.parts]
@@ -76,8 +76,8 @@ def tokens_key(paths, encoding):
 
 
 def store_tokens(file, key, paths, encoding, vocab_size):
-    """`open_tokens` of a file, which is first written unless it has this `tokens_key`. Raises
-    InputError for token ids of vocab_size and up."""
+    """Writes the token file unless it has this `tokens_key` already, and returns its `open_tokens`.
+    Raises InputError for token ids of vocab_size and up."""
     with contextlib.suppress(InputError):
         stored = open_tokens(file)
         if stored["key"] == key:
@@ -117,7 +117,7 @@ def set_draft_vocabulary(heads, ids, n, log=print):
 
 def window_batch(tokens, n, length, seed, device, mine=slice(None), dtype=torch.float32):
     """Draws n random windows of `Tokens` and returns the slice `mine` of them: ids int64, loss_mask
-    bool, documents int64 (0, 1, ... in each window; None if none has several), each [windows,
+    bool, documents int64 (0, 1, ... in each window; None if no window has two), each [windows,
     length]; a `Teacher` of all but the last position in a dtype, None if no states are stored."""
     last = len(tokens.ids) - length
     expect(last >= 0, f"expected {length} tokens or more in each split, got {len(tokens.ids)}; "

@@ -12,8 +12,8 @@ SWITCHES = ("n_draft", "augment_layers", "mix", "mix_before", "projector", "shar
 
 @dataclass(frozen=True)
 class RunConfig:
-    """The flags of a training run. All but the device are saved with its checkpoint and compared on
-    --resume. None: depends on the preset, the model or the data."""
+    """The flags of a training run. All but the device are saved with it; --resume rejects changes
+    to those in FIXED. None: depends on the preset, the model or the data."""
     model: str = str(DEMO)
     data: list | None = None  # absolute paths, or SELF
     steps: int = 500
@@ -53,7 +53,7 @@ TRAINING = FIXED[:FIXED.index("preset")]  # recorded in heads.json
 
 
 def parse_heads(argv=None):
-    """Parses train_heads.py's flags. Fields of `RunConfig` are set only if their flag is."""
+    """Parses train_heads.py's flags. A field of `RunConfig` is set only if its flag is given."""
     parser = Parser("Trains draft heads on a frozen model.", prog="train_heads.py")
     parser.add_argument("--out", metavar="DIR", help="default: out/ and the preset's name")
     parser.add_argument("--resume", action="store_true", help="continue the run in --out")
@@ -66,7 +66,7 @@ def parse_heads(argv=None):
                        "Python's standard library")
     add = run.add_argument
     count = dict(type=at_least(1), metavar="N")
-    add("--self-tokens", **count, help="for --data self; default: a quarter of the training tokens")
+    add("--self-tokens", **count, help="tokens of --data self; default: 1/4 of the training tokens")
     add("--steps", **count, help=f"default: {RunConfig.steps}")
     add("--batch-size", **count, help=f"sequences per step; default: {RunConfig.batch_size}")
     add("--block-size", **count, help="tokens per sequence; default: 256, if the context allows")
@@ -78,11 +78,11 @@ def parse_heads(argv=None):
     add("--augment-layers", type=int, metavar="N", help="augmenting blocks before the heads")
     add("--mix", metavar="NAME", help="how a head reads the previously drafted token")
     on_off = argparse.BooleanOptionalAction
-    add("--mix-before", action=on_off, help="mix in the root before the augmenting blocks too")
+    add("--mix-before", action=on_off, help="mix in the newest token before the augmenting blocks")
     add("--projector", metavar="NAME", help="layer before the LM head")
     add("--shared", action=on_off, help="all heads but the first share weights")
-    add("--draft-vocabulary", type=at_least(0, auto=True), metavar="N|auto", help="draft the N "
-        "most frequent tokens; 0: all; default: auto, to cover 97%% of the text, or else all")
+    add("--draft-vocabulary", type=at_least(0, auto=True), metavar="N|auto", help="draft only the "
+        "N most frequent tokens; 0: all; default: auto: those that cover 97%% of the text")
     return parser.parse_args(argv, argparse.Namespace(device=None))
 
 
