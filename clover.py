@@ -332,7 +332,7 @@ class CloverHeads(nn.Module):
 
         state [B, C] at the last committed position, root [B] -> `Candidates` for a tree of
         tree_size > 1 nodes. sampling: (temperature, seed, sequence, position) of the roots, each
-        [B]. Where the temperature is above 0, the noise that will sample the token is added."""
+        [B]. Where the temperature is above 0, the sampler's noise is added to the logits."""
         return self.heads.draft(self, state, root, tree_size, beams, sampling)
 
     # ----------------------------------------------------------------------------------------------
@@ -391,7 +391,7 @@ class CloverHeads(nn.Module):
 
 
 def read_record(path):
-    """heads.json -> (CloverConfig, whole record). Raises InputError for missing, mistyped keys."""
+    """heads.json -> (CloverConfig, the record). Raises InputError for missing or mistyped keys."""
     record = read_json(path)
     types = {field.name: type(field.default) for field in fields(CloverConfig)}
     try:

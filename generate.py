@@ -34,14 +34,14 @@ from model import MAX_TREE, InputError, KVCache, check, expect
 PREFILL_CHUNK = 512  # prompt tokens per forward pass; bounds its memory and the wait between steps
 DEFAULT_BATCH = 8    # sequences
 MAX_CHAIN = 15       # most tokens that lookup proposes
-# sampling modes, cheapest first; a costlier mode samples the same tokens for a cheaper sequence
+# sampling modes, cheapest first; a batch runs in its costliest one, which changes no tokens
 GREEDY, NOISE, FILTERED = range(3)
 
 
 @dataclass(frozen=True)
 class Sampling:
-    """Sampling parameters of a sequence. A temperature below 1e-6 or a top_p of 0 means greedy; the
-    defaults filter nothing, and top_k -1 means 0. Raises InputError for values out of range."""
+    """Sampling parameters of a sequence. A temperature below 1e-6 or a top_p of 0 means greedy. The
+    defaults filter nothing, nor does a top_k of -1. Raises InputError for values out of range."""
     temperature: float = 0.0
     top_k: int = 0
     top_p: float = 1.0
@@ -99,7 +99,7 @@ LARGEST = 16    # largest T that a C step chooses by itself
 PERIOD = 8      # steps between two updates of the tables
 PACE = 0.1      # learning rate of `Durations`
 TRIAL = 64      # every 64 steps, a size unused for that long is tried for two steps
-OPTIMISM = 1.25 # if its predicted rate times this beats the best
+OPTIMISM = 1.25 # if it was never used, or its predicted rate times this beats the best
 # (accepted, proposed) tokens of lookup assumed at the start, by match length 0 to 4
 LOOKUP_PRIOR = (0, 1), (0.5, 2.5), (1, 3), (1.5, 3.5), (2, 4)
 MEMORY = 256, 64  # window of the acceptance counts: head nodes per bin, lookup tokens per length
@@ -139,15 +139,19 @@ class Policy:
         self.largest = self.tree_size or max(LARGEST, *(T for T, _ in self.options))
         self.group = model.group
         self.known = known_counts(self.heads)  # [2, SOURCES, 2]: accepted, proposed
-        self.counts = torch.zeros(2, SOURCES, 2, device=model.device)  # totals; steps add to them
+        # totals, to which steps add; in float32 they would stop at 2^24
+        self.counts = torch.zeros(2, SOURCES, 2, dtype=torch.float64, device=model.device)
         self.seen = torch.zeros(2, SOURCES, 2)  # the part of `counts` that `known` includes
         self.chances = torch.zeros(2, SOURCES, device=model.device)
         self.learn_chances(self.seen)
-        # by whether heads draft: mean acceptance of the n-th likeliest node, and of how many steps
+        # with and without heads: mean acceptance of the n-th likeliest node, over how many steps
         self.means = {with_heads: [0.5 * rank ** -1.4 for rank in range(1, MAX_TREE)]
                       for with_heads in (False, True)}
         self.averaged = {with_heads: [2] * MAX_TREE for with_heads in self.means}
-        self.durations = Durations(*guessed_costs(model, self.heads))
+        costs = guessed_costs(model, self.heads)
+        if self.group:
+            costs = self.group.broadcast(costs)  # ranks hold unequal parts
+        self.durations = Durations(*costs)
         # seconds: [T] of a step of T nodes, [0] of the first head, [-1] of each further head
         self.prices = torch.full((MAX_TREE + 2,), math.inf)
         self.priced_batch = 0      # B of `prices`
@@ -156,7 +160,7 @@ class Policy:
         self.trial = []            # options to try in the next steps
 
     def select(self, B):
-        """(T, whether heads draft) of the next step. T = 0: it chooses T and depth by `prices`."""
+        """(T, whether heads draft) of the next step. T = 0: the step chooses both by `prices`."""
         self.steps += 1
         if self.tree_size:
             return self.tree_size, self.heads is not None and self.tree_size > 1
@@ -226,7 +230,7 @@ def falling(bins):
     adjacent bins (isotonic regression)."""
     pools = []
     for accepted, proposed in bins:
-        pools.append((accepted, proposed, 1))  # of one bin
+        pools.append((accepted, proposed, 1))  # 1: the bins in it
         while len(pools) > 1 and pools[-1][0] * pools[-2][1] > pools[-2][0] * pools[-1][1]:
             last = pools.pop()
             pools[-1] = [a + b for a, b in zip(pools[-1], last)]
@@ -234,8 +238,8 @@ def falling(bins):
 
 
 def known_counts(heads):
-    """The initial counts, float32 [2, SOURCES, 2]: (accepted, proposed). For heads: 4 proposals of
-    each bin, accepted at its joint probability, and the counts in heads.json."""
+    """The initial counts, float32 [2, SOURCES, 2]: (accepted, proposed). Heads: 4 proposals in each
+    bin, accepted with its probability, plus the counts in heads.json. Lookup: LOOKUP_PRIOR."""
     counts = torch.zeros(2, SOURCES, 2)
     counts[:, :BINS, 1] = 4.0
     counts[:, :BINS, 0] = 4.0 * torch.exp(-(torch.arange(BINS) + 0.5) / 4)
@@ -246,12 +250,12 @@ def known_counts(heads):
 
 
 class Durations:
-    """Predicts the seconds of a step with B trees of T nodes whose first depths heads draft.
+    """Predicts the seconds of a step: B trees of T nodes, drafted by the first `depths` heads.
 
     Costs are relative to a plain step of one sequence: `row` of a further row, `head` of a draft
     head, `head_row` of a further row of a head, `arithmetic` of a row where compute is the bound.
     An online regression refines them: a step's error in log(seconds) corrects the machine's speed,
-    the costs of rows and heads (the more, the more unusual their share), and its size."""
+    the costs of rows and of heads (more if their share is unusual), and the `bucket` of rows."""
 
     def __init__(self, row, head, head_row=0.0, arithmetic=0.0):
         self.costs = row, head, head_row, arithmetic
@@ -296,8 +300,6 @@ class Durations:
 def guessed_costs(model, heads):
     """The initial costs (row, head, head_row, arithmetic) of `Durations`."""
     weights = model.weight_bytes()
-    if model.group:
-        weights = model.group.broadcast(weights)  # ranks hold unequal parts
     numbers = 0  # weights that a head reads, the (draft) vocabulary's rows included
     if heads:
         numbers = (heads.config.vocabulary or model.config.vocab_size) * model.config.n_embd
@@ -334,7 +336,7 @@ class Slots:
     heads_cache: KVCache            # of the augmenting block
     root: torch.Tensor              # int64 [B]: the newest token, not yet in the cache
     state: torch.Tensor             # [B, C]: what the heads draft from
-    history: torch.Tensor           # int32 [B, capacity]: all tokens up to the root, for lookup
+    history: torch.Tensor           # int32 [B, > capacity]: all tokens up to the root, for lookup
     sequence: torch.Tensor          # int64 [B]: the sequence's index, an argument of its noise
     active: torch.Tensor            # int32 [B]: 0 for an idle slot
     sampling: dict                  # {field of `Sampling`: float32 or int64 [B]}
@@ -358,7 +360,7 @@ def new_slots(model, heads, batch_size, capacity, max_tree, max_path):
     step late, so it may grow by two paths; the sizes below add what its last step writes."""
     zeros = lambda *shape, dtype: torch.zeros(*shape, dtype=dtype, device=model.device)
     cache = model.new_cache(batch_size, capacity + max_path + max_tree)  # a path, then a tree
-    # heads read paths only, on a CPU up to MAX_CHAIN + 1 tokens at once; without heads, no layers
+    # heads only write paths to their cache, on a CPU up to MAX_CHAIN + 1 rows at once
     rows = capacity + max_path + max(max_path, MAX_CHAIN + 1)
     heads_kv = heads.new_cache(batch_size, rows).kv if heads else cache.kv[:0]
     return Slots(
@@ -428,7 +430,7 @@ class Decoder:
         self.steps_ahead = 1 if is_cuda else 0  # steps in flight while the host reads an older one
         self.graphs = {}  # (arguments of `step`, sampling mode) -> function that replays, or None
         self.pool = None  # memory shared by the graphs; None: steps run eagerly
-        if is_cuda and graph and HAS_TRITON:  # the torch references read values back
+        if is_cuda and graph and HAS_TRITON:  # the references read values, so no graph holds them
             self.pool = torch.cuda.graph_pool_handle()
 
     def path_limit(self, tree_size):
@@ -504,7 +506,7 @@ class Decoder:
         if self.heads or self.policy.lookup:
             positions = lengths[:, None] + self.offsets[:accepted.P]  # (B, P)
         last = accepted.packed[:, -1:]  # (B, 1): where the path ends
-        if self.heads and tree.tokens.shape[1] > 1:  # a chain from lookup is in place already
+        if self.heads and tree.tokens.shape[1] > 1:  # without heads: a chain, in place already
             commit_path(slots.cache.kv, lengths, accepted.path, accepted.count)
             hidden = hidden.gather(1, accepted.path[:, :, None].expand(-1, -1, hidden.shape[2]))
         if self.heads:
@@ -594,7 +596,7 @@ class Decoder:
             if self.heads:
                 states = self.heads.augment(hidden, tokens[:, 1:], cache=slots.heads_cache,
                                             start=start)
-                # a one-token prompt has no state yet: beside longer prompts it gets any
+                # a one-token prompt has no state: beside longer prompts it gets an arbitrary one
                 at = (last - start - 1).clamp(min=0)[:, :, None].expand(-1, 1, states.shape[2])
                 torch.gather(states, 1, at, out=slots.state[:, None])
         elif self.heads:
@@ -807,8 +809,8 @@ class Engine:
 
 
 def best_slot(cached_prefix, prompt):
-    """The free slot whose cache shares the longest prefix with a prompt, of equals the one free the
-    longest, and the token from which the prompt must be read."""
+    """The free slot whose cache shares the longest prefix with a prompt (ties: the one free for
+    longest), and the index of the first token that must be read."""
     starts = {}
     for slot, tokens in cached_prefix.items():
         same = 0
@@ -816,7 +818,7 @@ def best_slot(cached_prefix, prompt):
             if cached != token:
                 break
             same += 1
-        # the heads' row of a token depends on the next token; the last row gives the heads' state
+        # a heads' row needs the next token to match, too; reading the last row gives their state
         starts[slot] = max(min(same - 1, len(prompt) - 2), 0)
     slot = max(starts, key=starts.get)
     return slot, starts[slot]

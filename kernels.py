@@ -65,7 +65,7 @@ NO_ENTRY = tl.constexpr(-2**63)  # smaller than any entry of `_pack_entries`
 # FLOPs: at T = 16, G = 4, bf16 that is 64 FLOPs per byte, below the 200 to 300 at which a data-
 # centre GPU becomes compute-bound. Hence the T * G query rows of a kv head share a tile, and the
 # cache is split so that B * Hkv * splits programs fill the GPU (flash-decoding). A split's float32
-# partial sums take as many bytes as 2 * T * G of its bf16 rows, so more rows need longer splits.
+# partial sums cost the bytes of 2 * T * G bf16 cache rows, so more query rows need longer splits.
 #
 # The number of splits depends on shapes alone, since a captured CUDA graph needs a fixed grid. The
 # size of a split depends on the sequence's length, so that short sequences are split too.
@@ -672,7 +672,7 @@ def _commit_path_kernel(
 
 def commit_path(kv, lengths, path, count):
     """Moves the accepted nodes' keys and values to the front of their tree, in place, in all layers
-    of kv [L, 2, B, Hkv, S, D]. path [B, P]: ascending node ids from 0, of which count[b] count."""
+    of kv [L, 2, B, Hkv, S, D]. path [B, P]: ascending nodes from 0; the first count[b] are used."""
     L, sides, B, Hkv, S, D = _sizes("kv", kv, 6, REALS)
     _, P = _sizes("path", path, 2, INTS)
     _check(sides == 2 and P <= 64, "kv [L, 2, B, Hkv, S, D], path [B, P], P <= 64", kv, path)
@@ -1401,7 +1401,7 @@ def best_tree_reference(root, candidates, lookup, chances, temperature, tree_siz
 # Children of one parent have different tokens, so the accepted nodes form a path.
 #
 # counts[mode, source] += (right, proposed), from which `chances` are estimated. Heads: accepted and
-# proposed nodes. Chain: emitted tokens, and those plus the first wrong one.
+# proposed nodes. Chain: its tokens that were emitted; these and the first wrong one.
 
 @triton.jit(do_not_specialize=["T", "P", "n"])
 def _accept_path_kernel(
@@ -1471,7 +1471,7 @@ def accept_path(tokens, parents, depths, ancestors, sources, target, active, max
     _check_tensors("active", (B,), tokens, INT32, active)
     _check_tensors("lookup", (B, 1 + n), tokens, INT64, lookup)
     _check_tensors("temperature", (B,), tokens, FLOAT32, temperature)
-    _check_tensors("counts", (2, SOURCES, 2), tokens, FLOAT32, counts)
+    _check_tensors("counts", (2, SOURCES, 2), tokens, (torch.float64,), counts)
     _check(counts.is_contiguous(), "contiguous counts", counts)
     if not runs_triton(tokens):
         return accept_path_reference(*tree, target, active, max_path, temperature, counts, lookup)

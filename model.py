@@ -100,9 +100,9 @@ class TreeMask:
 
 def causal_mask(hidden, start=0, window=0, documents=None, slopes=None):
     """The causal mask of T tokens, hidden [B, T, C], at rows start, start + 1, ... of their
-    sequences, over the last n rows: bool [B or 1, 1, T, n], True where a token attends; with ALiBi
-    slopes [Hq] the bias of the scores, [B or 1, Hq, T, n]. None if plain causal attention will do.
-    window: the layer's, 0 for none. documents: as in `token_positions`."""
+    sequences: bool [B or 1, 1, T, n], True where a token attends; with ALiBi slopes [Hq] instead
+    the bias of the scores, [B or 1, Hq, T, n]. n: the last rows, which windows reach. None if plain
+    causal attention will do. window: 0 for none. documents: as in `token_positions`."""
     T = hidden.shape[1]
     end = start + T
     window = window or end
@@ -592,7 +592,9 @@ def pick_device(name=None):
     name = name or ("cuda" if torch.cuda.is_available() else "cpu")
     try:
         device = torch.device(name)
-        torch.zeros(1, device=device).item()  # "meta" fails too: it computes nothing
+        torch.zeros(1, device=device).item()
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("only cpu and cuda are supported")
     except (RuntimeError, AssertionError) as error:
         reason = str(error).splitlines()[0]
         raise InputError(f"device {name!r} is not available here ({reason}); try --device "

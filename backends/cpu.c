@@ -501,7 +501,7 @@ static void round_groups(const float *x, int n, Group *group, int stride) {
 static void prepare_row(void *arguments, int m) {
     const Product *p = arguments;
     int kind = p->w->kind, inputs = kind == FLOAT32 ? 8 : kind == BFLOAT16 ? 16 : 32;
-    int tile = ((int64_t)(m + 1) * p->tiles - 1) / p->M, first = tile_start(p, tile);
+    int tile = ((int64_t)(m + 1) * p->tiles - 1) / p->M, first = tile_start(p, tile);  // m's tile
     Group *group = p->groups + (size_t)first * p->n_groups + m - first;
     int stride = tile_start(p, tile + 1) - first, k = p->w->k;
     const float *x = p->x + (size_t)m * k;
@@ -565,7 +565,7 @@ INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, in
             for (int i = 0; i < n; i++) {
                 int minus = parts == 1 ? x[i].minus[0] : part ? x[i].minus[0] - x[i].minus[1]
                                                              : x[i].minus[1];
-                sums[i] = (zero ? zero * minus : 0) - (vi){0};
+                sums[i] = zero * minus - (vi){0};
             }
 #pragma GCC unroll 8
             for (int j = part * words; j < (part + 1) * words; j++) {
@@ -1501,7 +1501,7 @@ typedef struct {
     int32_t n_blocks, n_augment;
     int32_t K, W, with_lookup;   // with_lookup: whether lookup drafts
     const float *chances, *prices;  // [2, SOURCES], [MAX_TREE + 2]: see generate.Policy
-    float *counts;               // [2, SOURCES, 2], likewise
+    double *counts;              // [2, SOURCES, 2], likewise
     Pass trees, paths;           // over the model's cache, over the augmenting blocks' cache
     int32_t *lengths, *heads_lengths;  // of these caches, by slot, like all down to `hidden_rows`
     int32_t *history;            // [slots, history_stride]
@@ -1513,7 +1513,7 @@ typedef struct {
     int32_t tree_size, with_heads, noise;  // requested: T, or 0 to choose it by `prices`
     int32_t T, P, depths;        // set by `step_draft`
     int32_t steps, skipped, patience;  // when to try heads again: see `is_worth`
-    float gains[MAX_DEPTH];      // running mean of the share of what is left that a head adds
+    float gains[MAX_DEPTH];      // by head: running mean of Draft.gain / Draft.left
     int64_t *tree;               // [5, B, T]: tokens, parents, depths, ancestors, sources
     float *probabilities;        // [B, T]
     int64_t *chain;              // [B, 1 + MAX_CHAIN]: lookup's match length and tokens
@@ -1663,7 +1663,7 @@ static void choose_size(Draft *d) {
     d->floor = d->rate / B * (s->prices[next] - s->prices[next - 1]);
 }
 
-// Whether to run the next head: it should add more tokens than its time costs, or it is tried again
+// Whether to run the next head: if it should add more tokens than its time costs, or for a trial
 static int is_worth(Draft *d) {
     Step *s = d->s;
     int depth = s->depths;
@@ -1925,7 +1925,7 @@ void step_accept(Step *s) {
         const int64_t *target = s->target + b * T;
         const int64_t *chain = s->chain + b * (1 + MAX_CHAIN);
         int64_t *out = s->accepted + b * (3 * P + 2), *path = out + P;
-        float *counts = s->counts + 2 * SOURCES * (s->temperature[slot_of(&s->trees, b)] > 0);
+        double *counts = s->counts + 2 * SOURCES * (s->temperature[slot_of(&s->trees, b)] > 0);
         int count = 1, right = 0, active = s->active[slot_of(&s->trees, b)];
         path[0] = 0;
         for (int i = 1; i < T && ancestors[i]; i++) {

@@ -160,7 +160,7 @@ def trim_memory():
 
 
 def is_exact(model):
-    """Whether hidden states are the same bits for any tree and batch size."""
+    """Whether hidden states have the same bits for any tree and batch size."""
     return isinstance(model.blocks, PackedBlocks) and isinstance(model.head, PackedLMHead)
 
 

@@ -39,7 +39,7 @@ def largest_group(size):
 
 
 def pack(weight):
-    """`QuantizedWeight` -> `cpu.PackedWeight`. A q without a kernel is rounded to 8 bits."""
+    """`QuantizedWeight` -> `cpu.PackedWeight`. float8 has no kernel: it is rounded to int8."""
     if weight.q.dtype not in (torch.int8, torch.uint8):
         weight = round_weight(weight.values(), 8, 32)
     q, scales, minimums = weight
@@ -53,8 +53,8 @@ def pack(weight):
 
 def round_weight(value, bits, group=0):
     """A float weight [N, C] -> `QuantizedWeight`, rounded to nearest. 8 bits: symmetric, -127 to
-    127; 4 bits: between the minimum and the maximum of the group and 0. group: channels that share
-    a scale; in 8 bits, a group of 0, or one that does not divide C, stands for all channels."""
+    127. 4 bits: 0 to 15 over the group's range, extended to include 0. group: channels that share a
+    scale; in 8 bits, a group of 0, or one that does not divide C, stands for all channels."""
     if bits == 8 and (group == 0 or value.shape[1] % group):
         group = value.shape[1]
     q = torch.empty(value.shape, dtype=torch.int8 if bits == 8 else torch.uint8)

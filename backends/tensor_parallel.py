@@ -247,7 +247,7 @@ class VocabParallelHead(nn.Module):
         return self.all_columns(self.local(x))
 
     def all_columns(self, logits):
-        """Gathers the ranks' logits -> [..., V]. Ranks may differ by one row."""
+        """Gathers the ranks' logits -> [..., V]. Their vocabulary slices may differ by a token."""
         N, V = self.group.size, self.vocab_size
         parts = self.group.all_gather(F.pad(logits, (0, -(-V // N) - logits.shape[-1])))
         sizes = [V * (i + 1) // N - V * i // N for i in range(N)]

@@ -137,7 +137,7 @@ TENSORS = dict(
     ngram_lookup=dict(history="B S int32", lengths="B int32"),
     best_tree=dict(root="B int64", temperature="B float32", lookup="B 1+m int64 ?", chances="modes SOURCES float32"),
     accept_path=TREE | dict(target="B T int64", active="B int32", temperature="B float32",
-                            counts="modes SOURCES modes float32", lookup="B 1+m int64 ?"),
+                            counts="modes SOURCES modes float64", lookup="B 1+m int64 ?"),
     filtered_sample=dict(logits="M V float32") | PLACE)
 SIZES = dict(B=2, L=2, M=3, T=3, H=12, Hq=8, Hkv=2, S=4096, C=4096, V=32000, n=32000, k=8, n_head=8, temperature=0.8,
              seed=0, top_k=0, top_p=0.9, min_p=0.0, m=15, modes=2, SOURCES=kernels.SOURCES)

@@ -162,7 +162,7 @@ def test_ranks_print_what_one_process_prints(models, tmp_path):
 
 @pytest.mark.parametrize("other, seed, message", [
     ("b", 1, "the processes were started with different flags; start all"),
-    ("c", 0, "the processes have read different files; start all"), ("empty", 0, "rank 1: model: no such folder")])
+    ("c", 0, "the processes have read different files; start all"), ("empty", 0, "rank 1: model: not found")])
 def test_ranks_that_differ_are_refused(models, other, seed, message, tmp_path):
     """Catches ranks that wait for each other or draft different trees, and an error from each of them."""
     first, second = run_generate(tmp_path, [models / "a", models / other], "--prompt", "a b c", seeds=(0, seed))

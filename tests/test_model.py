@@ -126,3 +126,9 @@ def test_documents_in_one_window_do_not_see_one_another(shape):
     for part, got in zip(parts, hidden[0].split([5, 9, 4])):
         torch.testing.assert_close(got, model(torch.tensor([part]))[0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(hidden[1], model(tokens[1:])[0], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("name", ["meta", "mps", "cuda:99", "abacus"])
+def test_devices_without_a_backend_are_refused(name):
+    with pytest.raises(models.InputError, match=f"device '{name}' is not available here"):
+        models.pick_device(name)

@@ -207,6 +207,12 @@ def test_heads_that_became_worth_it_are_found_again(compiled):
     assert set(used[:20]) == {(1, 0)} and sum(depths > 2 for _, depths in used) > 200
 
 
+def test_ranks_start_from_the_same_costs(toy, monkeypatch):
+    """Bug: ranks hold unequal parts of the vocabulary, guess other costs, select other trees, and hang."""
+    monkeypatch.setattr(toy, "group", SimpleNamespace(broadcast=lambda value: (1, 2, 3, 4)))
+    assert Policy(toy, random_heads(toy)).durations.costs == (1, 2, 3, 4)
+
+
 def test_ranks_select_alike_though_their_clocks_differ(toy):
     said, used = [], []
     policies = [Policy(toy, None, True) for _ in range(2)]

@@ -286,7 +286,7 @@ BAD_FLAGS = {
     "system without chat": (["--prompt", "a", "--system", "b"], "--system needs --chat"),
     "chat without a template": (["--prompt", "a", "--chat"], "has no chat template"),
     "unknown flag": (["--prompt", "a", "--frobnicate"], "--frobnicate"),
-    "unknown folder": (["--prompt", "a", "--model", "nowhere"], "nowhere: no such folder"),
+    "unknown folder": (["--prompt", "a", "--model", "nowhere"], "nowhere: not found"),
     "a tree without drafters": (["--prompt", "a", "--draft", "none", "--tree-size", "5"], "a --tree-size of 1 ("),
     "heads that do not draft": (["--prompt", "a", "--draft", "lookup", "--heads", "nowhere"], "need draft heads"),
     "drafting by no heads": (["--prompt", "a", "--draft", "heads", "--heads", "none"], "but --draft heads needs them"),
