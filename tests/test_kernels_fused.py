@@ -345,7 +345,8 @@ def test_paths_and_counts_are_those_of_a_plain_walk(n_chain, device):
     """Bug: a node accepted under a rejected parent, a padding node, an idle sequence that runs; counts of the other
     mode or of an idle sequence; the end of a chain counted as a wrong token."""
     rng = random.Random(n_chain)
-    counts, want = (torch.full((2, kernels.SOURCES, 2), 2.0**24, dtype=torch.float64, device=x) for x in (device, "cpu"))
+    counts = torch.full((2, kernels.SOURCES, 2), 2.0**24, dtype=torch.float64, device=device)
+    want = counts.cpu().clone()
     active, temperature = torch.tensor([1, 1, 0, 1], dtype=torch.int32), torch.tensor([0.0, 1.0, 0.5, 0.0])
     for _ in range(10 if INTERPRETED else 100):
         T, P = rng.randint(1, 64), rng.randint(1, 6)
