@@ -96,7 +96,7 @@ class Accepted(NamedTuple):
 
 SIZES = dict(cpu=(1, 2, 3, 4, 6, 8, 12, 16), cuda=(1, 2, 4, 8, 16, 32, 64))  # tree sizes to select
 LARGEST = 16    # largest T that a C step chooses by itself
-PERIOD = 8      # steps between two updates of the tables
+PERIOD = 16     # steps between two updates of the tables
 PACE = 0.1      # learning rate of `Durations`
 TRIAL = 64      # every 64 steps, a size unused for that long is tried for two steps
 OPTIMISM = 1.25 # if it was never used, or its predicted rate times this beats the best
@@ -230,10 +230,11 @@ def falling(bins):
     adjacent bins (isotonic regression)."""
     pools = []
     for accepted, proposed in bins:
-        pools.append((accepted, proposed, 1))  # 1: the bins in it
-        while len(pools) > 1 and pools[-1][0] * pools[-2][1] > pools[-2][0] * pools[-1][1]:
-            last = pools.pop()
-            pools[-1] = [a + b for a, b in zip(pools[-1], last)]
+        width = 1  # in bins
+        while pools and accepted * pools[-1][1] > pools[-1][0] * proposed:
+            a, p, w = pools.pop()
+            accepted, proposed, width = accepted + a, proposed + p, width + w
+        pools.append((accepted, proposed, width))
     return [accepted / proposed for accepted, proposed, width in pools for _ in range(width)]
 
 
@@ -584,7 +585,8 @@ class Decoder:
         A prompt's last token is not read here: it is the root of the first step. Steps between two
         chunks write their trees where the next chunk will go."""
         device = self.model.device
-        slots = self.slots.view(min(sequences), len(sequences))
+        first = min(sequences)
+        slots = self.slots.view(first, len(sequences))
         sequences = list(sequences.values())
         longest = max(len(s.prompt) for s in sequences) - 1
         end = min(start + PREFILL_CHUNK, longest)
@@ -594,11 +596,7 @@ class Decoder:
         if end > start:
             hidden = self.model.prefill(tokens[:, :-1], slots.cache, start)
             if self.heads:
-                states = self.heads.augment(hidden, tokens[:, 1:], cache=slots.heads_cache,
-                                            start=start)
-                # a one-token prompt has no state: beside longer prompts it gets an arbitrary one
-                at = (last - start - 1).clamp(min=0)[:, :, None].expand(-1, 1, states.shape[2])
-                torch.gather(states, 1, at, out=slots.state[:, None])
+                self.read_prompts(first, hidden, tokens[:, 1:], start, last)
         elif self.heads:
             slots.state.zero_()
         if self.policy.largest > 1:  # there is a drafter
@@ -610,6 +608,15 @@ class Decoder:
             slots.set_sampling([s.sampling for s in sequences])
             slots.active.fill_(1)  # [:] = 1 would wait for the GPU
         return end
+
+    def read_prompts(self, first, hidden, tokens, start, last):
+        """Lets the heads read hidden states of prompts [n, T, C]. tokens: those that follow [n, T];
+        last: each prompt's last position so far [n, 1]."""
+        slots = self.slots.view(first, len(hidden))
+        states = self.heads.augment(hidden, tokens, cache=slots.heads_cache, start=start)
+        # a one-token prompt has no state: beside longer prompts it gets an arbitrary one
+        at = (last - start - 1).clamp(min=0)[:, :, None].expand(-1, 1, states.shape[2])
+        torch.gather(states, 1, at, out=slots.state[:, None])
 
     @torch.inference_mode()
     def release(self, slot, rows=0):

@@ -255,14 +255,13 @@ def main(args):
     group = tensor_parallel.start(args.device)
     out = Path(args.out or f"out/{getattr(args, 'preset', RunConfig.preset)}")
     config = group.raise_together(lambda: read_config(args, out, group))
+    code = 0
     if not args.evaluate:
         config, code = train(config, out, group, args.resume)
-        if code:
-            return code
     group.close()
-    if group.rank == 0:
+    if code == 0 and group.rank == 0:
         evaluate(config, out)
-    return 0
+    return code
 
 
 def train(config, out, group, resume):

@@ -246,7 +246,7 @@ static void parallel(Function *function, void *arguments, int units, int64_t siz
 }
 
 // Scratch memory of the calling thread, reused by later calls
-enum { PREPARED, PASS, ROWS, PARTS, LOGITS, BEST, PATHS, DRAFT, BUFFERS };
+enum { PREPARED, PASS, ROWS, PARTS, LOGITS, BEST, PATHS, DRAFT, LEFT, BUFFERS };
 
 static void *scratch(int which, size_t size) {
     static _Thread_local struct { void *data; size_t size; } buffers[BUFFERS];
@@ -1512,8 +1512,10 @@ typedef struct {
     void *hidden_rows;           // [slots, hidden_stride]: hidden states of committed rows
     int32_t tree_size, with_heads, noise;  // requested: T, or 0 to choose it by `prices`
     int32_t T, P, depths;        // set by `step_draft`
+    int32_t behind;              // committed rows that the heads had not read before this step
     int32_t steps, skipped, patience;  // when to try heads again: see `is_worth`
-    float gains[MAX_DEPTH];      // by head: running mean of Draft.gain / Draft.left
+    float gains[MAX_DEPTH];      // by head: what it gained / what it was expected to: see `Draft`
+    float floor;                 // probability at which a further node pays for itself
     int64_t *tree;               // [5, B, T]: tokens, parents, depths, ancestors, sources
     float *probabilities;        // [B, T]
     int64_t *chain;              // [B, 1 + MAX_CHAIN]: lookup's match length and tokens
@@ -1560,8 +1562,8 @@ typedef struct {
     float *joint;                // [B, K, n], like tokens and parents: see `select_candidates`
     int64_t *tokens, *parents, *guessed;  // guessed [M]: last tokens of the beams
     int n, M, T, is_trial;       // M: rows of the next head; is_trial: see `is_worth`
-    float rate, floor;           // tokens per second; tokens that a further node must add to pay
-    float left, gain;            // probability left to the next head; what the last head added
+    float rate;                  // tokens per second
+    float expected, gain;        // tokens above the floor: of the next head, of the last one
 } Draft;
 
 static float probability(float p) { return p > 0 ? fminf(p, 1) : 0; }
@@ -1618,8 +1620,9 @@ static int rank_pool(const Candidate *pool, int count, int n, Entry *best) {
     return ranked;
 }
 
-// Adds up what the next head can gain, d->left, and what the last head gained, d->gain
-static void weigh_heads(Draft *d, const Candidate *pool, const int *on_chain) {
+// Adds to d->gain what the last head added. Returns the largest probability that a node of the next
+// head can have
+static float weigh_heads(Draft *d, const Candidate *pool, const int *on_chain) {
     int depth = d->s->depths, at = (depth - 1) * d->n;
     float left = 0;
     for (int i = 0; i < (depth ? d->s->W : 1); i++) {
@@ -1629,19 +1632,19 @@ static void weigh_heads(Draft *d, const Candidate *pool, const int *on_chain) {
             p -= pool[on_chain[depth]].p;
         left = fmaxf(left, p);
     }
-    d->left += left;
     for (int i = at; depth && i < at + d->n; i++)
         if (pool[i].source < BINS)
-            d->gain += fmaxf(pool[i].p - d->floor, 0);
+            d->gain += fmaxf(pool[i].p - d->s->floor, 0);
+    return left;
 }
 
-// Chooses the T with the most tokens per second
+// Chooses the T with the most tokens per second, and adds up d->expected
 static void choose_size(Draft *d) {
-    const Step *s = d->s;
+    Step *s = d->s;
     int B = s->trees.B;
-    float sums[MAX_TREE + 1] = {0}, tokens = 0;
+    float sums[MAX_TREE + 1] = {0}, tokens = 0, *left = scratch(LEFT, B * sizeof *left);
     float draft = s->depths ? s->prices[0] + s->prices[MAX_TREE + 1] * (s->depths - 1) : 0;
-    d->left = d->gain = d->rate = 0;
+    d->expected = d->gain = d->rate = 0;
     d->T = 1;
     for (int b = 0; b < B; b++) {
         Candidate pool[MAX_CANDIDATES];
@@ -1650,7 +1653,7 @@ static void choose_size(Draft *d) {
         int ranked = rank_pool(pool, fill_pool(d, b, pool, on_chain), LARGEST - 1, best);
         for (int i = 0; i < ranked; i++)
             sums[i + 2] += best[i].score;
-        weigh_heads(d, pool, on_chain);
+        left[b] = weigh_heads(d, pool, on_chain);
     }
     for (int T = 1; T <= LARGEST && (T == 1 || sums[T] > 0); T++) {  // no spare nodes
         tokens += T == 1 ? B : sums[T];
@@ -1660,7 +1663,13 @@ static void choose_size(Draft *d) {
         }
     }
     int next = min(d->T + 1, LARGEST);
-    d->floor = d->rate / B * (s->prices[next] - s->prices[next - 1]);
+    s->floor = d->rate / B * (s->prices[next] - s->prices[next - 1]);
+    if (d->T > 1)
+        s->floor = fminf(s->floor, sums[d->T] / B);  // a better node may take the last one's place
+    for (int b = 0; b < B; b++) {  // the next head's best node: uniform between 0 and `left`
+        float over = fmaxf(left[b] - s->floor, 0);
+        d->expected += over > 0 ? over * over / (2 * left[b]) : 0;
+    }
 }
 
 // Whether to run the next head: if it should add more tokens than its time costs, or for a trial
@@ -1669,7 +1678,7 @@ static int is_worth(Draft *d) {
     int depth = s->depths;
     if (s->tree_size)
         return depth < s->tree_size - 1;
-    int worth = s->gains[depth] * d->left > d->rate * s->prices[depth ? MAX_TREE + 1 : 0];
+    int worth = s->gains[depth] * d->expected > d->rate * s->prices[depth ? MAX_TREE + 1 : 0];
     if (depth == 0 && (s->steps < TRIAL / 4 ? s->steps % 2 : s->steps % (TRIAL / 4) == 0))
         return 0;  // the cost of heads is measured against steps without them
     if (depth)
@@ -1685,52 +1694,69 @@ static int is_worth(Draft *d) {
     return worth || d->is_trial;
 }
 
-// Runs the augmenting blocks over the committed rows that they have not read, and writes `state`,
-// what the heads draft from, at a root mean square of 1. Returns 1 if their cache has no room.
-int step_catch_up(Step *s) {
+// Committed rows of slots that the augmenting blocks have not read: the largest number, at most `most`
+static int rows_behind(const Step *s, const int32_t *slots, int B, int most) {
+    int rows = 0;
+    for (int b = 0; b < B; b++)
+        rows = max(rows, s->lengths[slots[b]] - s->heads_lengths[slots[b]]);
+    return min(rows, most);
+}
+
+// Runs the augmenting blocks over the next T committed rows of slots, and writes `state`, what the
+// heads draft from, at a root mean square of 1. Returns 1 if their cache has no room.
+static int read_rows(Step *s, const int32_t *slots, int B, int T) {
     Pass pass = s->paths;
     const Heads *h = s->heads;
-    int B = pass.B = s->trees.B, C = h->n_embd, bfloat16 = pass.bfloat16, most = MAX_CHAIN + 1;
+    int C = h->n_embd, bfloat16 = pass.bfloat16;
     Norm none = {0};
-    pass.slots = s->trees.slots;
-    pass.threads = s->trees.threads;
-    size_t rows = (size_t)B * most;
+    size_t rows = (size_t)B * T;
     int64_t *positions = scratch(PATHS, rows * (3 * sizeof(int64_t) + 8 * C * sizeof(float)));
     int64_t *ancestors = positions + rows, *tokens = ancestors + rows;
     float *normed = (float *)(tokens + rows);
     Beams a = {.heads = h, .head = h->mix_in};
     set_rows(&a, normed + rows * C, rows);
+    pass.slots = slots;
+    pass.threads = s->trees.threads;
     pass.positions = positions;
     pass.ancestors = ancestors;
-    for (;;) {
-        int T = 0;
-        for (int b = 0; b < B; b++)
-            T = max(T, min(s->lengths[slot_of(&pass, b)] - length_of(&pass, b), most));
-        if (T == 0)
-            return 0;
-        pass.T = T;
-        for (int m = 0; m < B * T; m++) {
-            int slot = slot_of(&pass, m / T), j = m % T, at = s->heads_lengths[slot] + j;
-            positions[m] = at;
-            ancestors[m] = UINT64_MAX >> (63 - j);  // a path has no branches
-            at = min(at, s->lengths[slot] - 1);
-            tokens[m] = s->history[slot * s->history_stride + at + 1];
-            read_row(s->hidden_rows, slot * s->hidden_stride + (size_t)at * C, C, bfloat16,
-                     a.state + (size_t)m * C);
-        }
-        if (h->mix_in)
-            mix(&a, tokens, B * T, pass.threads);
-        if (s->n_augment && run_blocks(s->augment, s->n_augment, &none, &pass, a.state, normed))
-            return 1;
-        for (int b = 0; b < B; b++) {
-            int slot = slot_of(&pass, b), count = min(s->lengths[slot] - s->heads_lengths[slot], T);
-            if (count > 0) {
-                norm_row(&s->state_norm, a.state + (b * T + count - 1) * C, C, normed);
-                write_row(s->state, (size_t)slot * C, normed, C, bfloat16);
-            }
-            s->heads_lengths[slot] += count;
-        }
+    pass.B = B;
+    pass.T = T;
+    for (int m = 0; m < B * T; m++) {
+        int slot = slots[m / T], j = m % T, at = s->heads_lengths[slot] + j;
+        positions[m] = at;
+        ancestors[m] = UINT64_MAX >> (63 - j);  // a path has no branches
+        at = min(at, s->lengths[slot] - 1);
+        tokens[m] = s->history[slot * s->history_stride + at + 1];
+        read_row(s->hidden_rows, slot * s->hidden_stride + (size_t)at * C, C, bfloat16,
+                 a.state + (size_t)m * C);
     }
+    if (h->mix_in)
+        mix(&a, tokens, B * T, pass.threads);
+    if (s->n_augment && run_blocks(s->augment, s->n_augment, &none, &pass, a.state, normed))
+        return 1;
+    for (int b = 0; b < B; b++) {
+        int slot = slots[b], count = min(s->lengths[slot] - s->heads_lengths[slot], T);
+        if (count > 0) {
+            norm_row(&s->state_norm, a.state + (b * T + count - 1) * C, C, normed);
+            write_row(s->state, (size_t)slot * C, normed, C, bfloat16);
+        }
+        s->heads_lengths[slot] += count;
+    }
+    return 0;
+}
+
+// Lets the heads read all committed rows: one by one the slots whose rows no single step wrote, as
+// after a prompt, then all together
+static int catch_up(Step *s) {
+    const int32_t *slots = s->trees.slots;
+    int B = s->trees.B, path = MAX_CHAIN + 1;
+    s->behind = rows_behind(s, slots, B, INT32_MAX);
+    for (int b = 0; b < B; b++)
+        while (rows_behind(s, slots + b, 1, MAX_TREE) > path)
+            if (read_rows(s, slots + b, 1, rows_behind(s, slots + b, 1, MAX_TREE)))
+                return 1;
+    int T = rows_behind(s, slots, B, path);
+    return T && read_rows(s, slots, B, T);
 }
 
 // kernels.select_candidates: fills depth `s->depths` of joint, tokens and parents
@@ -1845,7 +1871,7 @@ static void build_tree(const Draft *d, int b) {
 // Fills `tree` and `positions`. Returns 1 if a cache has no room.
 int step_draft(Step *s) {
     Draft d = {.s = s, .T = s->tree_size};
-    s->depths = 0;
+    s->depths = s->behind = 0;
     s->steps++;
     for (int b = 0; s->with_lookup && b < s->trees.B; b++) {
         int slot = slot_of(&s->trees, b);
@@ -1855,9 +1881,9 @@ int step_draft(Step *s) {
     if (!s->tree_size)
         choose_size(&d);
     while (s->with_heads && s->depths < s->K && is_worth(&d)) {
-        float left = d.left;
+        float expected = d.expected;
         if (s->depths == 0) {
-            if (step_catch_up(s))
+            if (catch_up(s))
                 return 1;
             begin_heads(&d);
         }
@@ -1866,7 +1892,7 @@ int step_draft(Step *s) {
             continue;
         choose_size(&d);
         float *gain = s->gains + s->depths - 1;
-        *gain += left > 0 ? (d.is_trial ? 0.25f : 0.05f) * (d.gain / left - *gain) : 0;
+        *gain += (d.is_trial ? 1.0f : 0.2f) / s->trees.B * (d.gain - *gain * expected);
     }
     s->T = s->trees.T = d.T;
     s->P = min(s->T, 1 + max(s->K, MAX_CHAIN));

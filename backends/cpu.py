@@ -193,8 +193,8 @@ Step = struct(
     (c_int32, "n_blocks n_augment K W with_lookup"), (c_void_p, "chances prices counts"),
     (Pass, "trees paths"), (c_void_p, "lengths heads_lengths history active root sequence seed"),
     (c_int64, "history_stride hidden_stride"), (c_void_p, "temperature state hidden_rows"),
-    (c_int32, "tree_size with_heads noise T P depths steps skipped patience"),
-    (c_float * MAX_DRAFT, "gains"),
+    (c_int32, "tree_size with_heads noise T P depths behind steps skipped patience"),
+    (c_float * MAX_DRAFT, "gains"), (c_float, "floor"),
     (c_void_p, "tree probabilities chain positions target accepted x normed hidden"))
 FUNCTIONS = {
     "pack_rows": (POINTER(Linear), c_int, c_void_p, c_int64, c_void_p, c_int),
@@ -205,7 +205,7 @@ FUNCTIONS = {
     "argmax": (c_void_p, *[c_int] * 3, *[c_void_p] * 5, c_int),
     "sample": (POINTER(Linear), c_void_p, c_int, c_int, *[c_void_p] * 6, c_int),
     **{f"step_{stage}": (POINTER(Step),)
-       for stage in ("draft", "verify", "sample", "accept", "commit", "catch_up")}}
+       for stage in ("draft", "verify", "sample", "accept", "commit")}}
 
 
 @lru_cache
@@ -570,7 +570,9 @@ class PackedHeads(Packed, DraftHeads):
         super().__init__(clover.heads)
         base = clover.model
         self.tensors = []  # keeps alive what the structs point to
-        self.structs = (Head * len(self))(*(head_struct(head, self.tensors) for head in self))
+        self.structs = (Head * len(self))(*(mix_struct(head.mix, self.tensors) for head in self))
+        for struct, head in zip(self.structs, self):
+            struct.project = head.project.linear.packed.linear
         self.struct = Heads(
             n_embd=base.config.n_embd, n_head=getattr(self[0].mix, "n_head", 1),
             n_weights=len(self), mix=MIXERS.index(type(self[0].mix)),
@@ -590,13 +592,6 @@ class PackedHeads(Packed, DraftHeads):
             self.rows = pack_rounded(self.table.unpack(tokens.long()))
         self.struct.rows = self.rows.linear
         self.struct.ids = pointer(tokens)
-
-
-def head_struct(head, tensors):
-    """The `Head` of a draft head. Appends the tensors that it points to."""
-    struct = mix_struct(head.mix, tensors)
-    struct.project = head.project.linear.packed.linear
-    return struct
 
 
 def mix_struct(mix, tensors):
@@ -693,7 +688,7 @@ class CompiledDecoder(Decoder):
         struct.n_augment = len(heads.augment_blocks)
         struct.hidden_rows = self.hidden_rows.data_ptr()
         struct.hidden_stride = self.hidden_rows.stride(0)
-        struct.gains = (c_float * MAX_DRAFT)(*[0.5] * MAX_DRAFT)
+        struct.gains = (c_float * MAX_DRAFT)(*[1] * MAX_DRAFT)
 
     def slot_pass(self, cache):
         a_pass = pass_struct((self.batch_size, 1), self.model.tables, cache.kv, cache.lengths)
@@ -701,12 +696,10 @@ class CompiledDecoder(Decoder):
         return a_pass
 
     def run_slots(self, running):
-        slots = list(running)
-        if slots != self.running:
-            self.running = slots
-            self.slot_ids[:len(slots)] = slots
-            self.struct.trees.B = len(slots)
-        return slots
+        self.running = list(running)
+        self.struct.trees.B = len(self.running)
+        self.slot_ids[:len(self.running)] = self.running
+        return self.running
 
     def depths(self, tree_size, with_heads):
         return self.struct.depths
@@ -724,7 +717,7 @@ class CompiledDecoder(Decoder):
         return self.view.tree, None
 
     def step_views(self, B, T):
-        P = self.path_limit(T)
+        P = self.struct.P
         view = lambda name, *shape: self.results[name][:math.prod(shape)].view(shape)
         C = self.model.config.n_embd
         return SimpleNamespace(
@@ -763,17 +756,20 @@ class CompiledDecoder(Decoder):
     def commit(self, tree, hidden, accepted):
         library().step_commit(self.struct)
 
-    @torch.inference_mode()
-    def prefill(self, sequences, start):
-        slots = list(sequences)
-        if self.heads and start:  # the augmenting blocks may not have read all of the cache
-            self.run_slots(slots)
-            check_room(library().step_catch_up(self.struct), self.struct.paths)
-        end = super().prefill(sequences, start)
-        self.slots.heads_cache.lengths[slots] = self.slots.cache.lengths[slots]
-        return end
+    def launch(self, tree_size, with_heads, with_trees=False):
+        run = super().launch(tree_size, with_heads, with_trees)()
+        if self.struct.behind > 1 + MAX_CHAIN:  # the heads also read a prompt, or what they skipped
+            run = run._replace(seconds=None)
+        return lambda: run
 
     @torch.inference_mode()
-    def release(self, slot, rows=0):
-        super().release(slot, rows)
-        self.slots.heads_cache.lengths[slot].clamp_(max=rows)
+    def prefill(self, sequences, start):
+        for slot in sequences:
+            self.slots.heads_cache.lengths[slot].clamp_(max=start)
+        return super().prefill(sequences, start)
+
+    def read_prompts(self, first, hidden, tokens, start, last):
+        """Stores the hidden states. The heads read them when they first draft."""
+        slots = slice(first, first + len(hidden))
+        self.hidden_rows[slots, start:start + hidden.shape[1]] = hidden
+        self.slots.state[slots] = 0

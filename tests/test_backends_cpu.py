@@ -278,7 +278,9 @@ def test_verify_and_commit_are_the_decoders(shape, name, dtype):
         accepted = ours.accept(tree, chain, target)
         for decoder in (theirs, ours):
             decoder.commit(tree, hidden, accepted)
-    assert not name or not cpu.library().step_catch_up(ours.struct) and accepted.count.tolist() != [1, 1, 0, 1]
+        if name:
+            ours.draft(20, True)  # the heads read the accepted rows
+            assert accepted.count.tolist() != [1, 1, 0, 1]
     slots, running = (theirs.slots, ours.slots), [0, 1, 3]
     assert all(torch.equal(x.cache.lengths, x.heads_cache.lengths) for x in slots[:1 + (name is not None)])
     seen = torch.arange(90) < slots[0].cache.lengths[:, None]  # the rest is junk
@@ -299,8 +301,10 @@ def test_steps_in_c_are_those_of_the_decoder(shape, name, lookup, T, exact, monk
     for cls in (Decoder, cpu.CompiledDecoder):
         monkeypatch.setattr(generate_module, "decoder_class", lambda *_: cls)
         engines.append(Engine(model, policy=Policy(model, heads, lookup, T), batch_size=3, capacity=80))
-        for index, (prompt, sampling) in enumerate(zip(random_prompts([7, 1, 30, 12, 2]), SAMPLINGS * 2)):
-            engines[-1].add([*prompt, *prompt], 20, sampling, index=index)
+        prompts = [2 * prompt for prompt in random_prompts([7, 1, 30, 12, 2])]
+        prompts.append(prompts[0][:9] + prompts[1])  # shares a part of a slot's cache
+        for index, (prompt, sampling) in enumerate(zip(prompts, SAMPLINGS * 2)):
+            engines[-1].add(prompt, 20, sampling, index=index)
     while engines[0].busy:
         steps = (sorted(engine.step(with_trees=True), key=lambda x: x.sequence.index) for engine in engines)
         for want, got in zip(*steps, strict=True):

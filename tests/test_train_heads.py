@@ -321,7 +321,7 @@ def test_where_the_first_process_cannot_go_on_all_end_in_one_line(forks, checkpo
 def test_the_model_writes_its_own_data_and_another_preset_reads_them_and_their_states(
         checkpoint, tmp_path, monkeypatch, unmeasured):
     """Catches texts generated twice, states recomputed for each preset, states that belong to other tokens."""
-    monkeypatch.setattr(writing, "ROUND", 120)
+    monkeypatch.setattr(writing, "ROUND", (120, 120))
     monkeypatch.setattr(writing, "TEMPERATURES", (1.0,))
     monkeypatch.setattr(train_heads, "SHOW_EVERY", 1)
     flags = ["--model", checkpoint, "--dtype", "float32", "--steps", "45"]

@@ -46,7 +46,7 @@ class Scripted:
 
 
 def writer(folder, encoding, monkeypatch, says, template=CHATML, openings=("",)):
-    monkeypatch.setattr(writing, "ROUND", 8)
+    monkeypatch.setattr(writing, "ROUND", (8, 8))
     script = Scripted(encoding, says)
     monkeypatch.setattr(writing, "Engine", script)
     encoding.template = template
@@ -106,11 +106,22 @@ def test_half_of_the_messages_begin_with_an_opening_that_may_quote_an_answer(enc
         return ("hell " * 2 + f"{len(script.calls)} {i}" if text.endswith("assistant\n") else f"ask {i}") + "<|im_end|>"
     monkeypatch.setattr(writing, "QUOTED", range(5, 100))
     made, script = writer(tmp_path / "self", encoding, monkeypatch, says, openings=["Explain: ", "Shorten: {text}. "])
-    first, second = made.round(0), made.round(1)
+    first, second = made.round(0, 8), made.round(1, 8)
     made.count(first)
-    begun = {text["messages"][0]["content"] for text in made.round(1)}
+    begun = {text["messages"][0]["content"] for text in made.round(1, 8)}
     assert {text["messages"][0]["content"] for text in first} >= {"Explain: ask 0", "ask 2", "Explain: ask 5"}
     assert second == [] and any(text.startswith("Shorten: hell hell ") for text in begun)  # no answers, nothing new
+
+
+def test_a_round_has_as_many_chats_as_the_missing_tokens_need(encoding, tmp_path, monkeypatch):
+    """Catches minutes of writing for a goal of a few tokens."""
+    made, _ = writer(tmp_path / "self", encoding, monkeypatch, lambda i, text: f"{len(text)} {i}<|im_end|>", None)
+    monkeypatch.setattr(writing, "ROUND", (4, 9))
+    counts = []
+    monkeypatch.setattr(made, "round", lambda number, count: counts.append(count) or [dict(text="hell")])
+    monkeypatch.setattr(made, "count", lambda texts: 1000)
+    made.write(3500)
+    assert counts == [9, 9, 5, 4]
 
 
 def test_a_base_model_writes_from_its_first_token(encoding, tmp_path, monkeypatch):

@@ -86,10 +86,7 @@ def parse_heads(argv=None):
     return parser.parse_args(argv, argparse.Namespace(device=None))
 
 
-def data_path(name):
-    return name if name == SELF else os.path.abspath(name)
-
-
 def add_data_flag(parser, default="default: Python's standard library"):
-    parser.add_argument("--data", nargs="+", type=data_path, metavar="PATH",
+    path = lambda name: name if name == SELF else os.path.abspath(name)
+    parser.add_argument("--data", nargs="+", type=path, metavar="PATH",
                         help=f"text, .jsonl or .json files, and folders; {default}")

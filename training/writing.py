@@ -16,7 +16,8 @@ from model import InputError, expect, human, read_json
 from training.common import progress, save_lines
 
 ABOUT = "written_by.json"            # records the model's hash beside the texts
-ROUND = 384                          # chats per file, before bad ones are dropped
+ROUND = range(16, 385)               # chats per file, before bad ones are dropped
+CHAT = 256                           # tokens per chat, roughly
 SLOTS = dict(cpu=48, cuda=384)       # sequences decoded together
 TEMPERATURES = (0.0, 0.8, 0.5, 1.0)  # for answers, cycled through by round
 USER_TEMPERATURE = 0.9               # for user messages
@@ -62,7 +63,7 @@ class Writer:
                 done += self.count(list(map(json.loads, read_lines(file))))
                 continue
             show = show or progress(done, goal, 1, self.log)
-            texts = self.round(number)
+            texts = self.round(number, min(max((goal - done) // CHAT, ROUND[0]), ROUND[-1]))
             expect(texts, "the model's own texts are all unusable for training; give --data")
             save_lines(file, texts)
             done += self.count(texts)
@@ -81,27 +82,27 @@ class Writer:
                  for text in texts)
         return sum(len(self.encoding.encode(text)) for text in words)
 
-    def round(self, number):
-        """Generates up to ROUND texts, each the object of a .jsonl line."""
+    def round(self, number, count):
+        """Generates up to `count` texts, each the object of a .jsonl line."""
         seed = self.seed * 1_000_003 + number
         temperature = TEMPERATURES[number % len(TEMPERATURES)]
-        empty = {i: [] for i in range(ROUND)}
+        empty = {i: [] for i in range(count)}
         if not self.template:
             texts = self.extend(empty, "text", seed, temperature or 0.8)
             return [dict(text=message["content"]) for [message] in texts.values()]
-        chats = self.extend(empty, "user", seed, USER_TEMPERATURE, self.begin(seed))
+        chats = self.extend(empty, "user", seed, USER_TEMPERATURE, self.begin(seed, count))
         texts = chats = self.extend(chats, "assistant", seed, temperature)
         chats = {i: chat for i, chat in chats.items() if i % 2}  # half get a second turn
         chats = self.extend(chats, "user", seed, USER_TEMPERATURE)
         texts = texts | self.extend(chats, "assistant", seed, temperature)
         return [dict(messages=chat) for chat in texts.values()]
 
-    def begin(self, seed):
+    def begin(self, seed, count):
         """{chat number: opening of its first message}, for half of the chats."""
         choose = random.Random(seed).choice
         usable = [text for text in self.openings if self.answers or "{text}" not in text]
         return {i: choose(usable).replace("{text}", choose(self.answers or [""]))
-                for i in range(ROUND) if i % 4 < 2}
+                for i in range(count) if i % 4 < 2}
 
     def extend(self, chats, role, seed, temperature, begun={}):
         """Generates a message in a role for each of {number: messages} and appends it. begun:
