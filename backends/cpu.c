@@ -1694,7 +1694,7 @@ static int is_worth(Draft *d) {
     return worth || d->is_trial;
 }
 
-// Committed rows of slots that the augmenting blocks have not read: the largest number, at most `most`
+// The largest number of committed rows, at most `most`, that the heads have not read in a slot
 static int rows_behind(const Step *s, const int32_t *slots, int B, int most) {
     int rows = 0;
     for (int b = 0; b < B; b++)
@@ -1752,8 +1752,8 @@ static int catch_up(Step *s) {
     int B = s->trees.B, path = MAX_CHAIN + 1;
     s->behind = rows_behind(s, slots, B, INT32_MAX);
     for (int b = 0; b < B; b++)
-        while (rows_behind(s, slots + b, 1, MAX_TREE) > path)
-            if (read_rows(s, slots + b, 1, rows_behind(s, slots + b, 1, MAX_TREE)))
+        for (int T; (T = rows_behind(s, slots + b, 1, MAX_TREE)) > path;)
+            if (read_rows(s, slots + b, 1, T))
                 return 1;
     int T = rows_behind(s, slots, B, path);
     return T && read_rows(s, slots, B, T);

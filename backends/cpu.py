@@ -765,7 +765,7 @@ class CompiledDecoder(Decoder):
     @torch.inference_mode()
     def prefill(self, sequences, start):
         for slot in sequences:
-            self.slots.heads_cache.lengths[slot].clamp_(max=start)
+            self.slots.heads_cache.lengths[slot].clamp_(max=start)  # later rows get other tokens
         return super().prefill(sequences, start)
 
     def read_prompts(self, first, hidden, tokens, start, last):
