@@ -146,4 +146,4 @@ def split_records(paths, splits, template=None):
                 missing.discard(split)
                 yield split, record if whole else Record((("".join(run), True),))
     expect(not missing, f"{' '.join(map(str, paths))}: too little text, none is in the split "
-           f"{' or '.join(missing)}; give more")
+           f"{' or '.join(missing)}; give more, or a larger --self-tokens")
