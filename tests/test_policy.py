@@ -138,6 +138,17 @@ def test_a_compiled_step_has_the_size_of_most_tokens_per_second(name, lookup):
     assert len(sizes) > 3 and sizes.total() > 30
 
 
+@needs_compiler
+def test_steps_that_read_a_prompt_are_not_timed():
+    """Bug: heads that seem to cost as much as their reading of a prompt."""
+    engine, seconds = new_engine(*load("clover", True), tree_size=5, capacity=100), []
+    engine.policy.update = lambda step, results: seconds.append(step.seconds)
+    for prompt in random_prompts([30, 40]):
+        engine.generate([prompt], 20)
+        assert seconds.pop(0) is None and None not in seconds
+        seconds.clear()
+
+
 class Timed(Policy):
     """Gets durations that follow these costs of a further row and of a head, on a machine whose other load comes and
     goes. used: (T, depths of the heads) of each step."""
