@@ -1515,7 +1515,6 @@ typedef struct {
     int32_t behind;              // committed rows that the heads had not read before this step
     int32_t steps, skipped, patience;  // when to try heads again: see `is_worth`
     float gains[MAX_DEPTH];      // by head: what it gained / what it was expected to: see `Draft`
-    float floor;                 // probability at which a further node pays for itself
     int64_t *tree;               // [5, B, T]: tokens, parents, depths, ancestors, sources
     float *probabilities;        // [B, T]
     int64_t *chain;              // [B, 1 + MAX_CHAIN]: lookup's match length and tokens
@@ -1562,7 +1561,7 @@ typedef struct {
     float *joint;                // [B, K, n], like tokens and parents: see `select_candidates`
     int64_t *tokens, *parents, *guessed;  // guessed [M]: last tokens of the beams
     int n, M, T, is_trial;       // M: rows of the next head; is_trial: see `is_worth`
-    float rate;                  // tokens per second
+    float rate, floor;           // tokens per second; probability at which a further node pays
     float expected, gain;        // tokens above the floor: of the next head, of the last one
 } Draft;
 
@@ -1634,13 +1633,13 @@ static float weigh_heads(Draft *d, const Candidate *pool, const int *on_chain) {
     }
     for (int i = at; depth && i < at + d->n; i++)
         if (pool[i].source < BINS)
-            d->gain += fmaxf(pool[i].p - d->s->floor, 0);
+            d->gain += fmaxf(pool[i].p - d->floor, 0);
     return left;
 }
 
 // Chooses the T with the most tokens per second, and adds up d->expected
 static void choose_size(Draft *d) {
-    Step *s = d->s;
+    const Step *s = d->s;
     int B = s->trees.B;
     float sums[MAX_TREE + 1] = {0}, tokens = 0, *left = scratch(LEFT, B * sizeof *left);
     float draft = s->depths ? s->prices[0] + s->prices[MAX_TREE + 1] * (s->depths - 1) : 0;
@@ -1663,11 +1662,11 @@ static void choose_size(Draft *d) {
         }
     }
     int next = min(d->T + 1, LARGEST);
-    s->floor = d->rate / B * (s->prices[next] - s->prices[next - 1]);
+    d->floor = d->rate / B * (s->prices[next] - s->prices[next - 1]);
     if (d->T > 1)
-        s->floor = fminf(s->floor, sums[d->T] / B);  // a better node may take the last one's place
+        d->floor = fminf(d->floor, sums[d->T] / B);  // a better node may take the last one's place
     for (int b = 0; b < B; b++) {  // the next head's best node: uniform between 0 and `left`
-        float over = fmaxf(left[b] - s->floor, 0);
+        float over = fmaxf(left[b] - d->floor, 0);
         d->expected += over > 0 ? over * over / (2 * left[b]) : 0;
     }
 }

@@ -194,7 +194,7 @@ Step = struct(
     (Pass, "trees paths"), (c_void_p, "lengths heads_lengths history active root sequence seed"),
     (c_int64, "history_stride hidden_stride"), (c_void_p, "temperature state hidden_rows"),
     (c_int32, "tree_size with_heads noise T P depths behind steps skipped patience"),
-    (c_float * MAX_DRAFT, "gains"), (c_float, "floor"),
+    (c_float * MAX_DRAFT, "gains"),
     (c_void_p, "tree probabilities chain positions target accepted x normed hidden"))
 FUNCTIONS = {
     "pack_rows": (POINTER(Linear), c_int, c_void_p, c_int64, c_void_p, c_int),

@@ -120,22 +120,23 @@ def test_a_compiled_step_has_the_size_of_most_tokens_per_second(name, lookup):
     for prompt, sampling in zip(random_prompts([3, 5, 4], vocab_size=9), MIXED):
         engine.add(prompt * 5, 50, sampling)
     engine.step()
-    decoder, policy, sizes, K = engine.decoder, engine.policy, Counter(), 4 * bool(name)
+    decoder, policy, sizes, used, K = engine.decoder, engine.policy, Counter(), Counter(), 4 * bool(name)
     for _ in range(60):
         policy.chances.copy_(torch.rand(2, SOURCES).sort(descending=True).values ** 0.1)
         policy.prices[1:17] = 1 + (torch.rand(()) * torch.rand(16)).cumsum(0)
         policy.prices[[0, -1]] = 0.3 * torch.rand(2)
         decoder.struct.gains, decoder.struct.steps = (cpu.c_float * 32)(*[1e9] * 32), 50  # all heads that can pay
-        full = [column.clone() for column in decoder.draft(16, K > 0)[0]]
+        tree = [column.clone() for column in decoder.draft(0, K > 0)[0]]
+        depths = decoder.struct.K = decoder.struct.depths
+        full = decoder.draft(16, depths > 0)[0]  # by as many heads
+        decoder.struct.K = K
         tokens = full[-1].double().sum(0).cumsum(0)  # of the first T nodes
-        rates = tokens / (policy.prices[1:17] + (K > 0) * (policy.prices[0] + (K - 1) * policy.prices[-1]))
+        rates = tokens / (policy.prices[1:17] + (depths > 0) * (policy.prices[0] + (depths - 1) * policy.prices[-1]))
         T = 1 + rates.argmax().item()
-        tree = decoder.draft(0, K > 0)[0]
-        if decoder.struct.depths < K:
-            continue  # no node of the next head could pay
-        assert tree.tokens.shape == (3, T) and all(torch.equal(x, y[:, :T]) for x, y in zip(tree, full))
+        assert tree[0].shape == (3, T) and all(torch.equal(x, y[:, :T]) for x, y in zip(tree, full))
         sizes[T] += 1
-    assert len(sizes) > 3 and sizes.total() > 30
+        used[depths] += 1
+    assert len(sizes) > 3 and used[K] > 30
 
 
 @needs_compiler

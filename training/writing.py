@@ -16,7 +16,7 @@ from model import InputError, expect, human, read_json
 from training.common import progress, save_lines
 
 ABOUT = "written_by.json"            # records the model's hash beside the texts
-ROUND = range(16, 385)               # chats per file, before bad ones are dropped
+ROUND = 16, 384                      # fewest and most chats per file, before bad ones are dropped
 CHAT = 256                           # tokens per chat, roughly
 SLOTS = dict(cpu=48, cuda=384)       # sequences decoded together
 TEMPERATURES = (0.0, 0.8, 0.5, 1.0)  # for answers, cycled through by round
@@ -63,7 +63,7 @@ class Writer:
                 done += self.count(list(map(json.loads, read_lines(file))))
                 continue
             show = show or progress(done, goal, 1, self.log)
-            texts = self.round(number, min(max((goal - done) // CHAT, ROUND[0]), ROUND[-1]))
+            texts = self.round(number, min(max((goal - done) // CHAT, ROUND[0]), ROUND[1]))
             expect(texts, "the model's own texts are all unusable for training; give --data")
             save_lines(file, texts)
             done += self.count(texts)
