@@ -14,9 +14,6 @@
 // Activations are float32. A row's bits depend only on that row: the order of each sum is fixed,
 // regardless of other rows, the number of threads and the token's cache row. Functions are split
 // into units for the threads; each unit writes its own part of the result.
-//
-// Letters: B sequences, T tokens or nodes of each, M = B * T rows, S cache capacity, V vocabulary,
-// C hidden size, Hq and Hkv query and key/value heads, G = Hq / Hkv, D head size.
 
 #include <math.h>
 #include <pthread.h>
@@ -25,20 +22,29 @@
 #include <stdint.h>
 #include <stdlib.h>
 #include <string.h>
+#include "cpu.h"
 
-// backends/cpu.py defines LANES (outputs that a packed weight interleaves), GROUP (inputs rounded
-// to 8 bits with one scale), BINS, SOURCES (see kernels.py) and the maxima MAX_TREE (T), MAX_HEAD
-// (D), MAX_DEPTH (K), MAX_CHAIN (tokens proposed by lookup) and LARGEST (T chosen by a step)
-#define TILE 8               // most rows multiplied at once
-#define SPLIT 128            // cache positions per unit of attention
-#define SLICE 64             // dimensions of a head that are accumulated in registers
-#ifdef __AVX512F__
-#define HEADS 3              // heads that share loads of keys and values; limited by registers
+// backends/cpu.py defines GROUP (inputs rounded to 8 bits with one scale), BINS, SOURCES (see
+// kernels.py) and the maxima MAX_TREE (T), MAX_HEAD (D), MAX_DEPTH (K), MAX_CHAIN (tokens proposed
+// by lookup) and LARGEST (T chosen by a step)
+#if !defined(PLAIN) && defined(__AVX512BW__)
+#define LANES 16             // numbers in a vector
+#elif !defined(PLAIN) && defined(__AVX2__)
+#define LANES 8
 #else
-#define HEADS 1
+#define LANES 4
 #endif
+#if LANES == 16 || defined(__aarch64__)  // there are 32 vector registers, else 16
+#define TILE 8               // most rows multiplied at once
+#define SLICE (4 * LANES)    // dimensions of a head that are accumulated in registers
+#else
+#define TILE 4
+#define SLICE (2 * LANES)
+#endif
+#define HEADS 3              // heads that share loads of keys and values
+#define SPLIT 128            // cache positions per unit of attention
+#define WORD (4 * LANES)     // bytes of a vector
 #define MAX_CANDIDATES 2048  // most candidates of a tree: K * n, and a chain
-#define TRIAL 128            // after this many steps without heads, a step tries them
 #define MAX_PARTS (1 << 23)  // numbers in the partial results of an attention
 #define PART 4096            // tokens per unit of argmax
 #define BEAMS 64             // beams whose logits are in memory at once
@@ -49,58 +55,33 @@
 #define INLINE static inline __attribute__((always_inline))
 #pragma GCC diagnostic ignored "-Wpsabi"  // functions with vector arguments are all inlined
 
-typedef float vf __attribute__((vector_size(64)));
-typedef int32_t vi __attribute__((vector_size(64)));
-typedef uint32_t vu __attribute__((vector_size(64)));
-typedef uint16_t vh __attribute__((vector_size(32)));
-typedef int8_t vb __attribute__((vector_size(16)));
-typedef float vf_anywhere __attribute__((vector_size(64), aligned(1), may_alias));
+typedef float vf __attribute__((vector_size(4 * LANES)));
+typedef int32_t vi __attribute__((vector_size(4 * LANES)));
+typedef uint32_t vu __attribute__((vector_size(4 * LANES)));
+typedef int16_t vs __attribute__((vector_size(4 * LANES)));
+typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
+typedef int8_t vb __attribute__((vector_size(LANES)));
+typedef float vf_anywhere __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 
-static const vi NUMBERS = {0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15};
+const int32_t lanes = LANES;
 
-enum { FLOAT32, BFLOAT16, INT8, INT4, INT5, INT6 };
-
-typedef struct Linear {          // a weight [n, k] in the layout described at `product`
-    int32_t kind, n, k;
-    int32_t group, half;         // inputs that share a scale; whether scales are float16 or float32
-    int32_t zero;                // subtracted from each number of 4, 5 or 6 bits
-    void *values, *scales, *minimums;  // scales, minimums: [n / LANES][k / group][LANES], or NULL
-    void *tops;                  // float16 factors of int8 scales and minimums, or NULL
-    const float *bias;           // [n], or NULL
-    const struct Linear *next;   // weight of the outputs that follow, or NULL
-} Linear;
-
-typedef struct {
-    const float *weight, *bias;  // weight NULL: no norm; bias NULL: RMSNorm, else LayerNorm
-    float eps;
-} Norm;
-
-typedef struct {
-    Norm attn_norm, attn_post_norm, mlp_norm, mlp_post_norm, q_norm, k_norm;
-    Linear qkv, proj, up, down;
-    int32_t n_embd, n_head, n_kv_head, head_size, n_inner;
-    int32_t norms_all;           // q_norm and k_norm span all heads
-    int32_t gated, gelu, window, rope;  // window 0: none; rope: index of the pass's table, -1: none
-    float scale;                 // of attention scores
-} Block;
-
-typedef struct {                 // a forward pass: what its blocks share
-    int32_t B, T, threads, bfloat16;  // bfloat16: dtype of keys, values and rope, else float32
-    int32_t rows, rope_rows;     // of the cache, S, and of a rope table
-    const int32_t *slots;        // [B]: indices of the sequences in lengths and kv; NULL: 0, 1, ...
-    const int32_t *lengths;      // rows in the cache before these tokens, by slot
-    const int64_t *ancestors;    // [B, T] bitmasks of tree nodes; NULL: tokens of a prompt
-    const int64_t *positions;    // [B, T]
-    const void *rope[2];         // [rope_rows, 2, D]: cosine, signed sine; or NULL
-    const float *slopes;         // [Hq] of ALiBi, or NULL
-    void *kv;                    // keys and values of a layer, [2, B, Hkv, S, D]
-    int64_t layer_stride, value_stride, batch_stride, head_stride;  // in numbers
-} Pass;
+#define LANES_4(s) 0 ^ (s), 1 ^ (s), 2 ^ (s), 3 ^ (s)
+#define LANES_8(s) LANES_4(s), 4 ^ (s), 5 ^ (s), 6 ^ (s), 7 ^ (s)
+#define LANES_16(s) LANES_8(s), 8 ^ (s), 9 ^ (s), 10 ^ (s), 11 ^ (s), 12 ^ (s), 13 ^ (s), 14 ^ (s), \
+                    15 ^ (s)
+#if LANES == 16
+#define ALL_LANES LANES_16   // the lanes' numbers, each ^ s
+#elif LANES == 8
+#define ALL_LANES LANES_8
+#else
+#define ALL_LANES LANES_4
+#endif
+static const vi NUMBERS = {ALL_LANES(0)};
 
 typedef struct {                 // arguments of add_norm, rope_cache, attention and glu
-    const Block *block;
+    const BlockWeights *block;
     const Pass *pass;
-    const Norm *post, *norm;     // of delta, of the sum
+    const NormWeights *post, *norm;  // of delta, of the sum
     float *x, *delta, *out, *parts;  // [M, ...]
     int splits, width, first, nodes;
 } Call;
@@ -111,62 +92,109 @@ INLINE int slot_of(const Pass *pass, int b) { return pass->slots ? pass->slots[b
 INLINE int length_of(const Pass *pass, int b) { return pass->lengths[slot_of(pass, b)]; }
 
 // -------------------------------------------------------------------------------------------------
-// Dot products: the only part that is specific to a processor
+// Dot products of bytes: the only part that is specific to a processor
 //
-// dot4 adds w[0] x[0] + ... + w[3] x[3] to each lane: w is the lane's four bytes, all lanes share
-// x. dot2 adds two products of bfloat16. OFFSET is 128 if w is unsigned, else 0: see `product`.
+// A word is four bytes of a weight for each lane. `add_word` adds w[0] x[0] + ... + w[3] x[3] to each
+// lane of a Partial, where all lanes share the signed bytes x; `total` adds a Partial to int32 sums. A
+// Partial of int16 holds the sums of only PARTIAL_WORDS words: 2 products of a word meet in
+// a number, and 8 * 2 * 15 * 127, 4 * 2 * 31 * 127, 2 * 2 * 63 * 127 and 2 * 128 * 127 fit. So a sum
+// is the same integer everywhere.
+//
+// Numbers of 4 to 6 bits are unsigned; those of 8 bits are signed, or have OFFSET added.
 
-#if !defined(PLAIN) && defined(__AVX2__)
+#if !defined(PLAIN) && defined(__SSSE3__)
 #include <immintrin.h>
-#elif !defined(PLAIN) && defined(__ARM_FEATURE_DOTPROD)
+#elif !defined(PLAIN) && defined(__aarch64__)
 #include <arm_neon.h>
 #endif
 
-#if !defined(PLAIN) && defined(__AVX512VNNI__)
+#if LANES == 16
+typedef __m512i vx;
+#define X86(name) _mm512_##name
+#elif LANES == 8
+typedef __m256i vx;
+#define X86(name) _mm256_##name
+#elif !defined(PLAIN) && defined(__SSSE3__)
+typedef __m128i vx;
+#define X86(name) _mm_##name
+#endif
+
+INLINE vi splat_word(int32_t x) { return x - (vi){0}; }
+
+#if LANES == 16 && defined(__AVX512VNNI__) || LANES == 8 && defined(__AVXVNNI__)
+#if LANES == 16
+#define DPBUSD _mm512_dpbusd_epi32
+#else
+#define DPBUSD _mm256_dpbusd_avx_epi32
+#endif
 #define OFFSET 128
-typedef __m512i piece;
-#define DOT _mm512_dpbusd_epi32
-#elif !defined(PLAIN) && defined(__AVXVNNI__)
-#define OFFSET 128
-typedef __m256i piece;
-#define DOT _mm256_dpbusd_avx_epi32
-#elif !defined(PLAIN) && defined(__AVX2__)
-#define OFFSET 0
-typedef __m256i piece;
-INLINE piece DOT(piece sum, piece w, piece x) {  // |w| * (x with w's sign): maddubs needs unsigned
-    piece pairs = _mm256_maddubs_epi16(_mm256_abs_epi8(w), _mm256_sign_epi8(x, w));
-    return _mm256_add_epi32(sum, _mm256_madd_epi16(pairs, _mm256_set1_epi16(1)));
+#define PARTIAL_WORDS(kind) 8
+typedef vi Partial;
+INLINE Partial begin(vi sum) { return sum; }
+INLINE vi total(vi sum, Partial partial) { return partial; }
+INLINE Partial add_word(Partial sum, vi w, int32_t x, int kind) {
+    return (vi)DPBUSD((vx)sum, (vx)w, (vx)splat_word(x));
 }
+
 #elif !defined(PLAIN) && defined(__ARM_FEATURE_DOTPROD)
 #define OFFSET 0
-typedef int32x4_t piece;
-#define DOT(sum, w, x) vdotq_s32(sum, vreinterpretq_s8_s32(w), vreinterpretq_s8_s32(x))
-#else
+#define PARTIAL_WORDS(kind) 8
+typedef vi Partial;
+INLINE Partial begin(vi sum) { return sum; }
+INLINE vi total(vi sum, Partial partial) { return partial; }
+INLINE Partial add_word(Partial sum, vi w, int32_t x, int kind) {
+    return (vi)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)splat_word(x));
+}
+
+#elif !defined(PLAIN) && defined(__aarch64__)
 #define OFFSET 0
-typedef vi piece;
-INLINE piece DOT(piece sum, piece w, piece x) {
-    for (int shift = 24; shift >= 0; shift -= 8)
-        sum += (w << shift >> 24) * (x << shift >> 24);
+#define PARTIAL_WORDS(kind) (kind == INT8 ? 2 : kind == INT6 ? 4 : 8)  // one product per number
+typedef struct { int16x8_t low, high; } Partial;
+INLINE Partial begin(vi sum) { return (Partial){{0}, {0}}; }
+INLINE vi total(vi sum, Partial partial) {
+    return sum + (vi)vpaddq_s32(vpaddlq_s16(partial.low), vpaddlq_s16(partial.high));
+}
+INLINE Partial add_word(Partial sum, vi w, int32_t x, int kind) {
+    int8x16_t a = (int8x16_t)w, b = (int8x16_t)splat_word(x);
+    sum.low = vmlal_s8(sum.low, vget_low_s8(a), vget_low_s8(b));
+    sum.high = vmlal_high_s8(sum.high, a, b);
     return sum;
 }
-#endif
 
-INLINE vi dot4(vi sum, vi w, int32_t x) {
-    union { vi all; piece pieces[sizeof(vi) / sizeof(piece)]; } s = {sum}, b = {w}, xs;
-    xs.all = x - (vi){0};
-    for (size_t i = 0; i < sizeof(vi) / sizeof(piece); i++)
-        s.pieces[i] = DOT(s.pieces[i], b.pieces[i], xs.pieces[i]);
-    return s.all;
-}
-
-INLINE vf dot2(vf sum, vi w, vi x) {
-#if !defined(PLAIN) && defined(__AVX512BF16__)
-    return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
 #else
-    sum += (vf)(w << 16) * (vf)(x << 16);
-    return sum + (vf)(w & (int32_t)0xffff0000) * (vf)(x & (int32_t)0xffff0000);
+#define OFFSET 0
+#define PARTIAL_WORDS(kind) (kind == INT8 ? 1 : kind == INT6 ? 2 : kind == INT5 ? 4 : 8)
+typedef vs Partial;
+INLINE Partial begin(vi sum) { return (Partial){0}; }
+#if LANES == 16
+#define SIGN(x, w) _mm512_mask_sub_epi8(x, _mm512_movepi8_mask(w), _mm512_setzero_si512(), x)
+#else
+#define SIGN X86(sign_epi8)
 #endif
+#ifdef X86
+INLINE vi total(vi sum, Partial partial) {
+    return sum + (vi)X86(madd_epi16)((vx)partial, X86(set1_epi16)(1));
 }
+INLINE Partial add_word(Partial sum, vi w, int32_t x, int kind) {
+    vi xs = splat_word(x);
+    if (kind == INT8) {          // |w| * (x with w's sign): maddubs takes one operand as unsigned
+        xs = (vi)SIGN((vx)xs, (vx)w);
+        w = (vi)X86(abs_epi8)((vx)w);
+    }
+    sum += (vs)X86(maddubs_epi16)((vx)w, (vx)xs);
+    __asm__("" : "+v"(sum));     // else gcc adds in an order that takes more registers
+    return sum;
+}
+#else
+INLINE vi total(vi sum, Partial partial) {
+    return sum + ((vi)partial << 16 >> 16) + ((vi)partial >> 16);
+}
+INLINE Partial add_word(Partial sum, vi w, int32_t x, int kind) {
+    vs a = (vs)w, b = (vs)splat_word(x);
+    return sum + (a << 8 >> 8) * (b << 8 >> 8) + (a >> 8) * (b >> 8);
+}
+#endif
+#endif
 
 INLINE void pause_thread(void) {
 #ifdef __x86_64__
@@ -246,7 +274,7 @@ static void parallel(Function *function, void *arguments, int units, int64_t siz
 }
 
 // Scratch memory of the calling thread, reused by later calls
-enum { PREPARED, PASS, ROWS, PARTS, LOGITS, BEST, PATHS, DRAFT, LEFT, BUFFERS };
+enum { PREPARED, PASS, ROWS, PARTS, LOGITS, BEST, PATHS, DRAFT, NODES, BUFFERS };
 
 static void *scratch(int which, size_t size) {
     static _Thread_local struct { void *data; size_t size; } buffers[BUFFERS];
@@ -261,7 +289,7 @@ static void *scratch(int which, size_t size) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// Vectors of 16 lanes
+// Vectors
 
 INLINE void fetch(const char *from, int bytes) {
     for (int i = 0; i < bytes; i += 64)
@@ -272,7 +300,7 @@ INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf load(const void *x) { return *(const vf_anywhere *)x; }
 INLINE void store(float *x, vf v) { *(vf_anywhere *)x = v; }
 
-// Copies up to 16 items; all 16 with one instruction
+// Copies up to LANES items; LANES items with one instruction
 INLINE void copy_n(void *to, const void *from, int n, int size) {
     if (n >= LANES)
         memcpy(to, from, LANES * size);
@@ -292,11 +320,17 @@ INLINE vh load_halves(const uint16_t *x, int n) {
     return halves;
 }
 
-INLINE vu widened(vh x) { return __builtin_convertvector(x, vu); }
+INLINE vu widened(vh x) {
+#if LANES == 8                   // gcc 12 takes four instructions for the last line
+    return (vu)_mm256_cvtepu16_epi32((__m128i)x);
+#else
+    return __builtin_convertvector(x, vu);
+#endif
+}
 
 INLINE vf select_lanes(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 
-// Up to 16 numbers, at most n, of a bfloat16 or float32 row
+// Up to LANES numbers, at most n, of a bfloat16 or float32 row
 INLINE vf load_row(const void *x, size_t at, int n, int bfloat16) {
     return bfloat16 ? (vf)(widened(load_halves((const uint16_t *)x + at, n)) << 16)
                     : load_n((const float *)x + at, n);
@@ -326,8 +360,12 @@ static void read_row(const void *x, size_t at, int n, int bfloat16, float *out) 
 }
 
 INLINE vf from_float16(vh halves) {
-#if !defined(PLAIN) && defined(__AVX512F__)
+#if LANES == 16
     return (vf)_mm512_cvtph_ps((__m256i)halves);
+#elif LANES == 8 && defined(__F16C__)
+    return (vf)_mm256_cvtph_ps((__m128i)halves);
+#elif !defined(PLAIN) && defined(__aarch64__)
+    return (vf)vcvt_f32_f16((float16x4_t)halves);
 #else
     vu x = widened(halves);
     vf magnitude = (vf)((x & 0x7fff) << 13) * 0x1p112f, special = (vf)(x << 13 | 0x7f800000);
@@ -336,56 +374,70 @@ INLINE vf from_float16(vh halves) {
 #endif
 }
 
-INLINE vi from_int8(vb x) {
-#if !defined(PLAIN) && defined(__AVX512F__)
-    return (vi)_mm512_cvtepi8_epi32((__m128i)x);  // gcc 12 does not vectorise the line below
+INLINE vf from_int8(const int8_t *x) {
+    vb bytes;
+    memcpy(&bytes, x, sizeof bytes);
+#if LANES == 16                  // gcc 12 does not vectorise the last line
+    return (vf)_mm512_cvtepi32_ps(_mm512_cvtepi8_epi32((__m128i)bytes));
+#elif LANES == 8
+    return (vf)_mm256_cvtepi32_ps(_mm256_cvtepi8_epi32(_mm_loadl_epi64((const __m128i *)x)));
 #else
-    return __builtin_convertvector(x, vi);
+    return __builtin_convertvector(bytes, vf);
 #endif
 }
 
-// Lane i of SWAP(v, s) is lane i ^ s of v
+// Lane i ^ s of v in lane i; s is a constant power of two
+INLINE vf swap(vf v, int s) {
 #ifdef __clang__
-#define SWAP(v, s) __builtin_shufflevector(v, v, 0 ^ s, 1 ^ s, 2 ^ s, 3 ^ s, 4 ^ s, 5 ^ s, 6 ^ s, \
-    7 ^ s, 8 ^ s, 9 ^ s, 10 ^ s, 11 ^ s, 12 ^ s, 13 ^ s, 14 ^ s, 15 ^ s)
+#define SHUFFLE(s) __builtin_shufflevector(v, v, ALL_LANES((s) % LANES))
+    return s == 1 ? SHUFFLE(1) : s == 2 ? SHUFFLE(2) : s == 4 ? SHUFFLE(4) : SHUFFLE(8);
 #else
-#define SWAP(v, s) __builtin_shuffle(v, NUMBERS ^ s)
+    return __builtin_shuffle(v, NUMBERS ^ s);
 #endif
-#define REDUCE(f, v) (v = f(v, SWAP(v, 8)), v = f(v, SWAP(v, 4)), v = f(v, SWAP(v, 2)), \
-                      v = f(v, SWAP(v, 1)), v[0])
+}
+
+typedef vf Combine(vf, vf);
 
 INLINE vf add(vf a, vf b) { return a + b; }
 INLINE vf larger(vf a, vf b) { return select_lanes((a > b) | (a != a), a, b); }  // NaN if either is
-INLINE float sum_lanes(vf v) { return REDUCE(add, v); }
-INLINE float max_lanes(vf v) { return REDUCE(larger, v); }
 
-// Returns f over all lanes of v[i] in lane i; neighbours are combined first
-#define FOLD(f, v, s) \
-    for (int i = 0; i < LANES; i += 2 * s) { \
-        vi odd = (NUMBERS & s) != 0; \
-        vf stay = select_lanes(odd, v[i + s], v[i]), move = select_lanes(odd, v[i], v[i + s]); \
-        v[i] = f(stay, SWAP(move, s)); \
-    }
-INLINE vf fold_sum(vf *v) {
-    FOLD(add, v, 1) FOLD(add, v, 2) FOLD(add, v, 4) FOLD(add, v, 8)
+// f over all lanes of v
+INLINE float reduce(Combine *f, vf v) {
+#pragma GCC unroll 4
+    for (int s = LANES / 2; s > 0; s /= 2)
+        v = f(v, swap(v, s));
     return v[0];
 }
-INLINE vf fold_max(vf *v) {
-    FOLD(larger, v, 1) FOLD(larger, v, 2) FOLD(larger, v, 4) FOLD(larger, v, 8)
+INLINE float sum_lanes(vf v) { return reduce(add, v); }
+INLINE float max_lanes(vf v) { return reduce(larger, v); }
+
+// f over all lanes of v[i] in lane i; neighbours are combined first
+INLINE vf fold(Combine *f, vf *v) {
+#pragma GCC unroll 4
+    for (int s = 1; s < LANES; s *= 2) {
+        vi odd = (NUMBERS & s) != 0;
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i += 2 * s) {
+            vf stay = select_lanes(odd, v[i + s], v[i]), move = select_lanes(odd, v[i], v[i + s]);
+            v[i] = f(stay, swap(move, s));
+        }
+    }
     return v[0];
 }
 
 // Swaps lane j of v[i] and lane i of v[j]
-#define EXCHANGE(v, s) \
-    _Pragma("GCC unroll 16") for (int i = 0; i < LANES; i++) \
-        if (!(i & s)) { \
-            vi odd = (NUMBERS & s) != 0; \
-            vf a = v[i], b = v[i + s]; \
-            v[i] = select_lanes(odd, SWAP(b, s), a); \
-            v[i + s] = select_lanes(odd, b, SWAP(a, s)); \
-        }
 INLINE void transpose(vf *v) {
-    EXCHANGE(v, 1) EXCHANGE(v, 2) EXCHANGE(v, 4) EXCHANGE(v, 8)
+#pragma GCC unroll 4
+    for (int s = 1; s < LANES; s *= 2) {
+        vi odd = (NUMBERS & s) != 0;
+#pragma GCC unroll 16
+        for (int i = 0; i < LANES; i++)
+            if (!(i & s)) {
+                vf a = v[i], b = v[i + s];
+                v[i] = select_lanes(odd, swap(b, s), a);
+                v[i + s] = select_lanes(odd, b, swap(a, s));
+            }
+    }
 }
 
 INLINE vf polynomial(vf x, int n, const float *c) {  // c[0] x^(n - 1) + ... + c[n - 1]
@@ -428,25 +480,31 @@ INLINE vf vlog(vf x) {           // n ln(2) + log(1 + f), sqrt(1/2) <= 1 + f < s
 // in float32. Both are sums of integers, so they are exact in any order. A scale is a float, or in
 // llama.cpp's K types an int8 times a float16 shared by 256 inputs; INT6 has one per 16 inputs.
 //
-// Weights are packed in blocks of 16 outputs, one per lane, so no sum crosses lanes. Inputs are
+// Weights are packed in blocks of LANES outputs, one per lane, so no sum crosses lanes. Inputs are
 // padded with zeros to a multiple of 4, or of 32 if quantized.
 //
-//     FLOAT32    [n / 16][k][16]
-//     BFLOAT16   [n / 16][k / 2][16][2]
-//     INT8       [n / 16][k / 4][16][4], plus 128: subtracted from w if OFFSET is 0, else from sums
-//     INT4       [n / 16][k / 8][16][4]: 4 inputs in the bytes' low halves, 4 in the high halves
-//     INT5       INT4 groups, each followed by 64 bytes whose bits j are the upper bits of word j
-//     INT6       INT4 groups, each followed by 2 x 64 bytes: in part i, bits 2 j and 2 j + 1 are
-//                the upper bits of word 4 i + j
+//     FLOAT32    [n / LANES][k][LANES]
+//     BFLOAT16   [n / LANES][k / 2][LANES][2]
+//     INT8       [n / LANES][k / 4][LANES][4], plus OFFSET
+//     INT4       [n / LANES][k / 8][LANES][4]: 4 inputs in the low halves of bytes, 4 in the high
+//     INT5       INT4 groups, each followed by a word whose bits j are the upper bits of word j
+//     INT6       INT4 groups, each followed by two words: in word i, bits 2 j and 2 j + 1 are the
+//                upper bits of word 4 i + j
 //
 // Memory traffic: the weight once, 0.5 to 4 bytes per number, and its scales. That bounds the time
 // up to about 8 rows. More rows are split into tiles of equal size, all of which multiply a block
 // while it is in the CPU's cache.
 
-typedef struct {                 // 8, 16 or 32 inputs of a row, ready to multiply
+#if LANES == 16 && defined(__AVX512BF16__)
+#define IN_PAIRS 1               // a product instruction takes two bfloat16 at a time
+#else
+#define IN_PAIRS 0
+#endif
+
+typedef struct {                 // inputs of a row, ready to multiply
     int32_t words[8];            // each a float32, two bfloat16 or four bytes
     float scale, sum;            // of bytes: sum = scale * sum(q)
-    int32_t minus[2];            // -sum(q) of all bytes and of the first 16
+    int32_t minus[3];            // -sum(q) of the first 16 bytes, of the other 16, of all
 } Group;
 
 typedef struct {
@@ -457,129 +515,139 @@ typedef struct {
     int M, n, tiles, n_groups, blocks, per_unit;  // n, blocks: of all outputs
 } Product;
 
+INLINE int inputs_of(int kind) { return kind >= INT8 ? GROUP : kind == BFLOAT16 && IN_PAIRS ? 16 : 8; }
+
 INLINE int tile_start(const Product *p, int tile) { return (int64_t)tile * p->M / p->tiles; }
 
-// Rounds x [n], up to 16 groups, to groups that are `stride` apart
+// Rounds x [n], up to LANES groups, to groups that are `stride` apart
 static void round_groups(const float *x, int n, Group *group, int stride) {
-    vf part[LANES];
+    vf part[LANES], first[LANES];
     for (int i = 0; i < LANES; i++) {
-        vf low = load_n(x + i * GROUP, n - i * GROUP);
-        vf high = load_n(x + i * GROUP + LANES, n - i * GROUP - LANES);
-        part[i] = larger((vf)((vi)low & INT32_MAX), (vf)((vi)high & INT32_MAX));
+        part[i] = first[i] = splat(0);
+        for (int j = i * GROUP; j < (i + 1) * GROUP; j += LANES)
+            part[i] = larger((vf)((vi)load_n(x + j, n - j) & INT32_MAX), part[i]);
     }
-    vf largest = fold_max(part);
+    vf largest = fold(larger, part);
     vi usable = (largest > 1e-30f) & (largest < INFINITY);
     vf inverse = 127.0f / largest, scale = largest / 127.0f;
-    vf upper[LANES];
-    for (int i = 0; i < LANES; i++)
-        part[i] = upper[i] = splat(0);
-    for (int i = 0; i * GROUP < n && i < LANES; i++) {
-        if (!usable[i]) {  // the scale is 0, infinite or NaN
-            memset(group[i * stride].words, 0, sizeof group->words);
-            continue;
+    for (int i = 0; i < LANES && i * GROUP < n; i++) {
+        int32_t q[GROUP];
+        int8_t *bytes = (int8_t *)group[i * stride].words;
+        part[i] = splat(0);
+        for (int j = 0; j < GROUP; j += LANES) {
+            vf v = load_n(x + i * GROUP + j, n - i * GROUP - j) * inverse[i];
+            vi rounded = (vi)(v + 12582912.0f) - 0x4b400000;  // ties to even
+            rounded &= usable[i];  // else the scale is 0, infinite or NaN
+            memcpy(q + j, &rounded, sizeof rounded);
+            part[i] += __builtin_convertvector(rounded, vf);
+            if (j == GROUP / 2 - LANES)
+                first[i] = part[i];
         }
-        vf low = load_n(x + i * GROUP, n - i * GROUP);
-        vf high = load_n(x + i * GROUP + LANES, n - i * GROUP - LANES);
-        vi q = (vi)(low * inverse[i] + 12582912.0f) - 0x4b400000;  // rounded, ties to even
-        vi r = (vi)(high * inverse[i] + 12582912.0f) - 0x4b400000;
-        vb bytes[2] = {__builtin_convertvector(q, vb), __builtin_convertvector(r, vb)};
-        memcpy(group[i * stride].words, bytes, sizeof bytes);
-        part[i] = __builtin_convertvector(q, vf);
-        upper[i] = __builtin_convertvector(r, vf);
+        for (int j = 0; j < GROUP; j++)
+            bytes[j] = q[j];
     }
-    vf first = fold_sum(part), second = fold_sum(upper), scaled = scale * (first + second);
-    vi minus[2] = {-__builtin_convertvector(first + second, vi),
-                   -__builtin_convertvector(first, vi)};
+    vf all = fold(add, part), half = fold(add, first), scaled = all * scale;
     for (int i = 0; i * GROUP < n && i < LANES; i++) {
         group[i * stride].scale = scale[i];
         group[i * stride].sum = scaled[i];
-        group[i * stride].minus[0] = minus[0][i];
-        group[i * stride].minus[1] = minus[1][i];
+        group[i * stride].minus[0] = -half[i];
+        group[i * stride].minus[1] = half[i] - all[i];
+        group[i * stride].minus[2] = -all[i];
+    }
+}
+
+// Copies x [n], up to a group, rounded to bfloat16 if the weight is
+static void copy_group(const float *x, int n, int kind, int32_t *words) {
+    memset(words, 0, sizeof((Group *)0)->words);
+    if (kind == BFLOAT16 && IN_PAIRS)
+        write_row(words, 0, x, n, 1);
+    for (int i = 0; !(kind == BFLOAT16 && IN_PAIRS) && i < n; i += LANES) {
+        vf v = load_n(x + i, n - i);
+        if (kind == BFLOAT16)
+            v = (vf)(widened(to_bfloat16(v)) << 16);
+        copy_n(words + i, &v, n - i, sizeof v[0]);
     }
 }
 
 static void prepare_row(void *arguments, int m) {
     const Product *p = arguments;
-    int kind = p->w->kind, inputs = kind == FLOAT32 ? 8 : kind == BFLOAT16 ? 16 : 32;
+    int kind = p->w->kind, inputs = inputs_of(kind);
     int tile = ((int64_t)(m + 1) * p->tiles - 1) / p->M, first = tile_start(p, tile);  // m's tile
     Group *group = p->groups + (size_t)first * p->n_groups + m - first;
     int stride = tile_start(p, tile + 1) - first, k = p->w->k;
     const float *x = p->x + (size_t)m * k;
     for (int i = 0; kind >= INT8 && i < k; i += LANES * GROUP)
         round_groups(x + i, k - i, group + i / GROUP * stride, stride);
-    for (int i = 0; kind < INT8 && i < k; i += inputs, group += stride) {
-        vf v = load_n(x + i, k - i);
-        vh rounded = to_bfloat16(v);
-        memcpy(group->words, kind == BFLOAT16 ? (void *)&rounded : (void *)&v, sizeof rounded);
-    }
+    for (int i = 0; kind < INT8 && i < k; i += inputs, group += stride)
+        copy_group(x + i, min(k - i, inputs), kind, group->words);
 }
 
-// The factors of 256 inputs' scales, or of their minimums
-INLINE vf load_tops(const Linear *w, int minimum, size_t chunk) {
-    const uint16_t *tops = (const uint16_t *)w->tops + (2 * chunk + minimum) * LANES;
-    return w->tops ? from_float16(load_halves(tops, LANES)) : splat(1);
-}
-
-// 16 scales or minimums, number `at`; tops: their factors, if w has them
-INLINE vf load_scales(const Linear *w, const void *scales, size_t at, vf tops) {
-    if (w->tops) {
-        vb levels;
-        memcpy(&levels, (const char *)scales + at * LANES, sizeof levels);
-        return __builtin_convertvector(from_int8(levels), vf) * tops;
+// The scales, or minimums, of a group; at: their number
+INLINE vf load_scales(const Linear *w, int is_minimum, size_t at, size_t group) {
+    const void *scales = is_minimum ? w->minimums : w->scales;
+    if (w->tops) {               // the factors of 8 groups
+        const uint16_t *tops = (const uint16_t *)w->tops + (group / 8 * 2 + is_minimum) * LANES;
+        return from_float16(load_halves(tops, LANES)) * from_int8((const int8_t *)scales + at * LANES);
     }
     return w->half ? from_float16(load_halves((const uint16_t *)scales + at * LANES, LANES))
                    : load((const float *)scales + at * LANES);
 }
 
-// Inputs 4 j to 4 j + 3 of a group, in the bytes of each lane
+// Word j of a group: inputs 4 j to 4 j + 3, in the bytes of each lane
 INLINE vi load_word(const char *group, int j, int kind) {
     if (kind == INT8)
-        return (vi)load(group + j * 64);
-    vu lower = (vu)load(group + j / 2 * 64) >> j % 2 * 4 & 0x0f0f0f0f;
+        return (vi)load(group + j * WORD);
+    vu lower = (vu)load(group + j / 2 * WORD) >> j % 2 * 4 & 0x0f0f0f0f;
     if (kind == INT4)
         return (vi)lower;
     int at = kind == INT5 ? j : j % 4 * 2;  // where the upper bits are; they move to bit 4
-    vu upper = (vu)load(group + 256 + (kind == INT5 ? 0 : j / 4 * 64));
+    vu upper = (vu)load(group + (kind == INT5 ? 4 : 4 + j / 4) * WORD);
     upper = at < 4 ? upper << (4 - at) : upper >> (at - 4);
     return (vi)(lower | (upper & (kind == INT5 ? 0x10101010 : 0x30303030)));
 }
 
 INLINE int group_bytes(int kind) {
-    return kind == INT8 ? 512 : kind == INT6 ? 384 : kind == INT5 ? 320 : 256;
+    return WORD * (kind == INT8 ? 8 : kind == INT6 ? 6 : kind == INT5 ? 5 : 4);
+}
+
+// Adds the products of a group's words, from word `first`, and n rows x to the rows' sums
+INLINE void sum_words(const char *group, const Group *x, int n, int kind, int first, int words,
+                      vi *sums) {
+    Partial partial[TILE];
+    for (int i = 0; i < n; i++)
+        partial[i] = begin(sums[i]);
+#pragma GCC unroll 8
+    for (int j = 0; j < words; j++) {
+        vi w = load_word(group, first + j, kind);
+        for (int i = 0; i < n; i++)
+            partial[i] = add_word(partial[i], w, x[i].words[first + j], kind);
+        if ((j + 1) % PARTIAL_WORDS(kind) == 0 || j + 1 == words)
+            for (int i = 0; i < n; i++) {
+                sums[i] = total(sums[i], partial[i]);
+                partial[i] = begin(sums[i]);
+            }
+    }
 }
 
 INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, int block, int n,
                            int kind, vf *acc) {
     int parts = kind == INT6 ? 2 : 1, words = 8 / parts, size = group_bytes(kind);
     int per_scale = max(w->group / GROUP, 1), zero = kind == INT8 ? OFFSET : w->zero, used = 0;
-    const char *values = (const char *)w->values + (size_t)block * p->n_groups * size;
+    size_t group = (size_t)block * p->n_groups, last = group + p->n_groups;
     size_t at = (size_t)block * ((p->n_groups - 1) / per_scale + 1) * parts;
-    vf tops[2] = {splat(1), splat(1)};
-    for (int g = 0; g < p->n_groups; g++, x += n, values += size) {
+    const char *values = (const char *)w->values + group * size;
+    for (; group < last; group++, x += n, values += size) {
         fetch(values + FETCH, size);
-        if (w->tops && g % 8 == 0)
-            for (int i = 0; i < 2; i++)
-                tops[i] = load_tops(w, i, ((size_t)block * p->n_groups + g) / 8);
         for (int part = 0; part < parts; part++) {
             vi sums[TILE];
-            for (int i = 0; i < n; i++) {
-                int minus = parts == 1 ? x[i].minus[0] : part ? x[i].minus[0] - x[i].minus[1]
-                                                             : x[i].minus[1];
-                sums[i] = zero * minus - (vi){0};
-            }
-#pragma GCC unroll 8
-            for (int j = part * words; j < (part + 1) * words; j++) {
-                vi w4 = load_word(values, j, kind);
-                if (kind == INT8 && !OFFSET)
-                    w4 ^= (int32_t)0x80808080;
-                for (int i = 0; i < n; i++)
-                    sums[i] = dot4(sums[i], w4, x[i].words[j]);
-            }
-            vf scale = load_scales(w, w->scales, at + part, tops[0]);
+            for (int i = 0; i < n; i++)
+                sums[i] = zero ? splat_word(zero * x[i].minus[parts == 2 ? part : 2]) : (vi){0};
+            sum_words(values, x, n, kind, part * words, words, sums);
+            vf scale = load_scales(w, 0, at + part, group);
             for (int i = 0; i < n; i++)
                 acc[i] += __builtin_convertvector(sums[i], vf) * (scale * x[i].scale);
             if (w->minimums) {
-                vf minimum = load_scales(w, w->minimums, at + part, tops[1]);
+                vf minimum = load_scales(w, 1, at + part, group);
                 for (int i = 0; i < n; i++)
                     acc[i] += minimum * x[i].sum;
             }
@@ -591,32 +659,53 @@ INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, in
     }
 }
 
-INLINE void float_tile(const Linear *w, const Group *x, int block, int n, int whole, vf *acc) {
-    int words = (w->k + 3) / 4 * (whole ? 4 : 2);
-    const char *values = (const char *)w->values + (size_t)block * words * 64;
-    vf odd[TILE] = {{0}};        // a second sum hides the latency of the additions
-    for (; words > 0; words -= 8, x += n)
-        for (int j = 0; j < min(words, 8); j += 2, values += 128) {
-            fetch(values + FETCH, 128);
-            vi w0 = (vi)load(values), w1 = (vi)load(values + 64);
+INLINE vf multiply_add(vf sum, vi w, int32_t x, int in_pairs) {
+#if IN_PAIRS
+    if (in_pairs)
+        return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)splat_word(x));
+#endif
+    return sum + (vf)w * (vf)splat_word(x);
+}
+
+INLINE void float_tile(const Linear *w, const Group *x, int block, int n, int kind, vf *acc) {
+    int in_pairs = kind == BFLOAT16 && IN_PAIRS, padded = (w->k + 3) / 4 * 4;
+    int left = in_pairs ? padded / 2 : padded;  // words of x
+    const char *values = (const char *)w->values + (size_t)block * padded * (kind == FLOAT32 ? 4 : 2)
+        * LANES;
+    vf odd[TILE];                // a second sum hides the latency of the additions
+    for (int i = 0; i < n; i++)
+        odd[i] = splat(0);
+    for (; left > 0; left -= 8, x += n)
+        for (int j = 0; j < min(left, 8); j += 2) {
+            vi w0 = (vi)load(values), w1;
+            if (kind == FLOAT32 || in_pairs) {
+                w1 = (vi)load(values + WORD);
+            } else {
+                w1 = w0 & (int32_t)0xffff0000;
+                w0 <<= 16;
+            }
+            int size = kind == FLOAT32 || in_pairs ? 2 * WORD : WORD;
+            fetch(values + FETCH, size);
+            values += size;
             for (int i = 0; i < n; i++) {
-                vi x0 = x[i].words[j] - (vi){0}, x1 = x[i].words[j + 1] - (vi){0};
-                acc[i] = whole ? acc[i] + (vf)w0 * (vf)x0 : dot2(acc[i], w0, x0);
-                odd[i] = whole ? odd[i] + (vf)w1 * (vf)x1 : dot2(odd[i], w1, x1);
+                acc[i] = multiply_add(acc[i], w0, x[i].words[j], in_pairs);
+                odd[i] = multiply_add(odd[i], w1, x[i].words[j + 1], in_pairs);
             }
         }
     for (int i = 0; i < n; i++)
         acc[i] += odd[i];
 }
 
-// Block number `block` of a weight; at: the column of `out` for its first output
+// Multiplies n rows, from row `first`, by block number `block` of w; at: the column of its outputs
 INLINE void tile(const Product *p, const Linear *w, int block, int at, int first, int n, int kind) {
-    vf acc[TILE] = {{0}};
+    vf acc[TILE];
+    for (int i = 0; i < n; i++)
+        acc[i] = splat(0);
     const Group *x = p->groups + (size_t)first * p->n_groups;
     if (kind >= INT8)
         quantized_tile(p, w, x, block, n, kind, acc);
     else
-        float_tile(w, x, block, n, kind == FLOAT32, acc);
+        float_tile(w, x, block, n, kind, acc);
     int outputs = w->n - block * LANES;
     vf bias = w->bias ? load_n(w->bias + block * LANES, outputs) : splat(0);
     for (int i = 0; i < n; i++) {
@@ -625,33 +714,51 @@ INLINE void tile(const Product *p, const Linear *w, int block, int at, int first
     }
 }
 
+// `tile` with n and kind as constants, so that the sums stay in registers
+INLINE void tile_of(const Product *p, const Linear *w, int block, int at, int first, int n, int kind) {
+    switch (n) {
+        case 1: tile(p, w, block, at, first, 1, kind); break;
+        case 2: tile(p, w, block, at, first, 2, kind); break;
+        case 3: tile(p, w, block, at, first, 3, kind); break;
+        case 4: tile(p, w, block, at, first, 4, kind); break;
+#if TILE == 8
+        case 5: tile(p, w, block, at, first, 5, kind); break;
+        case 6: tile(p, w, block, at, first, 6, kind); break;
+        case 7: tile(p, w, block, at, first, 7, kind); break;
+        case 8: tile(p, w, block, at, first, 8, kind); break;
+#endif
+    }
+}
+
 INLINE int blocks_of(const Linear *w) { return (w->n + LANES - 1) / LANES; }
 
-// Inlined for each kind and number of rows, so that the sums stay in registers
-#define TILE_OF(kind, n) case kind * TILE + n: \
-    tile(p, w, block - before, at + (block - before) * LANES, first, n, kind); break;
-#define TILES_OF(kind) TILE_OF(kind, 1) TILE_OF(kind, 2) TILE_OF(kind, 3) TILE_OF(kind, 4) \
-                       TILE_OF(kind, 5) TILE_OF(kind, 6) TILE_OF(kind, 7) TILE_OF(kind, 8)
 static void product_unit(void *arguments, int unit) {
     const Product *p = arguments;
     const Linear *w = p->w;
     int end = min((unit + 1) * p->per_unit, p->blocks);
-    int before = 0, at = 0;      // blocks and outputs before w
-    for (int block = unit * p->per_unit; block < end; block++) {
-        for (; block - before >= blocks_of(w); w = w->next) {
+    int before = 0, outputs = 0;  // blocks and outputs before w
+    for (int i = unit * p->per_unit; i < end; i++) {
+        for (; i - before >= blocks_of(w); w = w->next) {
             before += blocks_of(w);
-            at += w->n;
+            outputs += w->n;
         }
-        for (int t = 0, first = 0; t < p->tiles; first = tile_start(p, ++t))
-            switch (w->kind * TILE + tile_start(p, t + 1) - first) {
-                TILES_OF(FLOAT32) TILES_OF(BFLOAT16) TILES_OF(INT8) TILES_OF(INT4)
-                TILES_OF(INT5) TILES_OF(INT6)
+        int block = i - before, at = outputs + block * LANES;
+        for (int t = 0; t < p->tiles; t++) {
+            int first = tile_start(p, t), n = tile_start(p, t + 1) - first;
+            switch (w->kind) {
+                case FLOAT32: tile_of(p, w, block, at, first, n, FLOAT32); break;
+                case BFLOAT16: tile_of(p, w, block, at, first, n, BFLOAT16); break;
+                case INT8: tile_of(p, w, block, at, first, n, INT8); break;
+                case INT4: tile_of(p, w, block, at, first, n, INT4); break;
+                case INT5: tile_of(p, w, block, at, first, n, INT5); break;
+                case INT6: tile_of(p, w, block, at, first, n, INT6); break;
             }
+        }
     }
 }
 
 void product(const Linear *w, const float *x, int M, float *out, int threads) {
-    int inputs = w->kind == FLOAT32 ? 8 : w->kind == BFLOAT16 ? 16 : 32;
+    int inputs = inputs_of(w->kind);
     Product p = {w, x, out, .M = M, .tiles = (M + TILE - 1) / TILE};
     p.n_groups = (w->k + inputs - 1) / inputs;
     p.groups = scratch(PREPARED, (size_t)M * p.n_groups * sizeof *p.groups);
@@ -682,11 +789,13 @@ static void unpack_quantized(const Linear *w, int row, float *out) {
     for (int i = 0; i < w->k; i += 4) {
         size_t group = first + i / GROUP, at = (first * GROUP + i) / w->group;
         vi word = load_word((const char *)w->values + group * size, i % GROUP / 4, w->kind);
-        float scale = load_scales(w, w->scales, at, load_tops(w, 0, group / 8))[lane], minimum = 0;
-        if (w->minimums)
-            minimum = load_scales(w, w->minimums, at, load_tops(w, 1, group / 8))[lane];
-        for (int j = 0; j < min(w->k - i, 4); j++)
-            out[i + j] = ((word[lane] >> 8 * j & 255) - w->zero) * scale + minimum;
+        float scale = load_scales(w, 0, at, group)[lane];
+        float minimum = w->minimums ? load_scales(w, 1, at, group)[lane] : 0;
+        for (int j = 0; j < min(w->k - i, 4); j++) {
+            int q = word[lane] >> 8 * j & 255;
+            q = w->kind == INT8 ? (int8_t)(q ^ OFFSET) : q - w->zero;
+            out[i + j] = q * scale + minimum;
+        }
     }
 }
 
@@ -707,19 +816,16 @@ int unpack_rows(const Linear *weights, const int64_t *rows, int count, float *ou
 // -------------------------------------------------------------------------------------------------
 // pack_rows
 //
-// Converts the rows of a file or a tensor to blocks of 16 outputs. FLOATS: numbers of the weight's
-// own kind. BYTES: its quantized numbers, one per byte, without scales. The others are llama.cpp's
-// types, numbered as in ggml.h; ggml-common.h describes their blocks of 32 or 256 inputs.
+// Converts the rows of a file or a tensor to blocks of LANES outputs. llama.cpp's ggml-common.h
+// describes the blocks of 32 or 256 inputs of its types.
 
-enum { FLOATS = -2, BYTES = -1, Q4_0 = 2, Q4_1, Q5_0 = 6, Q5_1, Q8_0, Q4_K = 12, Q5_K, Q6_K,
-       IQ4_NL = 20, IQ4_XS = 23 };
-#define CHUNK 256            // most inputs in a block of a file
+#define SUPER_BLOCK 256      // most inputs in a block of a file
 
 typedef struct {                 // a block of a file, decoded
-    uint8_t q[CHUNK];
+    uint8_t q[SUPER_BLOCK];
     int8_t scales[2][16];        // scales and minimums, times tops
     uint16_t tops[2];            // or the block's only scale and minimum; float16
-} Chunk;
+} FileBlock;
 
 typedef struct {                 // arguments of pack_rows
     const Linear *w;
@@ -737,7 +843,7 @@ static void split_nibbles(const uint8_t *from, int n, uint8_t *q) {
 }
 
 // 8 scales and minimums of 6 bits
-static void split_scales(const uint8_t *from, Chunk *c) {
+static void split_scales(const uint8_t *from, FileBlock *c) {
     for (int kind = 0; kind < 2; kind++)
         for (int i = 0; i < 4; i++) {
             c->scales[kind][i] = from[4 * kind + i] & 63;
@@ -746,7 +852,7 @@ static void split_scales(const uint8_t *from, Chunk *c) {
         }
 }
 
-static void split_legacy(int type, const uint8_t *from, Chunk *c) {
+static void split_legacy(int type, const uint8_t *from, FileBlock *c) {
     int has_minimum = type == Q4_1 || type == Q5_1;
     memcpy(c->tops, from, has_minimum ? 4 : 2);
     from += has_minimum ? 4 : 2;
@@ -760,7 +866,7 @@ static void split_legacy(int type, const uint8_t *from, Chunk *c) {
         c->q[i] |= (upper >> i & 1) << 4;
 }
 
-static void split_k(int type, const uint8_t *from, Chunk *c) {
+static void split_k(int type, const uint8_t *from, FileBlock *c) {
     const uint8_t *upper = from + 16, *lower = from + (type == Q5_K ? 48 : 16);
     memcpy(c->tops, from, 4);
     c->tops[1] ^= 0x8000;        // negated: files store what is subtracted
@@ -772,7 +878,7 @@ static void split_k(int type, const uint8_t *from, Chunk *c) {
             c->q[32 * i + j] |= (upper[j] >> i & 1) << 4;
 }
 
-static void split_q6_k(const uint8_t *from, Chunk *c) {
+static void split_q6_k(const uint8_t *from, FileBlock *c) {
     for (int half = 0; half < 2; half++) {
         const uint8_t *lower = from + 64 * half, *upper = from + 128 + 32 * half;
         split_nibbles(lower, 64, c->q + 128 * half);
@@ -784,7 +890,7 @@ static void split_q6_k(const uint8_t *from, Chunk *c) {
     memcpy(c->tops, from + 208, 2);
 }
 
-static void split_iq4(int type, const uint8_t *from, Chunk *c) {
+static void split_iq4(int type, const uint8_t *from, FileBlock *c) {
     static const int8_t values[] = {-127, -104, -83, -65, -49, -35, -22, -10, 1, 13, 25, 38, 53, 69,
                                     89, 113};
     int groups = type == IQ4_XS ? 8 : 1;
@@ -798,7 +904,7 @@ static void split_iq4(int type, const uint8_t *from, Chunk *c) {
         c->q[i] = values[c->q[i]];
 }
 
-static void split_chunk(const Packing *p, const uint8_t *from, int n, Chunk *c) {
+static void split_block(const Packing *p, const uint8_t *from, int n, FileBlock *c) {
     switch (p->type) {
         case Q4_0: case Q4_1: case Q5_0: case Q5_1: split_legacy(p->type, from, c); break;
         case Q4_K: case Q5_K: split_k(p->type, from, c); break;
@@ -808,7 +914,7 @@ static void split_chunk(const Packing *p, const uint8_t *from, int n, Chunk *c) 
         default: memcpy(c->q, from, n);
     }
     for (int i = 0; p->w->kind == INT8 && i < n; i++)
-        c->q[i] ^= 128;
+        c->q[i] ^= OFFSET;
 }
 
 // Writes 32 inputs to a group; group: the first word of the output's lane
@@ -827,8 +933,8 @@ INLINE void place_group(int kind, const uint8_t *q, uint32_t *group) {
         group[(4 + j) * LANES] = upper[j];
 }
 
-static void place_scales(const Linear *w, const Chunk *c, size_t chunk, int lane) {
-    int count = CHUNK / w->group;
+static void place_scales(const Linear *w, const FileBlock *c, size_t chunk, int lane) {
+    int count = SUPER_BLOCK / w->group;
     for (int which = 0; which < 2; which++) {
         void *scales = which ? w->minimums : w->scales;
         if (w->tops)
@@ -864,23 +970,23 @@ static void pack_floats(void *arguments, int block) {
 static void pack_quantized(void *arguments, int block) {
     const Packing *p = arguments;
     const Linear *w = p->w;
-    int size = w->tops ? CHUNK : GROUP, chunks = (w->k + size - 1) / size, per_chunk = size / GROUP;
-    int64_t bytes = p->type == BYTES ? GROUP : p->stride / chunks;
+    int size = w->tops ? SUPER_BLOCK : GROUP, chunks = (w->k + size - 1) / size, per_chunk = size / GROUP;
+    int64_t bytes = p->type == RAW_BYTES ? GROUP : p->stride / chunks;
     for (int i = 0; i < chunks; i++)
         for (int lane = 0; lane < LANES; lane++) {
             const uint8_t *row = row_of(p, block * LANES + lane);
             size_t at = (size_t)block * chunks + i;
             int n = min(w->k - i * size, size);
-            Chunk c;
+            FileBlock c;
             if (!row || n < size)
                 memset(&c, 0, sizeof c);
             if (row)
-                split_chunk(p, row + i * bytes, n, &c);
+                split_block(p, row + i * bytes, n, &c);
             for (int g = 0; g < per_chunk; g++) {
                 char *group = (char *)w->values + (at * per_chunk + g) * group_bytes(w->kind);
                 place_group(w->kind, c.q + GROUP * g, (uint32_t *)group + lane);
             }
-            if (p->type != BYTES)
+            if (p->type != RAW_BYTES)
                 place_scales(w, &c, at, lane);
         }
 }
@@ -889,7 +995,7 @@ static void pack_quantized(void *arguments, int block) {
 void pack_rows(const Linear *w, int type, const uint8_t *rows, int64_t stride, const int64_t *order,
                int threads) {
     Packing p = {w, rows, order, stride, type};
-    parallel(type == FLOATS ? pack_floats : pack_quantized, &p, blocks_of(w), (int64_t)w->k * LANES,
+    parallel(type == RAW_FLOATS ? pack_floats : pack_quantized, &p, blocks_of(w), (int64_t)w->k * LANES,
              threads);
 }
 
@@ -898,7 +1004,7 @@ void pack_rows(const Linear *w, int type, const uint8_t *rows, int64_t stride, c
 //
 //   x = x + post(delta);  out = x / sqrt(mean(x^2) + eps) * weight, or LayerNorm
 
-static void norm_row(const Norm *norm, const float *x, int n, float *out) {
+static void norm_row(const NormWeights *norm, const float *x, int n, float *out) {
     vf total = {0}, squares = {0};
     for (int i = 0; norm->bias && i < n; i += LANES)
         total += load_n(x + i, n - i);
@@ -942,9 +1048,9 @@ INLINE size_t cache_at(const Call *a, int is_value, int b, int head, int64_t row
 
 static void rope_cache_row(void *arguments, int m) {
     const Call *a = arguments;
-    const Block *c = a->block;
+    const BlockWeights *c = a->block;
     int D = c->head_size, Hq = c->n_head, Hkv = c->n_kv_head, T = a->pass->T;
-    const void *table = c->rope < 0 ? NULL : a->pass->rope[c->rope];
+    const void *table = c->rope < 0 ? NULL : c->rope ? a->pass->own_rope : a->pass->rope;
     float rope[2 * MAX_HEAD + LANES];
     for (int i = 0; table && i < 2 * D; i += LANES)
         store(rope + i, load_row(table, a->pass->positions[m] * 2 * D + i, 2 * D - i,
@@ -984,7 +1090,7 @@ static void rope_cache_row(void *arguments, int m) {
 // [n, width]: weighted sum of the values, zeros up to `padded`, sum of the weights, maximum score
 INLINE void attend_heads(const Call *a, int m, int head, int n, int start, const float *keys,
                          const float *values, float *part) {
-    const Block *c = a->block;
+    const BlockWeights *c = a->block;
     const uint64_t *nodes = (const uint64_t *)a->pass->ancestors;
     int D = c->head_size, padded = a->width - LANES, T = a->pass->T;
     int before = nodes ? __builtin_popcountll(nodes[m]) - 1 : m % T;
@@ -1127,7 +1233,7 @@ static void merge_splits(void *arguments, int unit) {
 }
 
 // q, out [M, Hq, D]
-void attention(const Block *block, const Pass *pass, float *q, float *out) {
+void attention(const BlockWeights *block, const Pass *pass, float *q, float *out) {
     Call a = {.block = block, .pass = pass, .x = q, .out = out};
     int longest = 0, Hq = block->n_head, D = block->head_size;
     for (int b = 0; b < pass->B; b++)
@@ -1181,7 +1287,7 @@ static int lacks_rows(const Pass *pass) {
 }
 
 // x [M, C]: residual stream, in place; normed [M, C]: its norm. Returns 1 if the cache has no room.
-int run_blocks(const Block *blocks, int count, const Norm *last, const Pass *first, float *x,
+int run_blocks(const BlockWeights *blocks, int count, const NormWeights *last, const Pass *first, float *x,
                float *normed) {
     Pass pass = *first;
     int M = pass.B * pass.T, C = blocks->n_embd, inner = blocks->n_inner, threads = pass.threads;
@@ -1192,11 +1298,11 @@ int run_blocks(const Block *blocks, int count, const Norm *last, const Pass *fir
     float *q = scratch(PASS, (size_t)M * size * sizeof *q), *delta = q + (size_t)M * q_size;
     float *up = delta + (size_t)M * C, *hidden = up + (size_t)M * 2 * inner;
     float *qkv = hidden + (size_t)M * inner;
-    Norm none = {0};
+    NormWeights none = {0};
     Call add = {.post = &none, .norm = &blocks->attn_norm, .x = x, .out = normed, .block = blocks};
     parallel(add_norm_row, &add, M, C, threads);
     add.delta = delta;
-    for (const Block *c = blocks; c < blocks + count; c++) {
+    for (const BlockWeights *c = blocks; c < blocks + count; c++) {
         Call rope = {.block = c, .pass = &pass, .x = qkv, .out = q};
         Call act = {.block = c, .x = up, .out = hidden};
         product(&c->qkv, normed, M, qkv, threads);
@@ -1325,27 +1431,9 @@ void sample(const Linear *w, const float *x, int M, int T, const int32_t *slots,
 //
 // Rows are beams, or sequences where all beams are equal: at depth 0 and if heads read no tokens.
 
-enum { NO_MIX, ATTENTION, CONCAT };
-
-typedef struct {
-    Norm norm;                   // of the state before mixing
-    Linear mix, key_value;       // Wq, [Wk, Wv]; or W of [norm(s), e]
-    Linear project;
-} Head;
-
-typedef struct {
-    int32_t n_embd, n_head, n_weights, mix, linear;  // linear: z = W [s, e] + b
-    float scale;                 // of e
-    const Head *heads;           // [n_weights]; the last one serves all further depths
-    const Head *mix_in;          // mixes in the root before the augmenting blocks, or NULL
-    Norm norm;
-    Linear rows, table;          // LM head for the draft vocabulary, for all tokens; e is its row
-    const int32_t *ids;          // token ids of the draft vocabulary; NULL: 0, 1, ...
-} Heads;
-
 typedef struct {                 // arguments of the functions below
     const Heads *heads;
-    const Head *head;
+    const HeadWeights *head;
     float *state, *e, *x, *y, *kv;  // [M, C], x and kv [M, 2 C]
     float *logits, *logprobs;    // [BEAMS, V], [M, W]
     int64_t *proposed;           // [M, W]: tokens
@@ -1489,41 +1577,6 @@ static void run_head(Beams *a, const int64_t *tokens, int M, int threads) {
 // -------------------------------------------------------------------------------------------------
 // A step: one function for each stage of generate.Decoder, on the sequences in some of the slots
 
-typedef struct {
-    Linear embed;                // k = 0: the caller embeds the tokens
-    float embed_scale;
-    const Block *blocks;
-    Norm norm;
-    Linear head;
-    const Heads *heads;          // or NULL
-    const Block *augment;
-    Norm state_norm;             // of the states that the heads draft from
-    int32_t n_blocks, n_augment;
-    int32_t K, W, with_lookup;   // with_lookup: whether lookup drafts
-    const float *chances, *prices;  // [2, SOURCES], [MAX_TREE + 2]: see generate.Policy
-    double *counts;              // [2, SOURCES, 2], likewise
-    Pass trees, paths;           // over the model's cache, over the augmenting blocks' cache
-    int32_t *lengths, *heads_lengths;  // of these caches, by slot, like all down to `hidden_rows`
-    int32_t *history;            // [slots, history_stride]
-    int32_t *active;             // 0: an idle slot
-    int64_t *root, *sequence, *seed, history_stride, hidden_stride;
-    float *temperature;
-    void *state;                 // [slots, C]: what the heads draft from, float32 or bfloat16
-    void *hidden_rows;           // [slots, hidden_stride]: hidden states of committed rows
-    int32_t tree_size, with_heads, noise;  // requested: T, or 0 to choose it by `prices`
-    int32_t T, P, depths;        // set by `step_draft`
-    int32_t behind;              // committed rows that the heads had not read before this step
-    int32_t steps, skipped, patience;  // when to try heads again: see `is_worth`
-    float gains[MAX_DEPTH];      // by head: what it gained / what it was expected to: see `Draft`
-    int64_t *tree;               // [5, B, T]: tokens, parents, depths, ancestors, sources
-    float *probabilities;        // [B, T]
-    int64_t *chain;              // [B, 1 + MAX_CHAIN]: lookup's match length and tokens
-    int64_t *positions, *target; // [B, T]
-    int64_t *accepted;           // [B, 3 P + 2]
-    float *x, *normed;           // [B, T, C]: the residual stream, its norm
-    uint16_t *hidden;            // [B, T, C]: the stream in bfloat16, or NULL
-} Step;
-
 // Number of tokens that lookup proposes
 static int chain_size(const Step *s) {
     return s->tree_size ? min(s->tree_size - 1, MAX_CHAIN) : MAX_CHAIN;
@@ -1560,20 +1613,18 @@ typedef struct {
     Beams beams;
     float *joint;                // [B, K, n], like tokens and parents: see `select_candidates`
     int64_t *tokens, *parents, *guessed;  // guessed [M]: last tokens of the beams
-    int n, M, T, is_trial;       // M: rows of the next head; is_trial: see `is_worth`
-    float rate, floor;           // tokens per second; probability at which a further node pays
-    float expected, gain;        // tokens above the floor: of the next head, of the last one
+    int n, M, depths;            // M: rows of the next head; depths: drafted so far
 } Draft;
 
 static float probability(float p) { return p > 0 ? fminf(p, 1) : 0; }
 
 // Fills the pool of sequence b: the heads' candidates, then tokens that only lookup proposes.
-// Returns its size; on_chain [MAX_CHAIN]: indices of lookup's tokens in the pool, then -1
-static int fill_pool(const Draft *d, int b, Candidate *pool, int *on_chain) {
+// Returns its size.
+static int fill_pool(const Draft *d, int b, Candidate *pool) {
     const Step *s = d->s;
     int slot = slot_of(&s->trees, b), n = d->n, count = 0, above = -1;
     const float *chances = s->chances + (s->temperature[slot] > 0) * SOURCES;
-    for (; count < s->depths * n; count++) {
+    for (; count < d->depths * n; count++) {
         size_t at = (size_t)b * s->K * n + count;
         int depth = count / n, parent = depth ? (depth - 1) * n + d->parents[at] : -1;
         float x = fminf(fmaxf(-4 * d->joint[at], 0), BINS - 1);
@@ -1588,7 +1639,7 @@ static int fill_pool(const Draft *d, int b, Candidate *pool, int *on_chain) {
     int length = s->with_lookup && chain[0] ? chain_size(s) : 0;
     float p = 1, chance = probability(chances[BINS + chain[0] * (length > 0)]);
     for (int j = 0; j < length; j++) {
-        int i = j * n, end = j < s->depths ? i + n : i;
+        int i = j * n, end = j < d->depths ? i + n : i;
         while (i < end && (pool[i].p < 0 || pool[i].token != chain[1 + j]
                            || pool[i].parent != above))
             i++;
@@ -1601,96 +1652,50 @@ static int fill_pool(const Draft *d, int b, Candidate *pool, int *on_chain) {
             pool[i].p = p;
             pool[i].source = BINS + chain[0];
         }
-        above = on_chain[j] = i;
+        above = i;
     }
-    if (length < MAX_CHAIN)
-        on_chain[length] = -1;
     return count;
 }
 
-// Finds the n likeliest candidates of a pool, best first. Returns their number
-static int rank_pool(const Candidate *pool, int count, int n, Entry *best) {
-    int ranked = 0;
+// Writes the tree of sequence b: the root, the n - 1 likeliest candidates, best first, their parents
+// as nodes, and spare nodes of depth 0
+static void rank_nodes(const Draft *d, int b, int n, Candidate *nodes) {
+    Candidate pool[MAX_CANDIDATES];
+    Entry best[MAX_TREE];
+    uint8_t node_of[MAX_CANDIDATES];
+    int ranked = 0, count = n > 1 ? fill_pool(d, b, pool) : 0;
     for (int i = 0; i < count; i++)
         if (pool[i].p >= 0) {
             int64_t key = (int64_t)pool[i].depth << 56 | pool[i].token << 16 | i;
-            insert(best, &ranked, n, (Entry){pool[i].p, key, i});
+            insert(best, &ranked, n - 1, (Entry){pool[i].p, key, i});
         }
-    return ranked;
+    nodes[0] = (Candidate){1, -1, 0, 0, d->s->root[slot_of(&d->s->trees, b)]};
+    for (int i = 1; i < n; i++) {
+        if (i > ranked) {
+            nodes[i] = (Candidate){0, -1, 0, 0, 0};
+            continue;
+        }
+        nodes[i] = pool[best[i - 1].at];
+        nodes[i].parent = nodes[i].parent < 0 ? 0 : node_of[nodes[i].parent];
+        node_of[best[i - 1].at] = i;
+    }
 }
 
-// Adds to d->gain what the last head added. Returns the largest probability that a node of the next
-// head can have
-static float weigh_heads(Draft *d, const Candidate *pool, const int *on_chain) {
-    int depth = d->s->depths, at = (depth - 1) * d->n;
-    float left = 0;
-    for (int i = 0; i < (depth ? d->s->W : 1); i++) {
-        float p = depth ? pool[at + i].p : 1;
-        int is_chain = depth < MAX_CHAIN && (depth == 0 || on_chain[depth - 1] == at + i);
-        if (is_chain && on_chain[depth] >= 0)
-            p -= pool[on_chain[depth]].p;
-        left = fmaxf(left, p);
-    }
-    for (int i = at; depth && i < at + d->n; i++)
-        if (pool[i].source < BINS)
-            d->gain += fmaxf(pool[i].p - d->floor, 0);
-    return left;
-}
-
-// Chooses the T with the most tokens per second, and adds up d->expected
-static void choose_size(Draft *d) {
-    const Step *s = d->s;
-    int B = s->trees.B;
-    float sums[MAX_TREE + 1] = {0}, tokens = 0, *left = scratch(LEFT, B * sizeof *left);
-    float draft = s->depths ? s->prices[0] + s->prices[MAX_TREE + 1] * (s->depths - 1) : 0;
-    d->expected = d->gain = d->rate = 0;
-    d->T = 1;
-    for (int b = 0; b < B; b++) {
-        Candidate pool[MAX_CANDIDATES];
-        Entry best[LARGEST];
-        int on_chain[MAX_CHAIN + 1] = {-1};
-        int ranked = rank_pool(pool, fill_pool(d, b, pool, on_chain), LARGEST - 1, best);
-        for (int i = 0; i < ranked; i++)
-            sums[i + 2] += best[i].score;
-        left[b] = weigh_heads(d, pool, on_chain);
-    }
-    for (int T = 1; T <= LARGEST && (T == 1 || sums[T] > 0); T++) {  // no spare nodes
-        tokens += T == 1 ? B : sums[T];
-        if (tokens / (s->prices[T] + draft) > d->rate) {
-            d->rate = tokens / (s->prices[T] + draft);
-            d->T = T;
+// The T with the most expected tokens per second. nodes [B, LARGEST]
+static int choose_size(const Step *s, const Candidate *nodes) {
+    float tokens = 0, best_rate = 0;
+    int best = 1;
+    for (int T = 1; T <= LARGEST; T++) {
+        float more = 0;
+        for (int b = 0; b < s->trees.B; b++)
+            more += nodes[b * LARGEST + T - 1].p;
+        tokens += more;
+        if (more > 0 && tokens / s->seconds[T] > best_rate) {  // 0: spare nodes
+            best_rate = tokens / s->seconds[T];
+            best = T;
         }
     }
-    int next = min(d->T + 1, LARGEST);
-    d->floor = d->rate / B * (s->prices[next] - s->prices[next - 1]);
-    if (d->T > 1)
-        d->floor = fminf(d->floor, sums[d->T] / B);  // a better node may take the last one's place
-    for (int b = 0; b < B; b++) {  // the next head's best node: uniform between 0 and `left`
-        float over = fmaxf(left[b] - d->floor, 0);
-        d->expected += over > 0 ? over * over / (2 * left[b]) : 0;
-    }
-}
-
-// Whether to run the next head: if it should add more tokens than its time costs, or for a trial
-static int is_worth(Draft *d) {
-    Step *s = d->s;
-    int depth = s->depths;
-    if (s->tree_size)
-        return depth < s->tree_size - 1;
-    int worth = s->gains[depth] * d->expected > d->rate * s->prices[depth ? MAX_TREE + 1 : 0];
-    if (depth == 0 && (s->steps < TRIAL / 4 ? s->steps % 2 : s->steps % (TRIAL / 4) == 0))
-        return 0;  // the cost of heads is measured against steps without them
-    if (depth)
-        return worth || s->steps % TRIAL == depth;
-    if (worth || !s->patience)
-        s->patience = TRIAL;
-    s->skipped = worth ? 0 : s->skipped + 1;
-    d->is_trial = s->skipped >= s->patience;
-    if (d->is_trial) {
-        s->skipped = 0;
-        s->patience *= 2;  // a trial is costly: the augmenting blocks must catch up
-    }
-    return worth || d->is_trial;
+    return best;
 }
 
 // The largest number of committed rows, at most `most`, that the heads have not read in a slot
@@ -1707,7 +1712,7 @@ static int read_rows(Step *s, const int32_t *slots, int B, int T) {
     Pass pass = s->paths;
     const Heads *h = s->heads;
     int C = h->n_embd, bfloat16 = pass.bfloat16;
-    Norm none = {0};
+    NormWeights none = {0};
     size_t rows = (size_t)B * T;
     int64_t *positions = scratch(PATHS, rows * (3 * sizeof(int64_t) + 8 * C * sizeof(float)));
     int64_t *ancestors = positions + rows, *tokens = ancestors + rows;
@@ -1758,10 +1763,10 @@ static int catch_up(Step *s) {
     return T && read_rows(s, slots, B, T);
 }
 
-// kernels.select_candidates: fills depth `s->depths` of joint, tokens and parents
+// kernels.select_candidates: fills the next depth of joint, tokens and parents
 static void select_candidates(Draft *d) {
     const Beams *a = &d->beams;
-    int B = d->s->trees.B, W = a->W, n = d->n, depth = d->s->depths;
+    int B = d->s->trees.B, W = a->W, n = d->n, depth = d->depths;
     for (int b = 0; b < B; b++) {
         size_t out = ((size_t)b * d->s->K + depth) * n;
         Entry best[MAX_TREE];
@@ -1787,7 +1792,7 @@ static void draft_depth(Draft *d) {
     Step *s = d->s;
     Beams *a = &d->beams;
     const Heads *h = s->heads;
-    int B = s->trees.B, C = h->n_embd, depth = s->depths, W = s->W, threads = s->trees.threads;
+    int B = s->trees.B, C = h->n_embd, depth = d->depths, W = s->W, threads = s->trees.threads;
     int reads = h->mix != NO_MIX || h->linear;
     for (int b = 0; depth == 0 && b < B; b++) {
         int slot = slot_of(&s->trees, b);
@@ -1812,7 +1817,7 @@ static void draft_depth(Draft *d) {
     a->head = h->heads + min(depth, h->n_weights - 1);
     run_head(a, d->guessed, d->M, threads);
     select_candidates(d);
-    s->depths++;
+    d->depths++;
 }
 
 // Allocates the candidates of K heads
@@ -1837,66 +1842,50 @@ static void begin_heads(Draft *d) {
     d->M = B;
 }
 
-static void build_tree(const Draft *d, int b) {
-    const Step *s = d->s;
-    int T = s->T, slot = slot_of(&s->trees, b), on_chain[MAX_CHAIN + 1], ranked = 0;
+// Writes the first T nodes of sequence b to the step's tree, positions and expected tokens
+static void write_tree(Step *s, int b, const Candidate *nodes) {
+    int T = s->T, length = length_of(&s->trees, b);
     size_t plane = (size_t)s->trees.B * T;
-    int64_t *tree = s->tree + b * T;
-    Candidate pool[MAX_CANDIDATES];
-    Entry best[MAX_TREE];
-    uint8_t node_of[MAX_CANDIDATES];
-    for (int i = 0; i < 5; i++)
-        memset(tree + i * plane, i == 4 ? -1 : 0, T * sizeof *tree);
-    memset(s->probabilities + b * T, 0, T * sizeof *s->probabilities);
-    tree[0] = s->root[slot];
-    tree[3 * plane] = s->probabilities[b * T] = 1;
-    if (T > 1)
-        ranked = rank_pool(pool, fill_pool(d, b, pool, on_chain), T - 1, best);
-    for (int node = 1; node <= ranked; node++) {
-        const Candidate *c = pool + best[node - 1].at;
-        int parent = c->parent < 0 ? 0 : node_of[c->parent];
-        node_of[best[node - 1].at] = node;
-        tree[node] = c->token;
-        tree[plane + node] = parent;
-        tree[2 * plane + node] = c->depth;
-        tree[3 * plane + node] = tree[3 * plane + parent] | (int64_t)((uint64_t)1 << node);
-        tree[4 * plane + node] = c->source;
-        s->probabilities[b * T + node] = c->p;
+    int64_t *tree = s->tree + b * T, *ancestors = tree + 3 * plane;
+    for (int i = 0; i < T; i++) {
+        int is_spare = i > 0 && nodes[i].depth == 0;
+        tree[i] = nodes[i].token;
+        tree[plane + i] = nodes[i].parent;
+        tree[2 * plane + i] = nodes[i].depth;
+        ancestors[i] = is_spare ? 0 : (int64_t)((uint64_t)1 << i);
+        if (i > 0 && !is_spare)
+            ancestors[i] |= ancestors[nodes[i].parent];
+        tree[4 * plane + i] = nodes[i].source;
+        s->probabilities[b * T + i] = nodes[i].p;
+        s->positions[b * T + i] = length + nodes[i].depth;
+        s->expected += nodes[i].p;
     }
-    for (int i = 0; i < T; i++)
-        s->positions[b * T + i] = s->lengths[slot] + tree[2 * plane + i];
 }
 
 // Fills `tree` and `positions`. Returns 1 if a cache has no room.
 int step_draft(Step *s) {
-    Draft d = {.s = s, .T = s->tree_size};
-    s->depths = s->behind = 0;
-    s->steps++;
-    for (int b = 0; s->with_lookup && b < s->trees.B; b++) {
+    Draft d = {.s = s};
+    int B = s->trees.B, most = s->tree_size ? s->tree_size : LARGEST;
+    for (int b = 0; s->with_lookup && b < B; b++) {
         int slot = slot_of(&s->trees, b);
         const int32_t *text = s->history + slot * s->history_stride;
         look_up(text, s->lengths[slot], s->chain + b * (1 + MAX_CHAIN));
     }
-    if (!s->tree_size)
-        choose_size(&d);
-    while (s->with_heads && s->depths < s->K && is_worth(&d)) {
-        float expected = d.expected;
-        if (s->depths == 0) {
-            if (catch_up(s))
-                return 1;
-            begin_heads(&d);
-        }
+    s->behind = 0;
+    if (s->depths && catch_up(s))
+        return 1;
+    if (s->depths)
+        begin_heads(&d);
+    while (d.depths < s->depths)
         draft_depth(&d);
-        if (s->tree_size)
-            continue;
-        choose_size(&d);
-        float *gain = s->gains + s->depths - 1;
-        *gain += (d.is_trial ? 1.0f : 0.2f) / s->trees.B * (d.gain - *gain * expected);
-    }
-    s->T = s->trees.T = d.T;
+    Candidate *nodes = scratch(NODES, (size_t)B * most * sizeof *nodes);
+    for (int b = 0; b < B; b++)
+        rank_nodes(&d, b, most, nodes + b * most);
+    s->T = s->trees.T = s->tree_size ? s->tree_size : choose_size(s, nodes);
     s->P = min(s->T, 1 + max(s->K, MAX_CHAIN));
-    for (int b = 0; b < s->trees.B; b++)
-        build_tree(&d, b);
+    s->expected = 0;
+    for (int b = 0; b < B; b++)
+        write_tree(s, b, nodes + b * most);
     return 0;
 }
 

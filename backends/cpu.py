@@ -11,6 +11,7 @@ import math
 import mmap
 import os
 import platform
+import re
 import shlex
 import shutil
 import subprocess
@@ -42,23 +43,18 @@ from generate import FILTERED, LARGEST, MAX_CHAIN, Accepted, Decoder
 from kernels import BINS, SOURCES, best_tokens, filled, filter_logits, runs_triton
 from model import MAX_TREE, Blocks, InputError, KVCache, LMHead, atomic_write, expect, warn
 
-LANES = 16      # outputs that a packed weight interleaves
 GROUP = 32      # inputs that share an activation scale; quantized weights are padded to a multiple
 MAX_HEAD = 256  # largest head size
-FLOAT32, BFLOAT16, INT8, INT4, INT5, INT6 = range(6)  # formats of a packed weight's numbers
-BITS = 32, 16, 8, 4, 5, 6
-KINDS = {torch.float32: FLOAT32, torch.bfloat16: BFLOAT16}
-FLOATS, BYTES = -2, -1  # sources that `pack_rows` reads besides the types of GGUF files
-MIXERS = type(None), AttentionDecoder, Concat  # in cpu.c's order
+MIXERS = type(None), AttentionDecoder, Concat  # in the order of cpu.h's constants
 PROJECTORS = ResBlock, Projector
-CHUNK = 2**26   # bytes requested from the system at once
-FREE = [torch.empty(0, dtype=torch.uint8)]  # the unused part of the last chunk
+RESERVED = 2**26  # bytes requested from the system at once
+FREE = [torch.empty(0, dtype=torch.uint8)]  # the unused part of the last request
 FREE_LOCK = threading.Lock()
 THREADS = []    # number of threads for cpu.c, inside `kernel_threads`
 FEWER = 1.15    # several threads must be this much faster than one to be used
 BUDGET = 0.25   # seconds to measure that
-SOURCE = Path(__file__).with_name("cpu.c")
-MACROS = dict(LANES=LANES, GROUP=GROUP, MAX_HEAD=MAX_HEAD, MAX_TREE=MAX_TREE, MAX_DEPTH=MAX_DRAFT,
+FOLDER = Path(__file__).parent  # of cpu.c and cpu.h
+MACROS = dict(GROUP=GROUP, MAX_HEAD=MAX_HEAD, MAX_TREE=MAX_TREE, MAX_DEPTH=MAX_DRAFT,
               MAX_CHAIN=MAX_CHAIN, LARGEST=LARGEST, BINS=BINS, SOURCES=SOURCES)  # defined in cpu.c
 
 
@@ -167,45 +163,34 @@ def is_exact(model):
 # --------------------------------------------------------------------------------------------------
 # The library
 
-def struct(name, *fields):
-    """A struct of cpu.c. fields: pairs (type, names)."""
-    pairs = [(field, kind) for kind, names in fields for field in names.split()]
-    return type(name, (ctypes.Structure,), dict(_fields_=pairs))
+def read_header(text):
+    """The enum constants and structs (as ctypes.Structure) that cpu.h declares, by name, and
+    `functions`: {name: types of its arguments}. Pointers to numbers become c_void_p."""
+    text = re.sub("//.*", "", text)
+    types = dict(int=c_int, int32_t=c_int32, int64_t=c_int64, float=c_float)
+    structs = {}
+
+    def declared(fields):  # (name, type) pairs of `type name, *name;`
+        for kind, names in re.findall(r"(?:const |struct )*(\w+) ([^;]+);", fields):
+            for star, name in re.findall(r"(\*?)(\w+)", names):
+                target = POINTER(structs[kind]) if kind in structs else c_void_p
+                yield name, target if star else structs.get(kind) or types[kind]
+    constants = {}
+    for body in re.findall(r"^enum {(.*?)}", text, re.S | re.M):
+        value = -1
+        for name, number in re.findall(r"(\w+)(?: = (-?\d+))?", body):
+            value = constants[name] = int(number or value + 1)
+    for name, body in re.findall(r"^typedef struct (\w+) {(.*?)^}", text, re.S | re.M):
+        structs[name] = type(name, (ctypes.Structure,), dict(_fields_=[*declared(body)]))
+    functions = {name: [kind for _, kind in declared(arguments.replace(",", ";") + ";")]
+                 for name, arguments in re.findall(r"^\w+ (\w+)\((.*?)\);", text, re.S | re.M)}
+    return SimpleNamespace(**constants, **structs, functions=functions)
 
 
-Linear = struct("Linear", (c_int32, "kind n k group half zero"),
-                (c_void_p, "values scales minimums tops bias next"))
-Norm = struct("Norm", (c_void_p, "weight bias"), (c_float, "eps"))
-Block = struct("Block", (Norm, "attn_norm attn_post_norm mlp_norm mlp_post_norm q_norm k_norm"),
-               (Linear, "qkv proj up down"),
-               (c_int32, "n_embd n_head n_kv_head head_size n_inner"),
-               (c_int32, "norms_all gated gelu window rope"), (c_float, "scale"))
-Head = struct("Head", (Norm, "norm"), (Linear, "mix key_value project"))
-Heads = struct("Heads", (c_int32, "n_embd n_head n_weights mix linear"), (c_float, "scale"),
-               (POINTER(Head), "heads mix_in"), (Norm, "norm"), (Linear, "rows table"),
-               (c_void_p, "ids"))
-Pass = struct("Pass", (c_int32, "B T threads bfloat16 rows rope_rows"),
-              (c_void_p, "slots lengths ancestors positions rope window_rope slopes kv"),
-              (c_int64, "layer_stride value_stride batch_stride head_stride"))
-Step = struct(
-    "Step", (Linear, "embed"), (c_float, "embed_scale"), (POINTER(Block), "blocks"), (Norm, "norm"),
-    (Linear, "head"), (POINTER(Heads), "heads"), (POINTER(Block), "augment"), (Norm, "state_norm"),
-    (c_int32, "n_blocks n_augment K W with_lookup"), (c_void_p, "chances prices counts"),
-    (Pass, "trees paths"), (c_void_p, "lengths heads_lengths history active root sequence seed"),
-    (c_int64, "history_stride hidden_stride"), (c_void_p, "temperature state hidden_rows"),
-    (c_int32, "tree_size with_heads noise T P depths behind steps skipped patience"),
-    (c_float * MAX_DRAFT, "gains"),
-    (c_void_p, "tree probabilities chain positions target accepted x normed hidden"))
-FUNCTIONS = {
-    "pack_rows": (POINTER(Linear), c_int, c_void_p, c_int64, c_void_p, c_int),
-    "product": (POINTER(Linear), c_void_p, c_int, c_void_p, c_int),
-    "unpack_rows": (POINTER(Linear), c_void_p, c_int, c_void_p),
-    "attention": (POINTER(Block), POINTER(Pass), c_void_p, c_void_p),
-    "run_blocks": (POINTER(Block), c_int, POINTER(Norm), POINTER(Pass), c_void_p, c_void_p),
-    "argmax": (c_void_p, *[c_int] * 3, *[c_void_p] * 5, c_int),
-    "sample": (POINTER(Linear), c_void_p, c_int, c_int, *[c_void_p] * 6, c_int),
-    **{f"step_{stage}": (POINTER(Step),)
-       for stage in ("draft", "verify", "sample", "accept", "commit")}}
+header = read_header((FOLDER / "cpu.h").read_text())
+KINDS = {torch.float32: header.FLOAT32, torch.bfloat16: header.BFLOAT16}
+BITS = {header.FLOAT32: 32, header.BFLOAT16: 16, header.INT8: 8, header.INT6: 6, header.INT5: 5,
+        header.INT4: 4}
 
 
 @lru_cache
@@ -224,7 +209,7 @@ def library():
              f"cannot compile them ({' '.join(reason.split())[:200]}); install a C compiler, such "
              "as gcc, or set CC to one")
         return None
-    for name, types in FUNCTIONS.items():
+    for name, types in header.functions.items():
         getattr(loaded, name).argtypes = types
     return loaded
 
@@ -234,20 +219,26 @@ def load_or_build(command):
     run = partial(subprocess.run, check=True, capture_output=True, text=True)
     command = [*command, *(f"-D{name}={value}" for name, value in MACROS.items())]
     macros = run([*command, "-dM", "-E", "-x", "c", os.devnull]).stdout  # compiler, CPU features
-    key = hashlib.sha256(repr((SOURCE.read_bytes(), command, macros)).encode()).hexdigest()[:16]
+    sources = [(FOLDER / name).read_bytes() for name in ("cpu.c", "cpu.h")]
+    key = hashlib.sha256(repr((sources, command, macros)).encode()).hexdigest()[:16]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clover"
     file = folder / f"cpu-{key}.so"
     with suppress(OSError):  # missing or broken
         return ctypes.CDLL(str(file))
     with tempfile.TemporaryDirectory() as temporary:
         built = f"{temporary}/{file.name}"
-        run([*command, str(SOURCE), "-o", built, "-lm"])
+        run([*command, str(FOLDER / "cpu.c"), "-o", built, "-lm"])
         try:
             folder.mkdir(parents=True, exist_ok=True)
             atomic_write(file, lambda tmp: shutil.copyfile(built, tmp))
         except OSError as error:
             warn(f"the C kernels are compiled anew in each run, which takes seconds: {error}")
         return ctypes.CDLL(built)
+
+
+def lanes():
+    """Outputs that a packed weight interleaves: the numbers in a vector of this CPU."""
+    return c_int32.in_dll(library(), "lanes").value
 
 
 # --------------------------------------------------------------------------------------------------
@@ -265,10 +256,10 @@ def allocate(nbytes):
         return torch.empty(size, dtype=torch.uint8, device="cpu")
     with FREE_LOCK:  # two threads may load models
         if size > len(FREE[0]):
-            chunk = mmap.mmap(-1, max(size, CHUNK), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+            memory = mmap.mmap(-1, max(size, RESERVED), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             with suppress(OSError):  # no huge pages
-                chunk.madvise(mmap.MADV_HUGEPAGE)
-            FREE[0] = torch.frombuffer(chunk, dtype=torch.uint8)
+                memory.madvise(mmap.MADV_HUGEPAGE)
+            FREE[0] = torch.frombuffer(memory, dtype=torch.uint8)
         memory, FREE[0] = FREE[0].split((size, len(FREE[0]) - size))
     return memory
 
@@ -283,12 +274,12 @@ class Format(NamedTuple):
 
 
 FORMATS = {  # GGUF types that are multiplied without conversion
-    "Q4_0": Format(INT4, 8), "Q4_1": Format(INT4, 0, True),
-    "Q5_0": Format(INT5, 16), "Q5_1": Format(INT5, 0, True),
-    "Q8_0": Format(INT8, 128), "IQ4_NL": Format(INT8, 128),
-    "Q4_K": Format(INT4, 0, True, scale_bytes=1), "Q5_K": Format(INT5, 0, True, scale_bytes=1),
-    "Q6_K": Format(INT6, 32, group=16, scale_bytes=1),
-    "IQ4_XS": Format(INT8, 128, scale_bytes=1)}
+    "Q4_0": Format(header.INT4, 8), "Q4_1": Format(header.INT4, 0, True),
+    "Q5_0": Format(header.INT5, 16), "Q5_1": Format(header.INT5, 0, True),
+    "Q8_0": Format(header.INT8, 128), "IQ4_NL": Format(header.INT8, 128),
+    "Q4_K": Format(header.INT4, 0, True, scale_bytes=1), "Q5_K": Format(header.INT5, 0, True, scale_bytes=1),
+    "Q6_K": Format(header.INT6, 32, group=16, scale_bytes=1),
+    "IQ4_XS": Format(header.INT8, 128, scale_bytes=1)}
 
 
 class PackedWeight:
@@ -296,16 +287,16 @@ class PackedWeight:
 
     def __init__(self, layout, n, k, bias=None):
         kind, zero, has_minimums, group, scale_bytes = layout
-        is_quantized = kind >= INT8
+        is_quantized = kind >= header.INT8
         multiple = GROUP if is_quantized else 4
-        numbers = -(-n // LANES) * LANES * -(-k // multiple) * multiple
+        numbers = -(-n // lanes()) * lanes() * -(-k // multiple) * multiple
         scales = is_quantized * numbers // group * scale_bytes
         sizes = dict(values=numbers * BITS[kind] // 8, scales=scales,
                      minimums=scales if has_minimums else 0,
                      tops=4 * numbers // 256 if is_quantized and scale_bytes == 1 else 0)
         self.memory = {name: allocate(size) for name, size in sizes.items() if size}
         self.below = None
-        self.linear = Linear(kind, n, k, group, scale_bytes == 2, zero,
+        self.linear = header.Linear(kind, n, k, group, scale_bytes == 2, zero,
                              **{name: pointer(x) for name, x in self.memory.items()})
         self.set_bias(bias)
 
@@ -323,7 +314,7 @@ class PackedWeight:
         return own + (self.below.nbytes if self.below else 0)
 
     def pack_rows(self, source, address, stride, order=None):
-        """Packs rows of `stride` bytes and returns self. source: FLOATS, BYTES or the number of a
+        """Packs rows of `stride` bytes and returns self. source: RAW_FLOATS, RAW_BYTES or the number of a
         GGUF type. order: int64 [n], which row comes where."""
         library().pack_rows(self.linear, source, address, stride, pointer(order), threads())
         return self
@@ -347,7 +338,7 @@ class PackedWeight:
 def stack(parts, bias=None):
     """Links `PackedWeight`s [n, k] into one weight, outputs in this order, and returns the first.
     Either all are quantized or all have one float type. bias: [sum of n]"""
-    assert len({part.linear.kind if part.linear.kind < INT8 else INT8 for part in parts}) == 1
+    assert len({part.linear.kind if part.linear.kind < header.INT8 else header.INT8 for part in parts}) == 1
     for upper, lower in itertools.pairwise(parts):
         upper.below = lower
         upper.linear.next = ctypes.addressof(lower.linear)
@@ -361,7 +352,7 @@ def pack_floats(weight, bias=None):
     """Packs a float32 or bfloat16 weight [n, k] as it is."""
     rows = weight.contiguous()
     packed = PackedWeight(Format(KINDS[weight.dtype]), *weight.shape, bias)
-    return packed.pack_rows(FLOATS, rows.data_ptr(), rows[0].nbytes)
+    return packed.pack_rows(header.RAW_FLOATS, rows.data_ptr(), rows[0].nbytes)
 
 
 def pack_rounded(weight, bias=None):
@@ -379,12 +370,12 @@ def pack_quantized(q, scales, minimums=None, bias=None):
     q = q.contiguous()
     (n, k), is_int4 = q.shape, q.dtype == torch.uint8
     group = -(-k // GROUP) * GROUP // len(scales)
-    layout = Format(INT4 if is_int4 else INT8, 0 if is_int4 else 128, minimums is not None, group,
+    layout = Format(header.INT4 if is_int4 else header.INT8, 0 if is_int4 else 128, minimums is not None, group,
                     scales.itemsize)
-    packed = PackedWeight(layout, n, k, bias).pack_rows(BYTES, q.data_ptr(), k)
+    packed = PackedWeight(layout, n, k, bias).pack_rows(header.RAW_BYTES, q.data_ptr(), k)
     for name, x in dict(scales=scales, minimums=minimums).items():
         if x is not None:
-            x = F.pad(x, (0, -n % LANES)).unflatten(1, (-1, LANES)).transpose(0, 1).flatten()
+            x = F.pad(x, (0, -n % lanes())).unflatten(1, (-1, lanes())).transpose(0, 1).flatten()
             packed.memory[name][:x.nbytes].copy_(x.view(torch.uint8))
     return packed
 
@@ -500,7 +491,7 @@ class PackedBlocks(Packed, Blocks):
     def __init__(self, blocks):
         super().__init__(blocks)
         self.tensors = []  # keeps alive what the structs point to
-        self.structs = (Block * len(blocks))(*(block_struct(block, self.tensors)
+        self.structs = (header.BlockWeights * len(blocks))(*(block_struct(block, self.tensors)
                                                for block in blocks))
 
     def forward(self, hidden, tables, positions, cache=None, ancestors=None, *rest):
@@ -512,7 +503,7 @@ class PackedBlocks(Packed, Blocks):
         ancestors = None if ancestors is None else ancestors.contiguous()
         a_pass = pass_struct(hidden.shape, tables, cache.kv, lengths, ancestors, positions)
         normed = torch.empty_like(x)
-        failed = library().run_blocks(self.structs, len(self), Norm(), a_pass, x.data_ptr(),
+        failed = library().run_blocks(self.structs, len(self), header.NormWeights(), a_pass, x.data_ptr(),
                                       normed.data_ptr())
         check_room(failed, a_pass)
         return x.to(hidden.dtype), None
@@ -532,7 +523,7 @@ def pass_struct(shape, tables, kv, lengths, ancestors=None, positions=None):
     *ropes, slopes = tables
     rope_rows = max((len(x) for x in ropes if x is not None), default=0)
     assert all(x is None or x.dtype == kv.dtype and x.is_contiguous() for x in ropes)
-    return Pass(B, T, threads(), kv.dtype == torch.bfloat16, kv.shape[4], rope_rows, None,
+    return header.Pass(B, T, threads(), kv.dtype == torch.bfloat16, kv.shape[4], rope_rows, None,
                 *map(pointer, (lengths, ancestors, positions, *ropes, slopes, kv)),
                 *kv.stride()[:4])
 
@@ -546,7 +537,7 @@ def check_room(failed, a_pass):
 def block_struct(block, tensors):
     """The `Block` of a packed block. Appends the tensors that it points to."""
     config = block.attn.config
-    struct = Block(**{name: getattr(config, name) for name in (
+    struct = header.BlockWeights(**{name: getattr(config, name) for name in (
         "n_embd", "n_head", "n_kv_head", "head_size", "n_inner", "gated")})
     for path, layer in block.named_modules():
         name = path.rpartition(".")[2]
@@ -570,10 +561,10 @@ class PackedHeads(Packed, DraftHeads):
         super().__init__(clover.heads)
         base = clover.model
         self.tensors = []  # keeps alive what the structs point to
-        self.structs = (Head * len(self))(*(mix_struct(head.mix, self.tensors) for head in self))
+        self.structs = (header.HeadWeights * len(self))(*(mix_struct(head.mix, self.tensors) for head in self))
         for struct, head in zip(self.structs, self):
             struct.project = head.project.linear.packed.linear
-        self.struct = Heads(
+        self.struct = header.Heads(
             n_embd=base.config.n_embd, n_head=getattr(self[0].mix, "n_head", 1),
             n_weights=len(self), mix=MIXERS.index(type(self[0].mix)),
             linear=type(self[0].project) is Projector, scale=clover.embedding_scale,
@@ -596,7 +587,7 @@ class PackedHeads(Packed, DraftHeads):
 
 def mix_struct(mix, tensors):
     """A `Head` with only the token mixer `mix`, or None."""
-    struct = Head()
+    struct = header.HeadWeights()
     if mix is not None:
         struct.norm = norm_struct(mix.norm, tensors)
     if isinstance(mix, AttentionDecoder):
@@ -611,7 +602,7 @@ def norm_struct(norm, tensors):
     """The `Norm` of a norm. Appends the tensors that it points to."""
     weights = [x if x is None else x.detach().float() for x in (norm.weight, norm.bias)]
     tensors += weights
-    return Norm(*map(pointer, weights), norm.eps)
+    return header.NormWeights(*map(pointer, weights), norm.eps)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -657,7 +648,7 @@ class CompiledDecoder(Decoder):
             history=slots.history, active=slots.active, root=slots.root, sequence=slots.sequence,
             seed=slots.sampling["seed"], temperature=slots.sampling["temperature"],
             state=slots.state)
-        struct = Step(blocks=model.blocks.structs, n_blocks=len(model.blocks), embed_scale=1,
+        struct = header.Step(blocks=model.blocks.structs, n_blocks=len(model.blocks), embed_scale=1,
                       norm=norm_struct(model.norm, self.tensors), K=policy.depth, W=self.beams,
                       with_lookup=policy.lookup, history_stride=slots.history.stride(0),
                       trees=self.slot_pass(slots.cache),
@@ -682,7 +673,7 @@ class CompiledDecoder(Decoder):
         self.hidden_rows = cache.new_zeros(self.batch_size, cache.shape[4], C)
         self.tensors.append(ones)
         struct.heads = ctypes.pointer(heads.heads.struct)
-        struct.state_norm = Norm(ones.data_ptr(), None, torch.finfo(torch.float32).eps)
+        struct.state_norm = header.NormWeights(ones.data_ptr(), None, torch.finfo(torch.float32).eps)
         struct.paths = self.slot_pass(self.slots.heads_cache)
         struct.augment = getattr(heads.augment_blocks, "structs", None)
         struct.n_augment = len(heads.augment_blocks)

@@ -39,15 +39,15 @@ ROOT = Path(__file__).parents[1]
 def packed_weight(kind, n, k, group=32):
     """(a `cpu.PackedWeight` with a bias, the weight and the bias in float64)"""
     bias = torch.randn(n)
-    if kind in (cpu.FLOAT32, cpu.BFLOAT16):
-        weight = torch.randn(n, k).to(torch.float32 if kind == cpu.FLOAT32 else torch.bfloat16)
+    if kind in (cpu.header.FLOAT32, cpu.header.BFLOAT16):
+        weight = torch.randn(n, k).to(torch.float32 if kind == cpu.header.FLOAT32 else torch.bfloat16)
         return cpu.pack_floats(weight, bias), weight.double(), bias.double()
     q = torch.randint(-128, 128, (n, k), dtype=torch.int8)
-    if kind == cpu.INT4:
+    if kind == cpu.header.INT4:
         q = (q & 15).view(torch.uint8)
     G = -(-k // 32) * 32 // group
-    scales = (torch.rand(G, n) + 0.1).to(torch.float16 if kind == cpu.INT8 else torch.float32)
-    minimums = torch.randn(G, n) if kind == cpu.INT4 else None
+    scales = (torch.rand(G, n) + 0.1).to(torch.float16 if kind == cpu.header.INT8 else torch.float32)
+    minimums = torch.randn(G, n) if kind == cpu.header.INT4 else None
     spread = lambda x: x.double().T.repeat_interleave(group, 1)[:, :k]
     weight = spread(scales) * q.double()
     if minimums is not None:
@@ -73,7 +73,7 @@ def test_product_is_the_sum_of_products(kind, n, k, group):
     for M in (1, 2, 3, 8, 11, 64):
         x = torch.randn(M, k)
         got = packed.multiply(x)
-        whole = {cpu.FLOAT32: x, cpu.BFLOAT16: x.bfloat16()}.get(kind, math.prod(rounded(x)).flatten(1)[:, :k])
+        whole = {cpu.header.FLOAT32: x, cpu.header.BFLOAT16: x.bfloat16()}.get(kind, math.prod(rounded(x)).flatten(1)[:, :k])
         want = whole.double() @ weight.T + bias
         assert (got - want).abs().max() < 1e-5 * want.abs().max(), M
         torch.set_num_threads(2)
@@ -103,9 +103,9 @@ def test_rows_are_rounded_as_the_formula_says(k):
 def attend(q, kv, slopes, window, lengths, ancestors, threads=1, slots=None):
     """cpu.c's attention of q [B, T, Hq, D] over keys and values kv [2, slots, Hkv, S, D]."""
     B, T, Hq, D = q.shape
-    block = cpu.Block(n_head=Hq, n_kv_head=kv.shape[2], head_size=D, window=window, rope=-1, scale=D ** -0.5)
+    block = cpu.header.BlockWeights(n_head=Hq, n_kv_head=kv.shape[2], head_size=D, window=window, rope=-1, scale=D ** -0.5)
     tensors = slots, lengths, ancestors, None, None, None, slopes, kv
-    a_pass = cpu.Pass(B, T, threads, kv.dtype == torch.bfloat16, kv.shape[3], 0, *map(cpu.pointer, tensors), 0,
+    a_pass = cpu.header.Pass(B, T, threads, kv.dtype == torch.bfloat16, kv.shape[3], 0, *map(cpu.pointer, tensors), 0,
                       *kv.stride()[:3])
     out = torch.empty_like(q)
     cpu.library().attention(block, a_pass, q.data_ptr(), out.data_ptr())
@@ -160,7 +160,7 @@ def test_argmax_is_gumbel_argmax(temperature):
 @pytest.mark.parametrize("B, T", [(1, 1), (3, 5), (2, 40), (70, 1)])
 def test_sample_is_argmax_of_the_logits(B, T, temperature):
     """Bug: rows of another sequence or position if logits are computed in parts, noise of another position."""
-    packed, *_ = packed_weight(cpu.INT8, 300, 64)
+    packed, *_ = packed_weight(cpu.header.INT8, 300, 64)
     packed.linear.bias = None
     head, hidden = cpu.PackedLMHead(packed), torch.randn(B, T, 64) * 1e-3  # small, so that the noise matters
     sequence, position = torch.arange(B) + 2**40, torch.randint(0, 1000, (B, T))
