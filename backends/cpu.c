@@ -38,9 +38,10 @@
 #define TILE 8               // most rows multiplied at once
 #define SLICE (4 * LANES)    // dimensions of a head that are accumulated in registers
 #else
-#define TILE 4
+#define TILE 6
 #define SLICE (2 * LANES)
 #endif
+#define SUMS (LANES == 16 ? 2 : 4)  // sums of floats per row, which hide the additions' latency
 #define HEADS 3              // heads that share loads of keys and values
 #define SPLIT 128            // cache positions per unit of attention
 #define WORD (4 * LANES)     // bytes of a vector
@@ -53,6 +54,11 @@
 #define FETCH 2048           // prefetch distance in bytes
 #define SPINS 4000           // polls before a thread sleeps: about 0.1 ms
 #define INLINE static inline __attribute__((always_inline))
+#ifdef __clang__
+#define UNROLL _Pragma("clang loop unroll(full)")
+#else
+#define UNROLL _Pragma("GCC unroll 16")
+#endif
 #pragma GCC diagnostic ignored "-Wpsabi"  // functions with vector arguments are all inlined
 
 typedef float vf __attribute__((vector_size(4 * LANES)));
@@ -121,6 +127,15 @@ typedef __m128i vx;
 
 INLINE vi splat_word(int32_t x) { return x - (vi){0}; }
 
+// Computes a vector here: compilers would reorder the sums, for which registers do not suffice
+#if defined(__x86_64__)
+#define IN_ORDER(v) __asm__("" : "+v"(v))
+#elif defined(__aarch64__)
+#define IN_ORDER(v) __asm__("" : "+w"(v))
+#else
+#define IN_ORDER(v)
+#endif
+
 #if LANES == 16 && defined(__AVX512VNNI__) || LANES == 8 && defined(__AVXVNNI__)
 #if LANES == 16
 #define DPBUSD _mm512_dpbusd_epi32
@@ -173,7 +188,9 @@ INLINE Partial begin(vi sum) { return (Partial){0}; }
 #endif
 #ifdef X86
 INLINE vi total(vi sum, Partial partial) {
-    return sum + (vi)X86(madd_epi16)((vx)partial, X86(set1_epi16)(1));
+    sum += (vi)X86(madd_epi16)((vx)partial, X86(set1_epi16)(1));
+    IN_ORDER(sum);
+    return sum;
 }
 INLINE Partial add_word(Partial sum, vi w, int32_t x, int kind) {
     vi xs = splat_word(x);
@@ -182,7 +199,7 @@ INLINE Partial add_word(Partial sum, vi w, int32_t x, int kind) {
         w = (vi)X86(abs_epi8)((vx)w);
     }
     sum += (vs)X86(maddubs_epi16)((vx)w, (vx)xs);
-    __asm__("" : "+v"(sum));     // else gcc adds in an order that takes more registers
+    IN_ORDER(sum);
     return sum;
 }
 #else
@@ -403,7 +420,7 @@ INLINE vf larger(vf a, vf b) { return select_lanes((a > b) | (a != a), a, b); } 
 
 // f over all lanes of v
 INLINE float reduce(Combine *f, vf v) {
-#pragma GCC unroll 4
+    UNROLL
     for (int s = LANES / 2; s > 0; s /= 2)
         v = f(v, swap(v, s));
     return v[0];
@@ -413,10 +430,10 @@ INLINE float max_lanes(vf v) { return reduce(larger, v); }
 
 // f over all lanes of v[i] in lane i; neighbours are combined first
 INLINE vf fold(Combine *f, vf *v) {
-#pragma GCC unroll 4
+    UNROLL
     for (int s = 1; s < LANES; s *= 2) {
         vi odd = (NUMBERS & s) != 0;
-#pragma GCC unroll 16
+        UNROLL
         for (int i = 0; i < LANES; i += 2 * s) {
             vf stay = select_lanes(odd, v[i + s], v[i]), move = select_lanes(odd, v[i], v[i + s]);
             v[i] = f(stay, swap(move, s));
@@ -427,10 +444,10 @@ INLINE vf fold(Combine *f, vf *v) {
 
 // Swaps lane j of v[i] and lane i of v[j]
 INLINE void transpose(vf *v) {
-#pragma GCC unroll 4
+    UNROLL
     for (int s = 1; s < LANES; s *= 2) {
         vi odd = (NUMBERS & s) != 0;
-#pragma GCC unroll 16
+        UNROLL
         for (int i = 0; i < LANES; i++)
             if (!(i & s)) {
                 vf a = v[i], b = v[i + s];
@@ -616,7 +633,7 @@ INLINE void sum_words(const char *group, const Group *x, int n, int kind, int fi
     Partial partial[TILE];
     for (int i = 0; i < n; i++)
         partial[i] = begin(sums[i]);
-#pragma GCC unroll 8
+    UNROLL
     for (int j = 0; j < words; j++) {
         vi w = load_word(group, first + j, kind);
         for (int i = 0; i < n; i++)
@@ -638,6 +655,7 @@ INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, in
     const char *values = (const char *)w->values + group * size;
     for (; group < last; group++, x += n, values += size) {
         fetch(values + FETCH, size);
+        UNROLL
         for (int part = 0; part < parts; part++) {
             vi sums[TILE];
             for (int i = 0; i < n; i++)
@@ -664,36 +682,38 @@ INLINE vf multiply_add(vf sum, vi w, int32_t x, int in_pairs) {
     if (in_pairs)
         return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)splat_word(x));
 #endif
-    return sum + (vf)w * (vf)splat_word(x);
+    sum += (vf)w * (vf)splat_word(x);
+    IN_ORDER(sum);
+    return sum;
 }
 
 INLINE void float_tile(const Linear *w, const Group *x, int block, int n, int kind, vf *acc) {
-    int in_pairs = kind == BFLOAT16 && IN_PAIRS, padded = (w->k + 3) / 4 * 4;
-    int left = in_pairs ? padded / 2 : padded;  // words of x
-    const char *values = (const char *)w->values + (size_t)block * padded * (kind == FLOAT32 ? 4 : 2)
-        * LANES;
-    vf odd[TILE];                // a second sum hides the latency of the additions
-    for (int i = 0; i < n; i++)
-        odd[i] = splat(0);
+    int in_pairs = kind == BFLOAT16 && IN_PAIRS, is_split = kind == BFLOAT16 && !IN_PAIRS;
+    int padded = (w->k + 3) / 4 * 4, left = in_pairs ? padded / 2 : padded;  // left: words of x
+    size_t size = (size_t)padded * (kind == FLOAT32 ? WORD : WORD / 2);
+    const char *values = (const char *)w->values + block * size;
+    vf sums[SUMS][TILE];
+    for (int s = 0; s < SUMS; s++)
+        for (int i = 0; i < n; i++)
+            sums[s][i] = splat(0);
     for (; left > 0; left -= 8, x += n)
-        for (int j = 0; j < min(left, 8); j += 2) {
-            vi w0 = (vi)load(values), w1;
-            if (kind == FLOAT32 || in_pairs) {
-                w1 = (vi)load(values + WORD);
-            } else {
-                w1 = w0 & (int32_t)0xffff0000;
-                w0 <<= 16;
-            }
-            int size = kind == FLOAT32 || in_pairs ? 2 * WORD : WORD;
-            fetch(values + FETCH, size);
-            values += size;
-            for (int i = 0; i < n; i++) {
-                acc[i] = multiply_add(acc[i], w0, x[i].words[j], in_pairs);
-                odd[i] = multiply_add(odd[i], w1, x[i].words[j + 1], in_pairs);
+        for (int j = 0; j < min(left, 8); j += SUMS) {
+            fetch(values + FETCH, is_split ? SUMS * WORD / 2 : SUMS * WORD);
+            UNROLL
+            for (int s = 0; s < SUMS; s++) {
+                vi words = (vi)load(values);
+                if (is_split)
+                    words = s % 2 ? words & (int32_t)0xffff0000 : words << 16;
+                for (int i = 0; i < n; i++)
+                    sums[s][i] = multiply_add(sums[s][i], words, x[i].words[j + s], in_pairs);
+                values += is_split && s % 2 == 0 ? 0 : WORD;
             }
         }
-    for (int i = 0; i < n; i++)
-        acc[i] += odd[i];
+    for (int i = 0; i < n; i++) {
+        acc[i] = sums[0][i] + sums[1][i];
+        if (SUMS == 4)
+            acc[i] += sums[2][i] + sums[3][i];
+    }
 }
 
 // Multiplies n rows, from row `first`, by block number `block` of w; at: the column of its outputs
@@ -721,9 +741,9 @@ INLINE void tile_of(const Product *p, const Linear *w, int block, int at, int fi
         case 2: tile(p, w, block, at, first, 2, kind); break;
         case 3: tile(p, w, block, at, first, 3, kind); break;
         case 4: tile(p, w, block, at, first, 4, kind); break;
-#if TILE == 8
         case 5: tile(p, w, block, at, first, 5, kind); break;
         case 6: tile(p, w, block, at, first, 6, kind); break;
+#if TILE == 8
         case 7: tile(p, w, block, at, first, 7, kind); break;
         case 8: tile(p, w, block, at, first, 8, kind); break;
 #endif
@@ -759,7 +779,8 @@ static void product_unit(void *arguments, int unit) {
 
 void product(const Linear *w, const float *x, int M, float *out, int threads) {
     int inputs = inputs_of(w->kind);
-    Product p = {w, x, out, .M = M, .tiles = (M + TILE - 1) / TILE};
+    int rows = w->kind >= INT8 ? TILE : TILE * 2 / SUMS;  // of a tile
+    Product p = {w, x, out, .M = M, .tiles = (M + rows - 1) / rows};
     p.n_groups = (w->k + inputs - 1) / inputs;
     p.groups = scratch(PREPARED, (size_t)M * p.n_groups * sizeof *p.groups);
     for (const Linear *part = w; part; part = part->next) {
@@ -1159,7 +1180,7 @@ INLINE void read_cache(const Call *a, int b, int head, int row, int count, float
     fetch(value + LANES * D * bytes, LANES * D * bytes);
     for (int d = 0; d < D; d += LANES) {
         vf v[LANES];
-#pragma GCC unroll 16
+        UNROLL
         for (int i = 0; i < LANES; i++)
             v[i] = load_row(from, min(i, count - 1) * D + d, D - d, bytes == 2);
         transpose(v);
