@@ -704,6 +704,7 @@ INLINE void float_tile(const Linear *w, const Group *x, int block, int n, int ki
                 vi words = (vi)load(values);
                 if (is_split)
                     words = s % 2 ? words & (int32_t)0xffff0000 : words << 16;
+                IN_ORDER(words);  // gcc would load them anew for each row
                 for (int i = 0; i < n; i++)
                     sums[s][i] = multiply_add(sums[s][i], words, x[i].words[j + s], in_pairs);
                 values += is_split && s % 2 == 0 ? 0 : WORD;
