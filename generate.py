@@ -92,14 +92,15 @@ class Accepted(NamedTuple):
 
 
 # --------------------------------------------------------------------------------------------------
-# How many nodes a step verifies
+# How many nodes a step verifies, and how many heads draft them
 
-SIZES = dict(cpu=(1, 2, 3, 4, 6, 8, 12, 16), cuda=(1, 2, 4, 8, 16, 32, 64))  # tree sizes to select
+TREE_SIZES = dict(cpu=(1, 2, 3, 4, 6, 8, 12, 16), cuda=(1, 2, 4, 8, 16, 32, 64))  # T to select
 LARGEST = 16    # largest T that a C step chooses by itself
 PERIOD = 16     # steps between two updates of the tables
-PACE = 0.1      # learning rate of `Durations`
-TRIAL = 64      # every 64 steps, a size unused for that long is tried for two steps
-OPTIMISM = 1.25 # if it was never used, or its predicted rate times this beats the best
+PACE = 0.1      # part of a step's error that corrects each part of the prediction of its seconds
+UNUSED = 64     # steps after which an option is tried again, for two steps
+TRIAL_TIME = 0.01  # part of the time that trials may take
+OPTIMISM = 1.25 # an option is tried if its rate times this beats the best, or it was never used
 # (accepted, proposed) tokens of lookup assumed at the start, by match length 0 to 4
 LOOKUP_PRIOR = (0, 1), (0.5, 2.5), (1, 3), (1.5, 3.5), (2, 4)
 MEMORY = 256, 64  # window of the acceptance counts: head nodes per bin, lookup tokens per length
@@ -111,14 +112,15 @@ LAUNCH_SECONDS = 12 * 2e-6 # launches of a layer or a draft head in a CUDA graph
 
 
 class Policy:
-    """Selects the tree size T of each step: the fixed `tree_size`, or the T that maximises
+    """Selects an option for each step: (tree size T, heads that draft). It is fixed by `tree_size`,
+    or the one with the most expected tokens per second.
 
-        (1 + sum of the acceptance probabilities of the T - 1 likeliest nodes) / seconds(T)
-
-    `chances`, float32 [2, SOURCES], holds these probabilities for greedy and sampled sequences, by
-    the bin of a head's joint log-probability and by the length of lookup's match. Each step counts
-    how often they come true. The C kernels choose T within a step, from its own nodes. Elsewhere T
-    is fixed before the step, from the running mean acceptance of the n-th likeliest node.
+    `chances`, float32 [2, SOURCES], holds the acceptance probabilities of nodes for greedy and
+    sampled sequences, by the bin of a head's joint log-probability and by the length of lookup's
+    match. Each step counts how often they come true. The C kernels choose T within a step, by these
+    probabilities of its own nodes and by `step_seconds`; the option's T is None then, and its rate
+    is the mean of what its steps expected over the mean of their time. Elsewhere T is fixed before
+    the step, by the running mean acceptance of the n-th likeliest node.
 
     tree_size (InputError if out of range) may be lowered between steps: 1 is plain decoding."""
 
@@ -128,15 +130,16 @@ class Policy:
         self.tree_size = tree_size if heads or lookup else 1
         self.heads = None if self.tree_size == 1 else heads
         self.lookup = lookup and self.tree_size != 1
-        self.depth = heads.config.n_draft if self.heads else 0
-        self.chooses_inside = decoder_class(model, self.heads).chooses_size
-        self.options = [(self.tree_size or 0, self.heads is not None)]  # what `select` may return
-        if not (self.tree_size or self.chooses_inside):
-            self.options = [(1, False)]
-            for with_heads, drafter in (True, self.heads), (False, lookup):
-                if drafter:
-                    self.options += [(T, with_heads) for T in SIZES[model.device.type][1:]]
-        self.largest = self.tree_size or max(LARGEST, *(T for T, _ in self.options))
+        self.depth = K = heads.config.n_draft if self.heads else 0
+        sizes = TREE_SIZES[model.device.type][1:]
+        if self.tree_size:
+            self.options = [(self.tree_size, min(K, self.tree_size - 1))]
+        elif decoder_class(model, self.heads).chooses_size:
+            self.options = [(None, depths) for depths in sorted({0, min(1, K), min(2, K), K})]
+        else:
+            self.options = [(1, 0), *((T, min(K, T - 1)) for T in sizes if K),
+                            *((T, 0) for T in sizes if lookup)]
+        self.largest = max(T or LARGEST for T, _ in self.options)
         self.group = model.group
         self.known = known_counts(self.heads)  # [2, SOURCES, 2]: accepted, proposed
         # totals, to which steps add; in float32 they would stop at 2^24
@@ -145,52 +148,77 @@ class Policy:
         self.chances = torch.zeros(2, SOURCES, device=model.device)
         self.learn_chances(self.seen)
         # with and without heads: mean acceptance of the n-th likeliest node, over how many steps
-        self.means = {with_heads: [0.5 * rank ** -1.4 for rank in range(1, MAX_TREE)]
-                      for with_heads in (False, True)}
-        self.averaged = {with_heads: [2] * MAX_TREE for with_heads in self.means}
+        self.means = {drafts: [0.5 * rank ** -1.4 for rank in range(1, MAX_TREE)]
+                      for drafts in (False, True)}
+        self.averaged = {drafts: [2] * MAX_TREE for drafts in self.means}
+        self.yields = {}  # (depths, bucket of B) -> [tokens per sequence, time], decayed sums
         costs = guessed_costs(model, self.heads)
         if self.group:
             costs = self.group.broadcast(costs)  # ranks hold unequal parts
-        self.durations = Durations(*costs)
-        # seconds: [T] of a step of T nodes, [0] of the first head, [-1] of each further head
-        self.prices = torch.full((MAX_TREE + 2,), math.inf)
-        self.priced_batch = 0      # B of `prices`
+        self.times = StepTimes(*costs)
+        self.step_seconds = torch.ones(LARGEST + 1)  # [T], for the heads and B of the next step
+        # share of the model's blocks that heads run over each committed row
+        self.augmenting = len(heads.augment_blocks) / model.config.n_layer if self.heads else 0
         self.steps = 0
-        self.last_use = Counter()  # option -> step
-        self.trial = []            # options to try in the next steps
+        self.B = 0
+        self.best = self.last = None
+        self.last_use = {}  # option -> step
+        self.trial = []     # options to try in the next steps
+        self.elapsed = self.trial_seconds = 0.0
 
-    def select(self, B):
-        """(T, whether heads draft) of the next step. T = 0: the step chooses both by `prices`."""
+    def select(self, B, unread=lambda: 0):
+        """The option of the next step of B sequences. unread(): how many committed rows the heads
+        have not read."""
         self.steps += 1
         if self.tree_size:
-            return self.tree_size, self.heads is not None and self.tree_size > 1
-        if self.chooses_inside:
-            if self.steps % PERIOD == 0 or B != self.priced_batch:
-                self.set_prices(B)
-            return self.options[0]
-        rates = {option: self.rate(B, *option) for option in self.options}
-        best = max(rates, key=rates.get)
-        if self.steps % TRIAL == 0:
-            unused = [option for option in rates if self.steps - self.last_use[option] >= TRIAL
-                      and (OPTIMISM * rates[option] > rates[best] or option not in self.last_use)]
-            self.trial = 2 * [max(unused, key=rates.get)] if unused else []
-        option = self.trial.pop() if self.trial else best
+            return self.tree_size, min(self.depth, self.tree_size - 1)
+        is_due = self.steps % PERIOD == 0 or self.steps in (2, 4, 8) or B != self.B
+        if is_due:
+            self.B = B
+            self.best = max(self.options, key=self.rate)
+            if self.steps % UNUSED == 0:
+                self.begin_trial(unread)
+        option = self.trial.pop() if self.trial else self.best
+        if option[0] is None and (is_due or option != self.last):
+            seconds = [self.times.seconds(B, T, option[1]) for T in range(1, LARGEST + 1)]
+            self.step_seconds[1:] = torch.tensor(seconds).cummax(0).values
+        self.last = option
         self.last_use[option] = self.steps
         return option
 
-    def set_prices(self, B):
-        self.priced_batch = B
-        plain, one, two = (self.durations.seconds(B, 1, depths) for depths in range(3))
-        self.prices[0] = one - plain
-        self.prices[-1] = two - one
-        seconds = [self.durations.seconds(B, T, 0) for T in range(1, LARGEST + 1)]
-        self.prices[1:LARGEST + 1] = torch.tensor(seconds).cummax(0).values
+    def begin_trial(self, unread):
+        """Sets `trial` to the best of the options that were not used for long, if time is left."""
+        rates = {option: self.rate(option) for option in self.options
+                 if self.steps - self.last_use.get(option, -UNUSED) >= UNUSED}
+        hopeful = [option for option, rate in rates.items() if option not in self.last_use
+                   or OPTIMISM * rate > self.rate(self.best)]
+        if not hopeful:
+            return
+        T, depths = option = max(hopeful, key=rates.get)
+        seconds = 2 * self.times.seconds(self.B, T or depths + 1, depths)
+        if depths and (rows := unread()):
+            seconds += self.augmenting * self.times.seconds(1, rows, 0)
+        if self.trial_seconds + seconds <= TRIAL_TIME * self.elapsed:
+            self.trial_seconds += seconds
+            self.trial = [option, option]
 
-    def rate(self, B, T, with_heads):
-        """Expected tokens per second of a sequence."""
-        depths = min(self.depth, T - 1) if with_heads else 0
-        tokens = 1 + sum(self.means[with_heads][:T - 1])
-        return tokens / self.durations.seconds(B, T, depths)
+    def rate(self, option):
+        """Expected tokens of a sequence per second, or per unit of time if T is None."""
+        T, depths = option
+        if T is None:
+            tokens, time = self.yield_of(self.B, depths)
+            return tokens / time
+        tokens = 1 + sum(self.means[depths > 0][:T - 1])
+        return tokens / self.times.seconds(self.B, T, depths)
+
+    def yield_of(self, B, depths):
+        """[tokens per sequence, time in units] of steps with these heads: at first two steps of a
+        chain."""
+        key = depths, B.bit_length()
+        if key not in self.yields:
+            tokens = 1 + sum(self.means[True][:depths])
+            self.yields[key] = [2 * tokens, 2 * self.times.relative(B, depths + 1, depths)]
+        return self.yields[key]
 
     def update(self, step, results):
         """Learns from a `StepRun` and its `StepResult`s."""
@@ -199,12 +227,20 @@ class Policy:
         seconds = step.seconds
         if self.group:  # ranks see the same tokens, but each has its own clock
             seconds = self.group.broadcast(seconds) if self.steps % PERIOD == 0 else None
-        if seconds:
-            self.durations.learn(step.B, step.tree_size, step.depths, seconds)
         if step.counts is not None:
             self.learn_chances(step.counts)
-        if self.chooses_inside:
-            return
+        if seconds:
+            self.elapsed += seconds
+        if seconds and not step.catches_up:
+            self.times.learn(step.B, step.tree_size, step.depths, seconds)
+        if step.expected is None:
+            self.learn_means(step, results)
+        elif seconds and not step.catches_up:
+            sums = self.yield_of(step.B, step.depths)
+            sums[0] += step.expected / step.B - sums[0] / MEMORY[1]
+            sums[1] += seconds / self.times.unit - sums[1] / MEMORY[1]
+
+    def learn_means(self, step, results):
         hits = Counter(node for result in results for node in result.path[1:])
         means = self.means[step.depths > 0]
         averaged = self.averaged[step.depths > 0]
@@ -250,56 +286,59 @@ def known_counts(heads):
     return counts
 
 
-class Durations:
-    """Predicts the seconds of a step: B trees of T nodes, drafted by the first `depths` heads.
+class StepTimes:
+    """Predicts the seconds of a step of B trees of T nodes, drafted by `depths` heads:
 
-    Costs are relative to a plain step of one sequence: `row` of a further row, `head` of a draft
-    head, `head_row` of a further row of a head, `arithmetic` of a row where compute is the bound.
-    An online regression refines them: a step's error in log(seconds) corrects the machine's speed,
-    the costs of rows and of heads (more if their share is unusual), and the `bucket` of rows."""
+        unit * (rows[bucket(B * T)] + heads[depths, bucket(B)]),   rows[1] = 1
+
+    unit: the machine's present speed. Both tables are guesses times corrections; a cell that was
+    never measured has the correction of the nearest one that was. Guesses: costs relative to a
+    plain step of one sequence, `row` of a further row, `head` of a draft head, `head_row` of a
+    further row of a head, `arithmetic` of a row where compute is the bound."""
 
     def __init__(self, row, head, head_row=0.0, arithmetic=0.0):
         self.costs = row, head, head_row, arithmetic
-        self.unit = None             # seconds of a plain step of one sequence
-        self.log_costs = [0.0, 0.0]  # log corrections of the costs of rows and of heads
-        self.shares = [(0.0, 0.02)] * 2  # mean and variance of their shares of a step
-        self.log_sizes = Counter()   # log corrections by `bucket` of rows
-        self.steps = 0
+        self.unit = None  # seconds
+        self.corrections = {(0, 1): 0.0}  # (depths or 0 for rows, bucket) -> log of the correction
 
-    def parts(self, B, T, depths):
-        """Cost of the further rows and of the heads, relative to a step of one row."""
+    def guess(self, depths, n):
+        """The cost of n rows, or of that many heads for n sequences."""
         row, head, head_row, arithmetic = self.costs
-        log_row, log_head = self.log_costs
-        rows = max(row * math.exp(log_row) * (B * T - 1), arithmetic * B * T - 1)
         if depths == 0:
-            return rows, 0.0
-        head_rows = B * (2 + DEFAULT_BEAMS * (depths - 1))  # 2: the augmenting block, head 1
-        return rows, (head * (1 + depths) + head_row * head_rows) * math.exp(log_head)
+            return max(1 + row * (n - 1), arithmetic * n)
+        # 2: the augmenting block, head 1
+        return head * (1 + depths) + head_row * n * (2 + DEFAULT_BEAMS * (depths - 1))
+
+    def correction(self, depths, n):
+        cell = depths, bucket(n)
+        if cell in self.corrections:
+            return self.corrections[cell]
+        near = [other for other in self.corrections if (other[0] > 0) == (depths > 0)]
+        distance = lambda other: (abs(other[0] - depths), abs(other[1] - cell[1]))
+        return self.corrections[min(near, key=distance)] if near else 0.0
+
+    def relative(self, B, T, depths):
+        """The time in units."""
+        parts = [(0, B * T), (depths, B)][:1 + (depths > 0)]
+        return sum(self.guess(*part) * math.exp(self.correction(*part)) for part in parts)
 
     def seconds(self, B, T, depths):
-        rows, heads = self.parts(B, T, depths)
-        return (self.unit or 1.0) * ((1 + rows) * math.exp(self.log_sizes[bucket(B * T)]) + heads)
+        return (self.unit or 1.0) * self.relative(B, T, depths)
 
     def learn(self, B, T, depths, seconds):
         """Corrects the prediction by the measured seconds of a step."""
         if self.unit is None:
-            self.unit = seconds / self.seconds(B, T, depths)
+            self.unit = seconds / self.relative(B, T, depths)
         error = math.log(seconds / self.seconds(B, T, depths))
-        self.steps += 1
-        pace = max(PACE, 2 / (self.steps + 5))  # faster at first
-        change = pace * max(min(error, 0.3), -0.3)  # one slow step says little
-        parts = self.parts(B, T, depths)
-        for i, part in enumerate(parts):
-            mean, variance = self.shares[i]
-            off = part / (1 + sum(parts)) - mean
-            self.shares[i] = mean + off / MEMORY[1], variance + (off * off - variance) / MEMORY[1]
-            self.log_costs[i] += change * off / (4 * variance + 0.04)
+        change = PACE * max(min(error, 0.3), -0.3)  # one slow step says little
         self.unit *= math.exp(change)
-        self.log_sizes[bucket(B * T)] += change / 8
+        for part in [(0, B * T), (depths, B)][:1 + (depths > 0)]:
+            if part != (0, 1):
+                self.corrections[part[0], bucket(part[1])] = self.correction(*part) + change
 
 
 def guessed_costs(model, heads):
-    """The initial costs (row, head, head_row, arithmetic) of `Durations`."""
+    """The initial costs (row, head, head_row, arithmetic) of `StepTimes`."""
     weights = model.weight_bytes()
     numbers = 0  # weights that a head reads, the (draft) vocabulary's rows included
     if heads:
@@ -323,7 +362,7 @@ def linear_weights(module):
 
 
 def bucket(rows):
-    """Row counts that share a correction: one each up to 16, then two per doubling."""
+    """Counts that share a cell of `StepTimes`: one each up to 16, then two per doubling."""
     return rows if rows <= 16 else 16 + round(2 * math.log2(rows / 16))
 
 
@@ -383,7 +422,9 @@ class StepRun(NamedTuple):
     tree_size: int
     depths: int            # drafted by heads
     seconds: float | None  # None for the first step of its kind, which compiles and captures
-    counts: torch.Tensor | None  # the `Policy`'s, every PERIOD steps
+    counts: torch.Tensor | None   # the `Policy`'s, every PERIOD steps
+    expected: float | None = None # tokens, by acceptance probabilities, if the step chose T
+    catches_up: bool = False      # whether heads read rows that earlier steps left unread
 
 
 def decoder_class(model, heads):
@@ -398,7 +439,7 @@ class Decoder:
     that they do not draft. capacity: most tokens of a sequence, prompt included; default: the
     model's context. sampling: for sequences without their own. beams, graph: as in `prepare`.
     Raises InputError for sizes out of range and for caches that do not fit in memory."""
-    chooses_size = False  # whether `draft` chooses the tree size by the policy's prices
+    chooses_size = False  # whether `draft` chooses the tree size, if it is None
 
     @torch.inference_mode()
     def __init__(self, model, *, policy, batch_size=1, capacity=None, beams=None, sampling=None,
@@ -440,8 +481,8 @@ class Decoder:
 
     # One step of all slots: fixed shapes, state changed in place, no host synchronisation.
 
-    def step(self, tree_size, with_heads):
-        tree, chain = self.draft(tree_size, with_heads)  # a `Tree` [B, T]
+    def step(self, tree_size, depths):
+        tree, chain = self.draft(tree_size, depths)      # a `Tree` [B, T]
         positions = self.positions(tree)                 # [B, T]
         normed, hidden = self.verify(tree, positions)    # [B, T, C]; K/V go to rows lengths..
         target = self.sample(normed, positions)          # [B, T]: the model's own next tokens
@@ -449,13 +490,13 @@ class Decoder:
         self.commit(tree, hidden, accepted)
         return accepted, tree
 
-    def draft(self, tree_size, with_heads):
+    def draft(self, tree_size, depths):
         """Returns the tree and the result of `ngram_lookup`, or None without lookup."""
         slots = self.slots
         if tree_size == 1:
             return self.root_tree, None
         candidates = chain = None
-        if with_heads:
+        if depths:
             noise = (slots.sampling["temperature"], slots.sampling["seed"], slots.sequence,
                      slots.cache.lengths) if self.sampling_mode != GREEDY else None
             candidates = self.heads.draft(slots.state, slots.root, tree_size, self.beams, noise)
@@ -528,6 +569,10 @@ class Decoder:
         in row order. Here always all: shapes are fixed, so idle slots are computed too."""
         return range(self.batch_size)
 
+    def unread(self):
+        """Committed rows that the heads have not read."""
+        return 0
+
     def run(self, *arguments):
         """Runs `step`. With graphs, the first step of these arguments and sampling mode runs
         eagerly, which compiles its kernels, and is then captured; later steps replay the graph."""
@@ -540,17 +585,13 @@ class Decoder:
             self.graphs[key] = capture(partial(self.step, *arguments), self.device, self.pool)
         return result
 
-    def depths(self, tree_size, with_heads):
-        """The depths that heads drafted in a step."""
-        return min(self.policy.depth, tree_size - 1) if with_heads else 0
-
-    def launch(self, tree_size, with_heads, with_trees=False):
+    def launch(self, tree_size, depths, with_trees=False):
         """Starts a step; returns a function that waits for it and returns its `StepRun`."""
-        is_steady = ((tree_size, with_heads), self.sampling_mode) in self.graphs
+        is_steady = ((tree_size, depths), self.sampling_mode) in self.graphs
         device = self.device
         start = timestamp(device)
         with self.inference_mode:
-            accepted, tree = self.run(tree_size, with_heads)
+            accepted, tree = self.run(tree_size, depths)
             counts = self.policy.counts if self.policy.steps % PERIOD == 0 else None
             tensors = accepted.packed, counts, *(tree if with_trees else ())
             # on CUDA, before another graph overwrites them
@@ -562,8 +603,8 @@ class Decoder:
             packed, counts, *columns = tensors
             B, T = tree.tokens.shape
             trees = list(map(Tree, *(x.tolist() for x in columns))) if with_trees else None
-            return StepRun(Accepted(packed, accepted.P).to_lists(), trees, B, T,
-                           self.depths(T, with_heads), seconds if is_steady else None,
+            return StepRun(Accepted(packed, accepted.P).to_lists(), trees, B, T, depths,
+                           seconds if is_steady else None,
                            counts if counts is None else counts.clone())
         if device.type == "cpu":  # the step is finished, and the next one overwrites its results
             results = wait()
@@ -715,7 +756,7 @@ class Engine:
             self.admit()
             if self.running:
                 slots = decoder.run_slots(self.running)
-                option = self.policy.select(len(slots))
+                option = self.policy.select(len(slots), decoder.unread)
                 decoder.sampling_mode = max(s.sampling.mode for s in self.running.values())
                 sequences = {row: (slot, self.running[slot]) for row, slot in enumerate(slots)
                              if slot in self.running}

@@ -643,7 +643,7 @@ class CompiledDecoder(Decoder):
         slots = self.slots
         policy = self.policy
         tensors = self.results | dict(
-            chances=policy.chances, prices=policy.prices, counts=policy.counts,
+            chances=policy.chances, seconds=policy.step_seconds, counts=policy.counts,
             lengths=slots.cache.lengths, heads_lengths=slots.heads_cache.lengths,
             history=slots.history, active=slots.active, root=slots.root, sequence=slots.sequence,
             seed=slots.sampling["seed"], temperature=slots.sampling["temperature"],
@@ -679,7 +679,6 @@ class CompiledDecoder(Decoder):
         struct.n_augment = len(heads.augment_blocks)
         struct.hidden_rows = self.hidden_rows.data_ptr()
         struct.hidden_stride = self.hidden_rows.stride(0)
-        struct.gains = (c_float * MAX_DRAFT)(*[1] * MAX_DRAFT)
 
     def slot_pass(self, cache):
         a_pass = pass_struct((self.batch_size, 1), self.model.tables, cache.kv, cache.lengths)
@@ -692,13 +691,14 @@ class CompiledDecoder(Decoder):
         self.slot_ids[:len(self.running)] = self.running
         return self.running
 
-    def depths(self, tree_size, with_heads):
-        return self.struct.depths
+    def unread(self):
+        slots = self.slots
+        return int((slots.cache.lengths - slots.heads_cache.lengths)[self.running].sum())
 
-    def draft(self, tree_size, with_heads):
+    def draft(self, tree_size, depths):
         struct = self.struct
-        struct.tree_size = tree_size
-        struct.with_heads = with_heads
+        struct.tree_size = tree_size or 0
+        struct.depths = depths
         struct.trees.threads = threads()
         check_room(library().step_draft(struct), struct.trees)
         key = struct.trees.B, struct.T
@@ -747,10 +747,12 @@ class CompiledDecoder(Decoder):
     def commit(self, tree, hidden, accepted):
         library().step_commit(self.struct)
 
-    def launch(self, tree_size, with_heads, with_trees=False):
-        run = super().launch(tree_size, with_heads, with_trees)()
-        if self.struct.behind > 1 + MAX_CHAIN:  # the heads also read a prompt, or what they skipped
-            run = run._replace(seconds=None)
+    def launch(self, tree_size, depths, with_trees=False):
+        run = super().launch(tree_size, depths, with_trees)()
+        if tree_size is None:
+            run = run._replace(expected=self.struct.expected)
+        if self.struct.behind > 1 + MAX_CHAIN:  # a prompt, or what the heads skipped
+            run = run._replace(catches_up=True)
         return lambda: run
 
     @torch.inference_mode()
