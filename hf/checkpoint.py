@@ -183,13 +183,16 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
     if packed and dtype == torch.float16:
         warn("float16 is not for a CPU: there are no kernels for it; using bfloat16")
         dtype = torch.bfloat16
-    largest = max(tensors, key=lambda tensor: math.prod(tensor.shape))
-    dtype = dtype or cpu.default_dtype(device, torch.bfloat16 if stored_as else largest.dtype)
+    packs_layers = packed and group.size == 1
+    if dtype is None:
+        largest = max(tensors, key=lambda tensor: math.prod(tensor.shape))
+        stored = torch.bfloat16 if stored_as else largest.dtype
+        dtype = cpu.default_dtype(device, stored, packs_layers, group.rank)
     if quantize and model.config.tied:  # round the LM head, but not the embeddings
         untie(model)
         matches["head.weight"] = matches["embed.weight"]
     rounding = quantized.rounding(model, quantize) if quantize else {}
-    packers = choose_packers(model, matches, rounding, dtype) if packed and group.size == 1 else {}
+    packers = choose_packers(model, matches, rounding, dtype) if packs_layers else {}
     with torch.device("meta"):
         group.divide(model)
     size = 0
