@@ -415,13 +415,13 @@ def is_acceptance(tables):
 # --------------------------------------------------------------------------------------------------
 # Identifying models and heads
 
-SIZES = "vocab_size", "n_embd", "n_layer", "n_head", "n_kv_head", "head_size", "n_inner"
+MATCHED_FIELDS = "vocab_size", "n_embd", "n_layer", "n_head", "n_kv_head", "head_size", "n_inner"
 
 
 def describe_base(model):
     """What heads.json says about the base model: its sizes, and a hash of its final norm, which no
     format quantises: heads trained on one quantisation fit all others."""
-    sizes = {name: getattr(model.config, name) for name in SIZES}
+    sizes = {name: getattr(model.config, name) for name in MATCHED_FIELDS}
     return dict(sizes=sizes, norm=state_hash(dict(norm=model.norm.weight.to(torch.bfloat16))))
 
 

@@ -22,10 +22,10 @@ from pathlib import Path
 
 import torch
 
-from backends import tensor_parallel
+from backends import cpu, tensor_parallel
 from clover import CloverHeads, model_hash, preset
 from hf.chat import load_chat_template, stop_tokens
-from model import InputError, check, expect, human
+from model import InputError, check, expect, human, warn
 from tools.load import load_model
 from training import common, data, writing
 from training.corpus import SPLITS
@@ -56,7 +56,7 @@ class Run:
         self.last_save = time.monotonic()
         self.optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0,
                                            fused=True)
-        self.dtype = torch.float32 if config.dtype == "float32" else torch.bfloat16  # of products
+        self.dtype = product_dtype(config, group)
         if state:
             heads.set_vocabulary(state["heads"].get("vocabulary", []))
             heads.load_state_dict(state["heads"])
@@ -141,6 +141,18 @@ class Run:
         finite = all(x.isfinite().all() for x in tensors)
         expect(finite, f"training diverged at step {self.step}: a value is not finite; "
                f"{self.out} keeps the last good state; start again with a lower --lr")
+
+
+def product_dtype(config, group):
+    """The dtype of matrix products: --dtype, or else bfloat16 where it is faster than float32. On a
+    CPU where it is not, prints a line."""
+    if config.dtype:
+        return torch.float32 if config.dtype == "float32" else torch.bfloat16
+    if config.device.startswith("cuda") or cpu.torch_multiplies_bfloat16():
+        return torch.bfloat16
+    if group.rank == 0:
+        warn(cpu.SLOW_BFLOAT16)
+    return torch.float32
 
 
 def data_record(paths, key):

@@ -53,6 +53,8 @@ FREE_LOCK = threading.Lock()
 THREADS = []    # number of threads for cpu.c, inside `kernel_threads`
 FEWER = 1.15    # several threads must be this much faster than one to be used
 BUDGET = 0.25   # seconds to measure that
+SLOW_BFLOAT16 = ("torch multiplies bfloat16 slowly on this CPU, so the default dtype is float32 "
+                 "(--dtype bfloat16 takes less memory)")
 FOLDER = Path(__file__).parent  # of cpu.c and cpu.h
 MACROS = dict(GROUP=GROUP, MAX_HEAD=MAX_HEAD, MAX_TREE=MAX_TREE, MAX_DEPTH=MAX_DRAFT,
               MAX_CHAIN=MAX_CHAIN, LARGEST=LARGEST, BINS=BINS, SOURCES=SOURCES)  # defined in cpu.c
@@ -143,10 +145,28 @@ def choose_threads(seconds):
     torch.set_num_threads(most if FEWER * total[most] < total[1] else 1)
 
 
-def default_dtype(device, stored):
-    """bfloat16 on a GPU, and on a CPU with C kernels if stored in bfloat16; otherwise float32."""
-    is_fast = device.type == "cuda" or stored == torch.bfloat16 and library() is not None
-    return torch.bfloat16 if is_fast else torch.float32
+def default_dtype(device, stored, packed, rank=0):
+    """bfloat16 on a GPU, and on a CPU with C kernels for weights stored in bfloat16; otherwise
+    float32. Also float32 on a CPU where torch multiplies bfloat16 slowly, unless layers will be
+    `packed`; rank 0 prints that."""
+    if device.type == "cuda":
+        return torch.bfloat16
+    if stored != torch.bfloat16 or library() is None:
+        return torch.float32
+    if packed or torch_multiplies_bfloat16():
+        return torch.bfloat16
+    if rank == 0:
+        warn(SLOW_BFLOAT16)
+    return torch.float32
+
+
+def torch_multiplies_bfloat16():
+    """Whether torch multiplies bfloat16 by instructions made for it. Without them its products take
+    2 to 10 times as long as in float32. oneDNN alone also accepts AVX-512 without BF16."""
+    features = getattr(torch.cpu, "get_capabilities", dict)()
+    onednn = getattr(torch.ops.mkldnn, "_is_mkldnn_bf16_supported", None)  # not on macOS
+    has_products = any(features.get(name) for name in ("avx512_bf16", "amx_bf16", "bf16"))
+    return has_products and onednn is not None and onednn()
 
 
 def trim_memory():

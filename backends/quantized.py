@@ -11,7 +11,7 @@ from backends import cpu
 from model import expect
 
 GROUPS = 128, 64, 32  # channels that share a scale
-CHUNK = 4096          # rows that are rounded at once, which bounds the memory
+CHUNK_ROWS = 4096     # rows that are rounded at once, which bounds the memory
 
 
 class QuantizedWeight(NamedTuple):
@@ -59,7 +59,7 @@ def round_weight(value, bits, group=0):
         group = value.shape[1]
     q = torch.empty(value.shape, dtype=torch.int8 if bits == 8 else torch.uint8)
     parts = [round_rows(rows, bits, group, out)
-             for rows, out in zip(value.split(CHUNK), q.split(CHUNK))]
+             for rows, out in zip(value.split(CHUNK_ROWS), q.split(CHUNK_ROWS))]
     scales, minimums = zip(*parts)
     minimums = torch.cat(minimums, dim=1) if bits == 4 else None
     return QuantizedWeight(q, torch.cat(scales, dim=1), minimums)

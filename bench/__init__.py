@@ -15,7 +15,7 @@ FIELDS = "vocab_size n_layer n_head n_kv_head head_size n_embd n_inner".split()
 LLAMA = dict(block_size=8192, rope_theta=500000.0, tied=False)
 SMOL = LLAMA | dict(tied=True)
 QWEN = LLAMA | dict(qkv_bias=True, family="qwen2")
-SIZES = {  # name: values of FIELDS, other fields of GPTConfig
+MODEL_SIZES = {  # name: values of FIELDS, other fields of GPTConfig
     "135m": ((49152, 30, 9, 3, 64, 576, 1536), SMOL),             # SmolLM2
     "360m": ((49152, 32, 15, 5, 64, 960, 2560), SMOL),
     "1.2b": ((128256, 16, 32, 8, 64, 2048, 8192), SMOL),          # Llama 3.2
@@ -37,9 +37,9 @@ class Measured(NamedTuple):
 
 
 def size_config(name):
-    """The GPTConfig of a model in SIZES."""
+    """The GPTConfig of a model in MODEL_SIZES."""
     from model import GPTConfig
-    sizes, others = SIZES[name]
+    sizes, others = MODEL_SIZES[name]
     return GPTConfig(**dict(zip(FIELDS, sizes)), **others)
 
 

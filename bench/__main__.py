@@ -3,7 +3,7 @@ with results, hardware and versions. docs/cli.md has more."""
 
 from pathlib import Path
 
-from bench import SIZES
+from bench import MODEL_SIZES
 from hf.paths import default_heads, is_gguf, is_repository
 from tools import flags
 from training.flags import add_data_flag
@@ -30,9 +30,9 @@ def add_decode_flags(parser):
     add_data_flag(input_of)
     input_of.add_argument("--chats", metavar="FILE", help="answer these chats, such as "
                           "bench/prompts.jsonl; default: continue held-out texts of --data")
-    input_of.add_argument("--random-weights", nargs="+", choices=SIZES, metavar="SIZE",
+    input_of.add_argument("--random-weights", nargs="+", choices=MODEL_SIZES, metavar="SIZE",
                           help="time single steps instead, at the sizes of real models: "
-                          f"{', '.join(SIZES)}")
+                          f"{', '.join(MODEL_SIZES)}")
     parser.add_argument("--drafters", nargs="+", metavar="DRAFTER", help="folders of draft heads, "
                         "lookup, or DIR+lookup; default: all three, with the model's own heads")
     several = dict(nargs="+", metavar="N")

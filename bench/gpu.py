@@ -39,7 +39,7 @@ from tools.timing import copy_bandwidth, seconds, step_time, timing_decoder
 
 NOISE, TOP_P = Sampling(temperature=0.8), Sampling(temperature=0.8, top_p=0.9)
 FULL = SimpleNamespace(
-    large="8b", small="135m",    # of bench.SIZES
+    large="8b", small="135m",    # of bench.MODEL_SIZES
     batch_sizes=(1, 32),
     tree_sizes=(1, 16, 4, 64, 32),
     prefixes=(256, 4096),        # cached tokens

@@ -190,7 +190,8 @@ def bench(args):
     device = pick_device(args.device)
     expect(not args.quantize or cpu.is_usable(device), "--quantize needs a CPU with a C compiler; "
            "leave it out")
-    dtype = getattr(torch, args.dtype) if args.dtype else cpu.default_dtype(device, torch.bfloat16)
+    dtype = getattr(torch, args.dtype) if args.dtype else cpu.default_dtype(
+        device, torch.bfloat16, packed=cpu.is_usable(device))
     bandwidth = copy_bandwidth(device)
     sizes = [T for T in args.tree_sizes if T not in (1, None)]  # auto needs accepted tokens
     methods = [("plain", 1), *product(("lookup", "heads"), sizes)]

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from tokenizers import Tokenizer, pre_tokenizers, trainers
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from backends import cpu
 from hf.tokenizer import load_encoding
 from model import GPT, GPTConfig
 from training.common import progress, set_learning_rate
@@ -24,6 +25,7 @@ SHORT = 16, 256                     # windows per step, tokens per window
 LONG = 8, 512
 LEARNING_RATE = 5e-3
 COMPILE = True                      # needs a C++ compiler
+HALF = cpu.torch_multiplies_bfloat16()
 
 OUT.mkdir(parents=True)  # fails if it exists, so that a trained model is not overwritten
 
@@ -40,9 +42,10 @@ tokens, heldout = (load_tokens(DATA, load_encoding(OUT), split) for split in ("t
 
 
 def loss_of(model, ids):
-    """Mean cross-entropy of windows [B, T + 1], in nats per token; bf16 products, fp32 loss."""
+    """Mean cross-entropy of windows [B, T + 1], in nats per token; fp32 loss. Products are in bf16
+    where that is faster."""
     # flash attention is slower on a CPU
-    with torch.autocast("cpu", torch.bfloat16), sdpa_kernel(SDPBackend.MATH):
+    with torch.autocast("cpu", torch.bfloat16, enabled=HALF), sdpa_kernel(SDPBackend.MATH):
         logits = model.lm_head(model(ids[:, :-1]))
     return F.cross_entropy(logits.float().flatten(0, 1), ids[:, 1:].flatten())
 

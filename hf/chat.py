@@ -14,7 +14,7 @@ from hf.paths import find_model, is_gguf
 from hf.text import read_text
 from model import InputError, expect
 
-SAMPLING = ("temperature", "top_k", "top_p", "min_p")  # keys of generation_config.json
+SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")  # keys of generation_config.json
 # Unsupported keys that change the output unless they are 0, null or empty (or 1: the first four)
 NEUTRAL_AT_1 = "repetition_penalty", "typical_p", "guidance_scale", "num_beams"
 NOT_APPLIED = (*NEUTRAL_AT_1, "no_repeat_ngram_size", "min_length", "min_new_tokens",
@@ -61,11 +61,12 @@ def stop_tokens(path, encoding):
 
 
 def sampling_defaults(path):
-    """SAMPLING values from generation_config.json, unchecked; greedy unless do_sample is true."""
+    """generation_config.json's values of SAMPLING_KEYS, unchecked; greedy unless do_sample is
+    true."""
     config = optional_part(path, "generation_config.json")
     if config.get("do_sample") is not True:
         return dict(temperature=0.0)
-    values = {name: config[name] for name in SAMPLING if config.get(name) is not None}
+    values = {name: config[name] for name in SAMPLING_KEYS if config.get(name) is not None}
     return dict(temperature=1.0) | values
 
 

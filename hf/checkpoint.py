@@ -32,8 +32,8 @@ from model import (
     warn,
 )
 
-FLOATS = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16)
-DTYPES = FLOATS | dict(F8_E4M3=FP8, I32=torch.int32)  # names in a safetensors header
+FLOAT_DTYPES = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16)
+DTYPES = FLOAT_DTYPES | dict(F8_E4M3=FP8, I32=torch.int32)  # names in a safetensors header
 SAMPLES = 64   # how many samples of a file are hashed
 SAMPLE = 4096  # bytes per sample
 PATIENCE = 2   # seconds before a progress bar appears
@@ -149,7 +149,7 @@ def match_tensors(path, model, tensors):
         expect(part in expected, f"{tensor.file}: a model with this config.json has no {part}; a "
                "quantised checkpoint needs its quantization_config")
         name, start, shape = expected.pop(part)
-        expect(tensor.shape == shape and tensor.dtype in FLOATS.values(),
+        expect(tensor.shape == shape and tensor.dtype in FLOAT_DTYPES.values(),
                f"{tensor.file}: {part}: expected floats of shape {shape}, as in config.json, got "
                f"{tensor.dtype} of shape {tensor.shape}; download the checkpoint again")
         matches[name].append((start, tensor))
@@ -183,13 +183,16 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
     if packed and dtype == torch.float16:
         warn("float16 is not for a CPU: there are no kernels for it; using bfloat16")
         dtype = torch.bfloat16
-    largest = max(tensors, key=lambda tensor: math.prod(tensor.shape))
-    dtype = dtype or cpu.default_dtype(device, torch.bfloat16 if stored_as else largest.dtype)
+    packs_layers = packed and group.size == 1
+    if dtype is None:
+        largest = max(tensors, key=lambda tensor: math.prod(tensor.shape))
+        stored = torch.bfloat16 if stored_as else largest.dtype
+        dtype = cpu.default_dtype(device, stored, packs_layers, group.rank)
     if quantize and model.config.tied:  # round the LM head, but not the embeddings
         untie(model)
         matches["head.weight"] = matches["embed.weight"]
     rounding = quantized.rounding(model, quantize) if quantize else {}
-    packers = choose_packers(model, matches, rounding, dtype) if packed and group.size == 1 else {}
+    packers = choose_packers(model, matches, rounding, dtype) if packs_layers else {}
     with torch.device("meta"):
         group.divide(model)
     size = 0

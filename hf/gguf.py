@@ -35,13 +35,13 @@ ROPE_FACTORS = {  # tensor -> rope_scaling in config.json; Llama 3 has one tenso
     "rope_freqs.weight": ("short_factor", "long_factor"),
     "rope_factors_short.weight": ("short_factor",), "rope_factors_long.weight": ("long_factor",)}
 PERMUTED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
-SAMPLING = dict(temp="temperature", top_k="top_k", top_p="top_p", min_p="min_p",
-                penalty_repeat="repetition_penalty")
+SAMPLING_NAMES = dict(temp="temperature", top_k="top_k", top_p="top_p", min_p="min_p",
+                      penalty_repeat="repetition_penalty")
 SPECIAL = dict(bos_token_id="bos_token", eos_token_id="eos_token", unknown_token_id="unk_token",
                padding_token_id="pad_token")
 # Phi-3's other special tokens strip the white space after them; no key says so.
 KEEP_SPACE = "<unk>", "<s>", "<|endoftext|>"
-FLOATS = "F64", "F32", "F16", "BF16"
+FLOAT_TYPES = "F64", "F32", "F16", "BF16"
 
 
 class Reader(gguf.GGUFReader):
@@ -145,7 +145,7 @@ class GGUFFile:
         """The sampling defaults and the stop tokens."""
         ids = [self.meta[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id")
                if key in self.meta]
-        sampling = self.renamed(SAMPLING, "general.sampling.")
+        sampling = self.renamed(SAMPLING_NAMES, "general.sampling.")
         return sampling | dict(eos_token_id=ids or None, do_sample=bool(sampling))
 
     def tokenizer_config(self):
@@ -230,7 +230,7 @@ class GGUFFile:
     def packing(self, tensor):
         """`StoredTensor`'s bits and pack, (None, None) for floats and vectors."""
         kind = tensor.tensor_type
-        if kind.name in FLOATS or len(tensor.shape) != 2:
+        if kind.name in FLOAT_TYPES or len(tensor.shape) != 2:
             return None, None
         per_block, size = gguf.GGML_QUANT_SIZES[kind]
         has_kernel = kind.name in cpu.FORMATS

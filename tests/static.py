@@ -139,14 +139,14 @@ TENSORS = dict(
     accept_path=TREE | dict(target="B T int64", active="B int32", temperature="B float32",
                             counts="modes SOURCES modes float64", lookup="B 1+m int64 ?"),
     filtered_sample=dict(logits="M V float32") | PLACE)
-SIZES = dict(B=2, L=2, M=3, T=3, H=12, Hq=8, Hkv=2, S=4096, C=4096, V=32000, n=32000, k=8, n_head=8, temperature=0.8,
-             seed=0, top_k=0, top_p=0.9, min_p=0.0, m=15, modes=2, SOURCES=kernels.SOURCES)
+DIMENSIONS = dict(B=2, L=2, M=3, T=3, H=12, Hq=8, Hkv=2, S=4096, C=4096, V=32000, n=32000, k=8, n_head=8,
+                  temperature=0.8, seed=0, top_k=0, top_p=0.9, min_p=0.0, m=15, modes=2, SOURCES=kernels.SOURCES)
 
 
 def arguments(name, dtype=BF16, present="", aligned=True, device="meta", **given):
     """Arguments for a kernels.py function. given: sizes and others. present: optional tensors. aligned: to 16 bytes."""
     function = getattr(kernels, name)
-    scope = SIZES | given
+    scope = DIMENSIONS | given
     scope |= {"2C": 2 * scope["C"], "1+m": 1 + scope["m"]}
     made = {key: scope[key] for key in inspect.signature(function).parameters.keys() & scope}
     for argument, spec in TENSORS[name].items():

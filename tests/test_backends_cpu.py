@@ -11,6 +11,7 @@ import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,6 +20,7 @@ import generate as generate_module
 import kernels
 import model as models
 from backends import cpu
+from backends.tensor_parallel import Group
 from clover import PRESETS, CloverHeads, preset
 from conftest import SHAPES, needs_compiler, random_prompts, refusal, toy_model
 from generate import Decoder, Engine, Policy, Sampling, generate
@@ -423,6 +425,31 @@ def test_models_and_their_heads_are_loaded_packed(quantize, tmp_path, capsys):
         assert isinstance(heads.augment_blocks, cpu.PackedBlocks)
         want = generate(model, random_prompts([9, 30]), 20, batch_size=1).tokens
         assert generate(model, random_prompts([9, 30]), 20, heads, tree_size=17).tokens == want
+
+
+@pytest.mark.parametrize("fast", [True, False], ids=["fast", "slow"])
+def test_what_torch_multiplies_is_loaded_in_the_faster_dtype(fast, tmp_path, monkeypatch, capsys):
+    """Bug: bfloat16 at a fraction of float32's speed, packed models in float32, a line from each rank or load."""
+    toy_model().save_pretrained(tmp_path, torch.bfloat16)
+    monkeypatch.setattr(cpu, "torch_multiplies_bfloat16", lambda: fast)
+    models.warn.cache_clear()
+    load = partial(checkpoint.load, tmp_path, device="cpu")
+    by_torch = torch.bfloat16 if fast else torch.float32
+    assert load().dtype == load(dtype=torch.bfloat16, packed=False).dtype == torch.bfloat16
+    assert load(group=Group(rank=1, size=2)).dtype == by_torch and not capsys.readouterr().err
+    assert load(group=Group(rank=0, size=2)).dtype == load(packed=False).dtype == by_torch
+    assert capsys.readouterr().err.splitlines() == [cpu.SLOW_BFLOAT16] * (not fast)
+
+
+@pytest.mark.parametrize("features, onednn, fast", [
+    ("avx512_f avx512_bf16", True, True), ("amx_bf16", True, True), ("bf16", True, True),
+    ("avx2 avx512_f avx512_vnni", True, False), ("avx512_bf16", False, False), ("bf16", None, False)])
+def test_torch_is_fast_in_bfloat16_by_instructions_for_it(features, onednn, fast, monkeypatch):
+    """Bug: yes for AVX-512 without BF16, where oneDNN converts to float32; an error where torch lacks oneDNN."""
+    operators = {} if onednn is None else dict(_is_mkldnn_bf16_supported=lambda: onednn)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: dict.fromkeys(features.split(), True) | dict(avx=False))
+    monkeypatch.setattr(torch.ops, "mkldnn", SimpleNamespace(**operators))
+    assert cpu.torch_multiplies_bfloat16() is fast
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -8,7 +8,7 @@ from conftest import needs_compiler, refusal, toy_model
 from hf import checkpoint
 from test_hf_quantization import write_quantised
 
-SIZES = dict(n_embd=128, head_size=32, n_inner=160)  # groups of 128, in the MLP of 32
+TOY_SIZES = dict(n_embd=128, head_size=32, n_inner=160)  # groups of 128, in the MLP of 32
 
 
 @pytest.mark.parametrize("bits, group", [(8, 0), (8, 32), (4, 128), (4, 64), (4, 32)])
@@ -28,7 +28,7 @@ def test_rounding_is_to_the_nearest(bits, group):
 @pytest.mark.parametrize("quantize", ["int8", "int4"])
 def test_a_rounded_model_keeps_its_hash_and_its_embeddings(quantize, tmp_path):
     """Catches a tied table whose embeddings are rounded too, a layer left out."""
-    toy_model(**SIZES).save_pretrained(tmp_path)
+    toy_model(**TOY_SIZES).save_pretrained(tmp_path)
     plain, rounded = (checkpoint.load(tmp_path, torch.float32, "cpu", quantize=q, packed=False)
                       for q in (None, quantize))
     assert rounded.hash == plain.hash and torch.equal(rounded.embed.weight, plain.embed.weight)
@@ -66,7 +66,7 @@ def test_layers_on_a_cpu_hold_the_same_values(kind, tmp_path):
     quantize = kind if kind.startswith("int") else None
     path = tmp_path if quantize else write_quantised(tmp_path, kind, vocab_size=999)  # the largest tensor has floats
     if quantize:
-        toy_model(**SIZES).save_pretrained(path)
+        toy_model(**TOY_SIZES).save_pretrained(path)
     want = checkpoint.load(path, torch.float32, "cpu", quantize=quantize, packed=False)
     got = checkpoint.load(path, None, "cpu", quantize=quantize)
     assert got.hash == want.hash and got.dtype == (torch.float32 if quantize else torch.bfloat16)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from backends import cpu
-from bench import ROOT, SIZES, Measured, decoding, draw, llama_cpp, operations, roofline, size_config
+from bench import MODEL_SIZES, ROOT, Measured, decoding, draw, llama_cpp, operations, roofline, size_config
 from bench import __main__ as bench
 from clover import PRESETS, CloverHeads, Head
 from conftest import call_once, needs_compiler, refusal
@@ -34,7 +34,7 @@ def run_fixture(capsys, monkeypatch):
     """Runs a command line: (printed lines, object of the last line). Timed functions run once."""
     monkeypatch.setattr(timing, "seconds", call_once)
     monkeypatch.setattr(operations, "copy_bandwidth", lambda device: 1e10)
-    monkeypatch.setitem(SIZES, "8b", SIZES["tiny"])
+    monkeypatch.setitem(MODEL_SIZES, "8b", MODEL_SIZES["tiny"])
 
     def run(*flags):
         bench.main(bench.parse([*flags, "--device", "cpu"]))

@@ -364,7 +364,7 @@ def one_shard(path, name, file=None):
     (path / "model.safetensors.index.json").write_text(json.dumps(dict(weight_map=dict(a=name))))
 
 
-SIZES = "vocab_size", "hidden_size", "intermediate_size", "num_key_value_heads", "num_hidden_layers", "head_dim"
+SIZE_KEYS = "vocab_size", "hidden_size", "intermediate_size", "num_key_value_heads", "num_hidden_layers", "head_dim"
 BROKEN = {  # case: (changes to config.json or a function that breaks the folder, part of the message)
     "another family": (dict(model_type="mamba"), f"'mamba' is not supported; supported: {', '.join(FAMILIES)}"),
     "soft-capping": (dict(final_logit_softcapping=30.0), "final_logit_softcapping is not supported"),
@@ -375,8 +375,8 @@ BROKEN = {  # case: (changes to config.json or a function that breaks the folder
     "scaled windows": (dict(model_type="gemma3_text", **rope(sliding_attention=dict(rope_type="linear"))),
                        "rope type of windows 'linear' is not supported"),
     "another GPT-2": (dict(model_type="gpt2", scale_attn_weights=False), "scale_attn_weights False is not"),
-    **{f"large {key}": ({key: 2**24}, "") for key in SIZES},
-    "all sizes large": (dict.fromkeys(SIZES[:3], 2**24), "expected floats of shape (16777216, 16777216)"),
+    **{f"large {key}": ({key: 2**24}, "") for key in SIZE_KEYS},
+    "all sizes large": (dict.fromkeys(SIZE_KEYS[:3], 2**24), "expected floats of shape (16777216, 16777216)"),
     "quantised, says a type": (lambda p: edit_weights(p, lambda t: t.update(
         {"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)})), "torch.float8_e4m3fn of shape (64,)"),
     "tensor missing": (lambda p: edit_weights(p, lambda t: t.pop("model.norm.weight")), "lack norm.weight"),

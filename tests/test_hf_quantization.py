@@ -12,7 +12,7 @@ from hf import checkpoint
 from hf.checkpoint import describe
 from model import GPT
 
-SIZES = dict(n_embd=128, head_size=32, n_inner=192, tied=False)  # groups of 64, and a partial block of 128
+TOY_SIZES = dict(n_embd=128, head_size=32, n_inner=192, tied=False)  # groups of 64, and a partial block of 128
 FP8 = torch.float8_e4m3fn
 
 
@@ -80,7 +80,7 @@ KINDS = {  # name: (config, (N, C) -> (a layer's parts, its weight))
 def write_quantised(path, kind, **flags):
     """Writes a folder path / "quantised" and one with the same weights, path / "plain". Returns the first."""
     config, make = KINDS[kind] if isinstance(kind, str) else kind
-    toy_model(**SIZES | flags).save_pretrained(path / "plain")
+    toy_model(**TOY_SIZES | flags).save_pretrained(path / "plain")
     tensors = load_file(path / "plain" / "model.safetensors")
     stored = dict(tensors)
     for name, weight in tensors.items():

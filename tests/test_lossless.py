@@ -34,15 +34,16 @@ DRAFTS = [("plain", 1), *product((*PRESETS, *LOOKUP), (2, 5, 17, None)), ("broke
           ("cycling+lookup", 64)]  # drafter, tree size; None: chosen by the policy
 MIXED = [Sampling(), Sampling(0.9, seed=3), Sampling(0.7, top_k=20, seed=2**40), Sampling(1.2, top_p=0.6, seed=-5),
          Sampling(0, top_k=3, top_p=0.5), Sampling(1.5, min_p=0.2), Sampling(1.0, 5, 0.9, 0.05, seed=2**63 - 1)]
-SAMPLING = {"greedy": [Sampling()], "sampled": [Sampling(0.9, seed=3)],
-            "filtered": [Sampling(0.7, top_k=20, top_p=0.8, seed=2**40)], "mixed": MIXED}  # prompts cycle through them
+# prompts cycle through a mode's values
+SAMPLING_MODES = {"greedy": [Sampling()], "sampled": [Sampling(0.9, seed=3)],
+                  "filtered": [Sampling(0.7, top_k=20, top_p=0.8, seed=2**40)], "mixed": MIXED}
 
 # each row has the next model; every third reads a step's tokens while the next step runs, as on a GPU
 TOYS = [(*draft, *rest, model, ahead) for (draft, *rest), model, ahead in zip(
-    product(DRAFTS, (1, 3, 8), SAMPLING, DTYPES), cycle((*SHAPES, "long")), cycle((0, 0, 1)))]
+    product(DRAFTS, (1, 3, 8), SAMPLING_MODES, DTYPES), cycle((*SHAPES, "long")), cycle((0, 0, 1)))]
 TRAINED = [(*draft, *rest, "demo", 0) for draft, *rest in product(
     [("clover", 17), ("medusa", 5), ("clover+lookup", 17), ("clover+lookup", None)], (1, 3), ("greedy", "filtered"),
-    ("bfloat16", "int8", "int4"))] + [("clover+lookup", 17, 3, way, "stored", "smollm2", 0) for way in SAMPLING]
+    ("bfloat16", "int8", "int4"))] + [("clover+lookup", 17, 3, way, "stored", "smollm2", 0) for way in SAMPLING_MODES]
 SAMPLE = {*TOYS[14::23], *TRAINED[::7]}  # covers five sixths of the pairs of values of two columns
 ROWS = [pytest.param(*row, marks=[] if row in SAMPLE else pytest.mark.slow) for row in TOYS + TRAINED]
 
@@ -84,7 +85,7 @@ def decode_plainly(sampling, dtype, name):
     """The `Sequence` of each prompt, decoded by its own engine."""
     model, _, given = load("", dtype, name)
     sequences = []
-    for index, (prompt, way) in enumerate(zip(given, cycle(SAMPLING[sampling]))):
+    for index, (prompt, way) in enumerate(zip(given, cycle(SAMPLING_MODES[sampling]))):
         engine = prepare(model, [prompt], N, tree_size=1, **asdict(way))
         sequences.append(engine.add(prompt, N, index=index))
         while engine.busy:

@@ -19,7 +19,7 @@ import torch
 
 from backends.tensor_parallel import Group
 from generate import generate
-from hf.chat import SAMPLING
+from hf.chat import SAMPLING_KEYS
 from hf.tokenizer import encode_prompt
 from tools.flags import parse_serve
 from tools.load import load
@@ -65,7 +65,7 @@ class Running:
         encoding = self.loaded.encoding
         texts = [body["messages"]] if chat else body["prompt"] if isinstance(body["prompt"], list) else [body["prompt"]]
         prompts = [encoding.chat(text) if chat else encode_prompt(encoding, text) for text in texts]
-        sampling = {name: body[name] for name in (*SAMPLING, "seed") if name in body}
+        sampling = {name: body[name] for name in (*SAMPLING_KEYS, "seed") if name in body}
         stop = [*self.loaded.stop, *filter(None, body.get("stop", []))]
         out = generate(self.loaded.model, [prompt for prompt in prompts for _ in range(body.get("n", 1))],
                        body["max_tokens"], stop=stop, encoding=encoding, **sampling)

@@ -13,13 +13,14 @@ import pytest
 import torch
 
 import train_heads
+from backends import cpu
 from backends.tensor_parallel import Group
 from clover import PRESETS, CloverHeads
-from conftest import edit_json, needs_cuda, random_prompts, refusal, toy_model
+from conftest import Operations, edit_json, needs_cuda, random_prompts, refusal, toy_model
 from generate import generate
 from hf.tokenizer import load_encoding
 from kernels import BINS
-from model import GPT
+from model import GPT, warn
 from test_backends_tensor_parallel import run_ranks
 from test_clover import random_heads
 from test_hf_tokenizer import added
@@ -390,6 +391,29 @@ def test_losses_equal_cross_entropy_against_the_shifted_teacher(tmp_path):
         assert accuracy[i] == (logs.argmax(-1) == teacher.argmax(-1)).float().mean()
     loss, _ = run.train_step(ids, loss_mask, None, None)
     torch.testing.assert_close(loss, losses.detach() @ torch.tensor([1, 0.7, 0.49, 0.343]))
+
+
+@pytest.mark.parametrize("fast, flag, want", [(True, None, torch.bfloat16), (False, None, torch.float32),
+                                              (False, "bfloat16", torch.bfloat16), (True, "float32", torch.float32)])
+def test_products_are_in_the_faster_dtype(fast, flag, want, tmp_path, monkeypatch):
+    """Catches training at a fraction of its speed on CPUs that have no instructions for bfloat16."""
+    monkeypatch.setattr(cpu, "torch_multiplies_bfloat16", lambda: fast)
+    heads, seen = random_heads(toy_model()), set()
+    config = RunConfig(dtype=flag, device="cpu")
+    run = train_heads.Run(config, tmp_path, heads.requires_grad_(), "", "", Group())
+    with Operations(lambda name, args, _: seen.update(x.dtype for x in args if name in ("mm", "addmm"))):
+        run.train_step(torch.tensor(random_prompts([25, 25])), torch.ones(2, 25, dtype=torch.bool), None, None)
+    assert seen == {want}
+
+
+def test_a_run_in_float32_says_so_once(checkpoint, texts, tmp_path, monkeypatch, capsys, unmeasured):
+    """Catches a line from training and another from the evaluation, and a bfloat16 model that is measured in it."""
+    monkeypatch.setattr(cpu, "torch_multiplies_bfloat16", lambda: False)
+    warn.cache_clear()
+    half = shutil.copytree(checkpoint, tmp_path / "half")
+    GPT.from_pretrained(checkpoint, device="cpu", packed=False).save_pretrained(half, torch.bfloat16)
+    run(half, texts, tmp_path / "out", "--steps", "1")
+    assert capsys.readouterr().err.count(cpu.SLOW_BFLOAT16) == 1
 
 
 @pytest.mark.parametrize("flags, says", [

@@ -39,7 +39,7 @@ def plain(model, outputs, hidden, guess_mask, ids):
 @pytest.mark.parametrize("chunk", [1, 97 * 4, 97 * 7, 10**9])
 def test_loss_gradient_and_accuracy_equal_the_plain_computation(chunk, ids, monkeypatch):
     """Catches errors at chunk borders, masked guesses in the loss, a wrong gradient scale, a truncated teacher."""
-    monkeypatch.setattr(loss, "CHUNK", chunk)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk)
     model = toy_model()
     heads = CloverHeads(preset("clover"), model)
     heads.set_vocabulary([] if len(ids) == 97 else ids)
@@ -88,7 +88,7 @@ def test_guesses_across_a_border_and_of_tokens_that_do_not_count_are_left_out():
 def test_memory_does_not_grow_with_heads_tokens_and_vocabulary(monkeypatch):
     """Real sizes on the meta device: 5 heads, 4096 tokens, V = 152,000, C = 4096."""
     V, C, N, heads, chunk = 152_000, 4096, 4096, 5, 2**24
-    monkeypatch.setattr(loss, "CHUNK", chunk)
+    monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk)
     with torch.device("meta"):
         weight, hidden = torch.empty(V, C), torch.empty(1, N + heads, C)
         outputs = [torch.empty(1, N, C, requires_grad=True) for _ in range(heads)]

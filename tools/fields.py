@@ -106,7 +106,7 @@ def messages(name, value):
 
 STREAM_OPTIONS = dict(include_usage=flag, include_obfuscation=flag,
                       continuous_usage_stats=only(False))
-SAMPLING = "temperature top_k top_p min_p seed".split()  # `Sampling` checks their values
+SAMPLING_FIELDS = "temperature top_k top_p min_p seed".split()  # `Sampling` checks their values
 IGNORED = """user metadata store service_tier safety_identifier request_id priority prediction
     parallel_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention""".split()
 NEUTRAL = {  # unsupported fields, each with the values that have no effect
@@ -120,7 +120,7 @@ COMMON = dict(
     model=any_value, stream=flag, stream_options=object_of(STREAM_OPTIONS), show_steps=flag,
     n=whole(1, 128), max_tokens=whole(1, 2**31), max_completion_tokens=whole(1, 2**31),
     stop=stop_strings, stop_token_ids=token_ids, draft=only("none"),
-    **dict.fromkeys([*SAMPLING, *IGNORED], any_value))
+    **dict.fromkeys([*SAMPLING_FIELDS, *IGNORED], any_value))
 for names, reader in NEUTRAL.items():
     COMMON |= dict.fromkeys(names.split(), reader)
 CHAT = COMMON | dict(messages=messages, chat_template_kwargs=variables, add_generation_prompt=flag,

@@ -12,7 +12,7 @@ from backends import cpu, tensor_parallel
 from clover import CloverHeads
 from generate import Sampling, prepare
 from hf import checkpoint
-from hf.chat import SAMPLING, load_chat_template, not_applied, sampling_defaults, stop_tokens
+from hf.chat import SAMPLING_KEYS, load_chat_template, not_applied, sampling_defaults, stop_tokens
 from hf.files import part_file, read_config
 from hf.paths import default_heads, find_model
 from hf.text import OBJECTS, decode, messages_of, read_lines, read_objects
@@ -114,13 +114,14 @@ def plain_seconds(decoder):
 def sampling_flags(args):
     """The fields of a `Sampling` from the flags, or else from the model's generation_config.json,
     whose values it prints."""
-    flags = {name: value for name in (*SAMPLING, "seed")
+    flags = {name: value for name in (*SAMPLING_KEYS, "seed")
              if (value := getattr(args, name)) is not None}
     # raises an error for a bad flag before the model is loaded
     is_greedy = Sampling(**dict(temperature=1) | flags).temperature == 0
     defaults = {name: x for name, x in sampling_defaults(args.model).items() if name not in flags}
     if is_greedy or defaults.get("temperature") == 0:
-        filters = ", ".join(f"--{name.replace('_', '-')}" for name in SAMPLING if flags.get(name))
+        given = [name for name in SAMPLING_KEYS if flags.get(name)]
+        filters = ", ".join(f"--{name.replace('_', '-')}" for name in given)
         if filters and "temperature" not in flags:
             print(f"{filters}: no effect at temperature 0; give --temperature", file=sys.stderr)
         defaults = dict(temperature=0.0)

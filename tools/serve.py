@@ -36,7 +36,6 @@ from starlette.routing import Route
 
 from backends import tensor_parallel
 from generate import Output, Sampling, check_prompt
-from hf.chat import SAMPLING
 from hf.paths import SMOLLM2, find_model
 from hf.tokenizer import encode_prompt
 from model import InputError, expect
@@ -64,7 +63,8 @@ class Job:
         self.limit = body.get("max_completion_tokens", limit)
         select = lambda *names: {name: body[name] for name in names if name in body}
         random_seed = dict(seed=random.getrandbits(31))  # without --seed
-        self.sampling = Sampling(**random_seed | app.loaded.sampling | select(*SAMPLING, "seed"))
+        sampling = random_seed | app.loaded.sampling | select(*fields.SAMPLING_FIELDS)
+        self.sampling = Sampling(**sampling)
         self.stop = [*app.loaded.stop, *body["stop"], *body["stop_token_ids"]]
         self.encoding = app.loaded.encoding
         self.chat = chat

@@ -16,13 +16,13 @@ import torch
 
 # Logits per chunk: 16 MB in float32, to fit a CPU's cache; larger on a GPU, where small products
 # are bound by reading the LM head. Peak memory is about six such chunks.
-CHUNK = 2**22
-CUDA_CHUNK = 2**26
+CHUNK_LOGITS = 2**22
+CUDA_CHUNK_LOGITS = 2**26
 
 
 def chunk_rows(V, is_cuda):
     """How many positions to process at once."""
-    return max(1, (CUDA_CHUNK if is_cuda else CHUNK) // V)
+    return max(1, (CUDA_CHUNK_LOGITS if is_cuda else CHUNK_LOGITS) // V)
 
 
 class Teacher(NamedTuple):
