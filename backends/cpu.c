@@ -418,43 +418,57 @@ typedef vf Combine(vf, vf);
 INLINE vf add(vf a, vf b) { return a + b; }
 INLINE vf larger(vf a, vf b) { return select_lanes((a > b) | (a != a), a, b); }  // NaN if either is
 
+INLINE vf combine_lanes(Combine *f, vf v, int s) { return f(v, swap(v, s)); }
+
 // f over all lanes of v
 INLINE float reduce(Combine *f, vf v) {
-    UNROLL
-    for (int s = LANES / 2; s > 0; s /= 2)
-        v = f(v, swap(v, s));
-    return v[0];
+    if (LANES > 8)
+        v = combine_lanes(f, v, 8);
+    if (LANES > 4)
+        v = combine_lanes(f, v, 4);
+    return combine_lanes(f, combine_lanes(f, v, 2), 1)[0];
 }
 INLINE float sum_lanes(vf v) { return reduce(add, v); }
 INLINE float max_lanes(vf v) { return reduce(larger, v); }
 
+INLINE void fold_pairs(Combine *f, vf *v, int s) {
+    vi odd = (NUMBERS & s) != 0;
+    for (int i = 0; i < LANES; i += 2 * s) {
+        vf stay = select_lanes(odd, v[i + s], v[i]), move = select_lanes(odd, v[i], v[i + s]);
+        v[i] = f(stay, swap(move, s));
+    }
+}
+
 // f over all lanes of v[i] in lane i; neighbours are combined first
 INLINE vf fold(Combine *f, vf *v) {
-    UNROLL
-    for (int s = 1; s < LANES; s *= 2) {
-        vi odd = (NUMBERS & s) != 0;
-        UNROLL
-        for (int i = 0; i < LANES; i += 2 * s) {
-            vf stay = select_lanes(odd, v[i + s], v[i]), move = select_lanes(odd, v[i], v[i + s]);
-            v[i] = f(stay, swap(move, s));
-        }
-    }
+    fold_pairs(f, v, 1);
+    fold_pairs(f, v, 2);
+    if (LANES > 4)
+        fold_pairs(f, v, 4);
+    if (LANES > 8)
+        fold_pairs(f, v, 8);
     return v[0];
+}
+
+INLINE void exchange(vf *v, int s) {
+    vi odd = (NUMBERS & s) != 0;
+    UNROLL
+    for (int i = 0; i < LANES; i++)
+        if (!(i & s)) {
+            vf a = v[i], b = v[i + s];
+            v[i] = select_lanes(odd, swap(b, s), a);
+            v[i + s] = select_lanes(odd, b, swap(a, s));
+        }
 }
 
 // Swaps lane j of v[i] and lane i of v[j]
 INLINE void transpose(vf *v) {
-    UNROLL
-    for (int s = 1; s < LANES; s *= 2) {
-        vi odd = (NUMBERS & s) != 0;
-        UNROLL
-        for (int i = 0; i < LANES; i++)
-            if (!(i & s)) {
-                vf a = v[i], b = v[i + s];
-                v[i] = select_lanes(odd, swap(b, s), a);
-                v[i + s] = select_lanes(odd, b, swap(a, s));
-            }
-    }
+    exchange(v, 1);
+    exchange(v, 2);
+    if (LANES > 4)
+        exchange(v, 4);
+    if (LANES > 8)
+        exchange(v, 8);
 }
 
 INLINE vf polynomial(vf x, int n, const float *c) {  // c[0] x^(n - 1) + ... + c[n - 1]
@@ -1181,7 +1195,6 @@ INLINE void read_cache(const Call *a, int b, int head, int row, int count, float
     fetch(value + LANES * D * bytes, LANES * D * bytes);
     for (int d = 0; d < D; d += LANES) {
         vf v[LANES];
-        UNROLL
         for (int i = 0; i < LANES; i++)
             v[i] = load_row(from, min(i, count - 1) * D + d, D - d, bytes == 2);
         transpose(v);
