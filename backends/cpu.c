@@ -319,10 +319,12 @@ INLINE void store(float *x, vf v) { *(vf_anywhere *)x = v; }
 
 // Copies up to LANES items; LANES items with one instruction
 INLINE void copy_n(void *to, const void *from, int n, int size) {
-    if (n >= LANES)
+    if (n >= LANES) {
         memcpy(to, from, LANES * size);
-    else
+        __asm__ volatile("");    // else clang makes one call of both copies
+    } else {
         memcpy(to, from, max(n, 0) * size);
+    }
 }
 
 INLINE vf load_n(const float *x, int n) {
