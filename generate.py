@@ -94,20 +94,21 @@ class Accepted(NamedTuple):
 # --------------------------------------------------------------------------------------------------
 # How many nodes a step verifies, and how many heads draft them
 
-TREE_SIZES = dict(cpu=(1, 2, 3, 4, 6, 8, 12, 16), cuda=(1, 2, 4, 8, 16, 32, 64))  # T to select
+TREE_SIZES = dict(cpu=(2, 3, 4, 6, 8, 12, 16), cuda=(2, 4, 8, 16, 32, 64))  # T to select
 LARGEST = 16    # largest T that a C step chooses by itself
 PERIOD = 16     # steps between two updates of the tables
 PACE = 0.1      # part of a step's error that corrects each part of the prediction of its seconds
-UNUSED = 64     # steps after which an option is tried again, for two steps
+UNUSED = 64     # steps after which an option is tried for two steps
 TRIAL_TIME = 0.01  # part of the time that trials may take
-OPTIMISM = 1.25 # an option is tried if its rate times this beats the best, or it was never used
 # (accepted, proposed) tokens of lookup assumed at the start, by match length 0 to 4
 LOOKUP_PRIOR = (0, 1), (0.5, 2.5), (1, 3), (1.5, 3.5), (2, 4)
+WINDOW = 64     # of running means, in steps
+PRIOR = 4       # steps that an option's rate before its first use counts as
 MEMORY = 256, 64  # window of the acceptance counts: head nodes per bin, lookup tokens per length
-ROW = dict(cpu=0.15, cuda=0.002)  # cost of a further row, relative to a step of one row
+# (cost of a further row, of a row where compute is the bound), relative to a step of one row
+ROW = dict(cpu=(0.15, 0), cuda=(0.002, 0.005))
 # Initial guesses for a GPU, measured on an H100 by `bench gpu`
 BANDWIDTH = 3e12           # bytes per second of a copy
-COMPUTE = 5.5e14           # FLOP per second of a large step
 LAUNCH_SECONDS = 12 * 2e-6 # launches of a layer or a draft head in a CUDA graph
 
 
@@ -117,10 +118,9 @@ class Policy:
 
     `chances`, float32 [2, SOURCES], holds the acceptance probabilities of nodes for greedy and
     sampled sequences, by the bin of a head's joint log-probability and by the length of lookup's
-    match. Each step counts how often they come true. The C kernels choose T within a step, by these
-    probabilities of its own nodes and by `step_seconds`; the option's T is None then, and its rate
-    is the mean of what its steps expected over the mean of their time. Elsewhere T is fixed before
-    the step, by the running mean acceptance of the n-th likeliest node.
+    match. Each step counts how often they come true. By these probabilities and `step_seconds`, a
+    step in C chooses T itself, as its option says with T = None. Elsewhere T is fixed before the
+    step, by the running mean acceptance of the n-th likeliest node.
 
     tree_size (InputError if out of range) may be lowered between steps: 1 is plain decoding."""
 
@@ -131,12 +131,12 @@ class Policy:
         self.heads = None if self.tree_size == 1 else heads
         self.lookup = lookup and self.tree_size != 1
         self.depth = K = heads.config.n_draft if self.heads else 0
-        sizes = TREE_SIZES[model.device.type][1:]
         if self.tree_size:
             self.options = [(self.tree_size, min(K, self.tree_size - 1))]
         elif decoder_class(model, self.heads).chooses_size:
             self.options = [(None, depths) for depths in sorted({0, min(1, K), min(2, K), K})]
         else:
+            sizes = TREE_SIZES[model.device.type]
             self.options = [(1, 0), *((T, min(K, T - 1)) for T in sizes if K),
                             *((T, 0) for T in sizes if lookup)]
         self.largest = max(T or LARGEST for T, _ in self.options)
@@ -151,19 +151,18 @@ class Policy:
         self.means = {drafts: [0.5 * rank ** -1.4 for rank in range(1, MAX_TREE)]
                       for drafts in (False, True)}
         self.averaged = {drafts: [2] * MAX_TREE for drafts in self.means}
-        self.yields = {}  # (depths, bucket of B) -> [tokens per sequence, time], decayed sums
+        self.sums = {}  # option with T = None -> recent expected tokens, time in plain steps
         costs = guessed_costs(model, self.heads)
         if self.group:
             costs = self.group.broadcast(costs)  # ranks hold unequal parts
         self.times = StepTimes(*costs)
-        self.step_seconds = torch.ones(LARGEST + 1)  # [T], for the heads and B of the next step
+        self.step_seconds = torch.ones(LARGEST + 1)  # of T nodes, for the next step's heads and B
         # share of the model's blocks that heads run over each committed row
         self.augmenting = len(heads.augment_blocks) / model.config.n_layer if self.heads else 0
-        self.steps = 0
-        self.B = 0
+        self.steps = self.B = 0
         self.best = self.last = None
-        self.last_use = {}  # option -> step
-        self.trial = []     # options to try in the next steps
+        self.last_use = dict.fromkeys(self.options, 0)  # step
+        self.trial = []  # options to try in the next steps
         self.elapsed = self.trial_seconds = 0.0
 
     def select(self, B, unread=lambda: 0):
@@ -172,12 +171,11 @@ class Policy:
         self.steps += 1
         if self.tree_size:
             return self.tree_size, min(self.depth, self.tree_size - 1)
-        is_due = self.steps % PERIOD == 0 or self.steps in (2, 4, 8) or B != self.B
+        is_due = B != self.B or self.steps % PERIOD == 0 or self.steps in (2, 4, 8)
         if is_due:
             self.B = B
             self.best = max(self.options, key=self.rate)
-            if self.steps % UNUSED == 0:
-                self.begin_trial(unread)
+            self.begin_trial(unread)
         option = self.trial.pop() if self.trial else self.best
         if option[0] is None and (is_due or option != self.last):
             seconds = [self.times.seconds(B, T, option[1]) for T in range(1, LARGEST + 1)]
@@ -187,65 +185,52 @@ class Policy:
         return option
 
     def begin_trial(self, unread):
-        """Sets `trial` to the best of the options that were not used for long, if time is left."""
-        rates = {option: self.rate(option) for option in self.options
-                 if self.steps - self.last_use.get(option, -UNUSED) >= UNUSED}
-        hopeful = [option for option, rate in rates.items() if option not in self.last_use
-                   or OPTIMISM * rate > self.rate(self.best)]
-        if not hopeful:
+        """Tries the best of the options that were not used for long, if time is left for it."""
+        unused = [x for x in self.options if self.steps - self.last_use[x] >= UNUSED]
+        if not unused or self.trial:
             return
-        T, depths = option = max(hopeful, key=rates.get)
+        T, depths = option = max(unused, key=self.rate)
         seconds = 2 * self.times.seconds(self.B, T or depths + 1, depths)
-        if depths and (rows := unread()):
-            seconds += self.augmenting * self.times.seconds(1, rows, 0)
-        if self.trial_seconds + seconds <= TRIAL_TIME * self.elapsed:
+        if depths:
+            seconds += self.augmenting * self.times.seconds(1, 1 + unread(), 0)
+        if self.trial_seconds + seconds < TRIAL_TIME * self.elapsed:
             self.trial_seconds += seconds
             self.trial = [option, option]
 
     def rate(self, option):
-        """Expected tokens of a sequence per second, or per unit of time if T is None."""
+        """Expected tokens of a sequence in the time of a plain step."""
         T, depths = option
-        if T is None:
-            tokens, time = self.yield_of(self.B, depths)
-            return tokens / time
-        tokens = 1 + sum(self.means[depths > 0][:T - 1])
-        return tokens / self.times.seconds(self.B, T, depths)
-
-    def yield_of(self, B, depths):
-        """[tokens per sequence, time in units] of steps with these heads: at first two steps of a
-        chain."""
-        key = depths, B.bit_length()
-        if key not in self.yields:
-            tokens = 1 + sum(self.means[True][:depths])
-            self.yields[key] = [2 * tokens, 2 * self.times.relative(B, depths + 1, depths)]
-        return self.yields[key]
+        tokens = 1 + sum(self.means[depths > 0][:T - 1 if T else depths])
+        time = self.times.plain_steps(self.B, T or depths + 1, depths)
+        recent_tokens, recent_time = self.sums.get(option, (0, 0))
+        return (PRIOR * tokens + recent_tokens) / (PRIOR * time + recent_time)
 
     def update(self, step, results):
         """Learns from a `StepRun` and its `StepResult`s."""
         if not results or self.tree_size == 1:
             return
+        if step.counts is not None:
+            self.learn_chances(step.counts)
         seconds = step.seconds
         if self.group:  # ranks see the same tokens, but each has its own clock
             seconds = self.group.broadcast(seconds) if self.steps % PERIOD == 0 else None
-        if step.counts is not None:
-            self.learn_chances(step.counts)
-        if seconds:
-            self.elapsed += seconds
+        self.elapsed += seconds or 0
         if seconds and not step.catches_up:
             self.times.learn(step.B, step.tree_size, step.depths, seconds)
         if step.expected is None:
             self.learn_means(step, results)
         elif seconds and not step.catches_up:
-            sums = self.yield_of(step.B, step.depths)
-            sums[0] += step.expected / step.B - sums[0] / MEMORY[1]
-            sums[1] += seconds / self.times.unit - sums[1] / MEMORY[1]
+            tokens, time = self.sums.get((None, step.depths), (0, 0))
+            tokens += step.expected / step.B - tokens / WINDOW
+            time += seconds / self.times.seconds(step.B, 1, 0) - time / WINDOW
+            self.sums[None, step.depths] = tokens, time
 
     def learn_means(self, step, results):
         hits = Counter(node for result in results for node in result.path[1:])
         means = self.means[step.depths > 0]
         averaged = self.averaged[step.depths > 0]
         for i in range(step.tree_size - 1):
-            averaged[i] = min(averaged[i] + 1, MEMORY[1])
+            averaged[i] = min(averaged[i] + 1, WINDOW)
             means[i] += (hits[i + 1] / len(results) - means[i]) / averaged[i]
 
     def learn_chances(self, counts):
@@ -291,74 +276,66 @@ class StepTimes:
 
         unit * (rows[bucket(B * T)] + heads[depths, bucket(B)]),   rows[1] = 1
 
-    unit: the machine's present speed. Both tables are guesses times corrections; a cell that was
-    never measured has the correction of the nearest one that was. Guesses: costs relative to a
-    plain step of one sequence, `row` of a further row, `head` of a draft head, `head_row` of a
-    further row of a head, `arithmetic` of a row where compute is the bound."""
+    unit: the machine's present speed. The tables are guesses times corrections; a cell that was
+    never measured has the correction of the nearest one that was. costs: see `guessed_costs`."""
 
-    def __init__(self, row, head, head_row=0.0, arithmetic=0.0):
-        self.costs = row, head, head_row, arithmetic
+    def __init__(self, *costs):
+        self.costs = costs
         self.unit = None  # seconds
         self.corrections = {(0, 1): 0.0}  # (depths or 0 for rows, bucket) -> log of the correction
 
-    def guess(self, depths, n):
+    def cost(self, depths, n):
         """The cost of n rows, or of that many heads for n sequences."""
-        row, head, head_row, arithmetic = self.costs
-        if depths == 0:
-            return max(1 + row * (n - 1), arithmetic * n)
-        # 2: the augmenting block, head 1
-        return head * (1 + depths) + head_row * n * (2 + DEFAULT_BEAMS * (depths - 1))
+        row, bound, head = self.costs
+        rows = lambda n: max(1 + row * (n - 1), bound * n)
+        guess = rows(n)
+        if depths:  # the augmenting block and head 1, then heads that read beams
+            guess = head * (2 * rows(n) + (depths - 1) * rows(n * DEFAULT_BEAMS))
+        return guess * math.exp(self.correction(depths, n))
 
     def correction(self, depths, n):
         cell = depths, bucket(n)
         if cell in self.corrections:
             return self.corrections[cell]
-        near = [other for other in self.corrections if (other[0] > 0) == (depths > 0)]
+        measured = [other for other in self.corrections if (other[0] > 0) == (depths > 0)]
         distance = lambda other: (abs(other[0] - depths), abs(other[1] - cell[1]))
-        return self.corrections[min(near, key=distance)] if near else 0.0
-
-    def relative(self, B, T, depths):
-        """The time in units."""
-        parts = [(0, B * T), (depths, B)][:1 + (depths > 0)]
-        return sum(self.guess(*part) * math.exp(self.correction(*part)) for part in parts)
+        return self.corrections[min(measured, key=distance)] if measured else 0.0
 
     def seconds(self, B, T, depths):
-        return (self.unit or 1.0) * self.relative(B, T, depths)
+        heads = self.cost(depths, B) if depths else 0
+        return (self.unit or 1.0) * (self.cost(0, B * T) + heads)
+
+    def plain_steps(self, B, T, depths):
+        """The time relative to that of a plain step."""
+        return self.seconds(B, T, depths) / self.seconds(B, 1, 0)
 
     def learn(self, B, T, depths, seconds):
         """Corrects the prediction by the measured seconds of a step."""
         if self.unit is None:
-            self.unit = seconds / self.relative(B, T, depths)
+            self.unit = seconds / self.seconds(B, T, depths)
         error = math.log(seconds / self.seconds(B, T, depths))
         change = PACE * max(min(error, 0.3), -0.3)  # one slow step says little
         self.unit *= math.exp(change)
-        for part in [(0, B * T), (depths, B)][:1 + (depths > 0)]:
-            if part != (0, 1):
-                self.corrections[part[0], bucket(part[1])] = self.correction(*part) + change
+        if B * T > 1:
+            self.corrections[0, bucket(B * T)] = self.correction(0, B * T) + change
+        if depths:
+            self.corrections[depths, bucket(B)] = self.correction(depths, B) + change
 
 
 def guessed_costs(model, heads):
-    """The initial costs (row, head, head_row, arithmetic) of `StepTimes`."""
-    weights = model.weight_bytes()
-    numbers = 0  # weights that a head reads, the (draft) vocabulary's rows included
-    if heads:
+    """Initial costs, relative to a step of one row: (of a further row, of a row where compute is
+    the bound, of a draft head)."""
+    head = 0.0
+    if heads:  # reads its weights and the (draft) vocabulary's rows
         numbers = (heads.config.vocabulary or model.config.vocab_size) * model.config.n_embd
-        numbers += linear_weights(heads.draft_head(0))
-    if model.device.type != "cuda":
-        row = ROW["cpu"]
-        head = 0.625 * numbers / weights  # heads are packed in 4 bits, plus scales
-        return row, head, row * numbers / linear_weights(model)
-    size = numbers * model.dtype.itemsize
-    plain_seconds = weights / BANDWIDTH + model.config.n_layer * LAUNCH_SECONDS
-    head_seconds = size / BANDWIDTH + LAUNCH_SECONDS
-    arithmetic = 2 * weights / model.dtype.itemsize / COMPUTE / plain_seconds
-    head = head_seconds / plain_seconds
-    return ROW["cuda"], head, arithmetic * size / weights, arithmetic
-
-
-def linear_weights(module):
-    return sum(layer.in_features * layer.out_features for layer in module.modules()
-               if hasattr(layer, "in_features"))
+        numbers += sum(layer.in_features * layer.out_features
+                       for layer in heads.draft_head(0).modules() if hasattr(layer, "in_features"))
+        is_cuda = model.device.type == "cuda"
+        size = model.dtype.itemsize if is_cuda else 0.625  # packed in 4 bits, and scales
+        launches = LAUNCH_SECONDS if is_cuda else 0.0
+        plain_seconds = model.weight_bytes() / BANDWIDTH + model.config.n_layer * launches
+        head = (numbers * size / BANDWIDTH + launches) / plain_seconds
+    return *ROW[model.device.type], head
 
 
 def bucket(rows):
