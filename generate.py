@@ -97,13 +97,13 @@ class Accepted(NamedTuple):
 TREE_SIZES = dict(cpu=(2, 3, 4, 6, 8, 12, 16), cuda=(2, 4, 8, 16, 32, 64))  # T to select
 LARGEST = 16    # largest T that a C step chooses by itself
 PERIOD = 16     # steps between two updates of the tables
-PACE = 0.1      # part of a step's error that corrects each part of the prediction of its seconds
+PACE = 0.3      # part of a step's error in its predicted seconds that is the machine's speed
 UNUSED = 64     # steps after which an option is tried for two steps
 TRIAL_TIME = 0.01  # part of the time that trials may take
 # (accepted, proposed) tokens of lookup assumed at the start, by match length 0 to 4
 LOOKUP_PRIOR = (0, 1), (0.5, 2.5), (1, 3), (1.5, 3.5), (2, 4)
 WINDOW = 64     # of running means, in steps
-PRIOR = 4       # steps that an option's rate before its first use counts as
+PRIOR = 2       # steps that an option's rate before its first use counts as
 MEMORY = 256, 64  # window of the acceptance counts: head nodes per bin, lookup tokens per length
 # (cost of a further row, of a row where compute is the bound), relative to a step of one row
 ROW = dict(cpu=(0.15, 0), cuda=(0.002, 0.005))
@@ -148,9 +148,7 @@ class Policy:
         self.chances = torch.zeros(2, SOURCES, device=model.device)
         self.learn_chances(self.seen)
         # with and without heads: mean acceptance of the n-th likeliest node, over how many steps
-        self.means = {drafts: [0.5 * rank ** -1.4 for rank in range(1, MAX_TREE)]
-                      for drafts in (False, True)}
-        self.averaged = {drafts: [2] * MAX_TREE for drafts in self.means}
+        self.means = {drafts: ([0.5], [2]) for drafts in (False, True)}
         self.sums = {}  # option with T = None -> recent expected tokens, time in plain steps
         costs = guessed_costs(model, self.heads)
         if self.group:
@@ -185,11 +183,11 @@ class Policy:
         return option
 
     def begin_trial(self, unread):
-        """Tries the best of the options that were not used for long, if time is left for it."""
+        """Tries the option that was not used for longest, if time is left for it."""
         unused = [x for x in self.options if self.steps - self.last_use[x] >= UNUSED]
         if not unused or self.trial:
             return
-        T, depths = option = max(unused, key=self.rate)
+        T, depths = option = min(unused, key=self.last_use.get)
         seconds = 2 * self.times.seconds(self.B, T or depths + 1, depths)
         if depths:
             seconds += self.augmenting * self.times.seconds(1, 1 + unread(), 0)
@@ -200,7 +198,7 @@ class Policy:
     def rate(self, option):
         """Expected tokens of a sequence in the time of a plain step."""
         T, depths = option
-        tokens = 1 + sum(self.means[depths > 0][:T - 1 if T else depths])
+        tokens = 1 + sum(extended(self.means[depths > 0][0], T - 1 if T else depths))
         time = self.times.plain_steps(self.B, T or depths + 1, depths)
         recent_tokens, recent_time = self.sums.get(option, (0, 0))
         return (PRIOR * tokens + recent_tokens) / (PRIOR * time + recent_time)
@@ -217,21 +215,23 @@ class Policy:
         self.elapsed += seconds or 0
         if seconds and not step.catches_up:
             self.times.learn(step.B, step.tree_size, step.depths, seconds)
-        if step.expected is None:
+        if step.tree_size > 1:
             self.learn_means(step, results)
-        elif seconds and not step.catches_up:
+        if step.expected:
             tokens, time = self.sums.get((None, step.depths), (0, 0))
             tokens += step.expected / step.B - tokens / WINDOW
-            time += seconds / self.times.seconds(step.B, 1, 0) - time / WINDOW
+            plain_steps = self.times.plain_steps(step.B, step.tree_size, step.depths)
+            time += plain_steps - time / WINDOW
             self.sums[None, step.depths] = tokens, time
 
     def learn_means(self, step, results):
         hits = Counter(node for result in results for node in result.path[1:])
-        means = self.means[step.depths > 0]
-        averaged = self.averaged[step.depths > 0]
+        means, counts = self.means[step.depths > 0]
+        means += extended(means, step.tree_size - 1)[len(means):]
+        counts += [2] * (len(means) - len(counts))
         for i in range(step.tree_size - 1):
-            averaged[i] = min(averaged[i] + 1, WINDOW)
-            means[i] += (hits[i + 1] / len(results) - means[i]) / averaged[i]
+            counts[i] = min(counts[i] + 1, WINDOW)
+            means[i] += (hits[i + 1] / len(results) - means[i]) / counts[i]
 
     def learn_chances(self, counts):
         """Updates `chances` from the new total `counts`."""
@@ -244,6 +244,12 @@ class Policy:
         if self.chances.is_cuda:
             chances = chances.pin_memory()  # else the host would wait for the copy
         self.chances.copy_(chances, non_blocking=True)
+
+
+def extended(means, n):
+    """n means; those beyond the last known one fall as rank ** -1.4."""
+    last = len(means)
+    return means[:n] + [means[-1] * (last / rank) ** 1.4 for rank in range(last + 1, n + 1)]
 
 
 def falling(bins):
@@ -282,7 +288,8 @@ class StepTimes:
     def __init__(self, *costs):
         self.costs = costs
         self.unit = None  # seconds
-        self.corrections = {(0, 1): 0.0}  # (depths or 0 for rows, bucket) -> log of the correction
+        # (depths or 0 for rows, bucket) -> log of the correction, number of measurements
+        self.corrections = {(0, 1): (0.0, 1)}
 
     def cost(self, depths, n):
         """The cost of n rows, or of that many heads for n sequences."""
@@ -295,11 +302,11 @@ class StepTimes:
 
     def correction(self, depths, n):
         cell = depths, bucket(n)
-        if cell in self.corrections:
-            return self.corrections[cell]
-        measured = [other for other in self.corrections if (other[0] > 0) == (depths > 0)]
-        distance = lambda other: (abs(other[0] - depths), abs(other[1] - cell[1]))
-        return self.corrections[min(measured, key=distance)] if measured else 0.0
+        if cell not in self.corrections:
+            measured = [other for other in self.corrections if (other[0] > 0) == (depths > 0)]
+            distance = lambda other: (abs(other[0] - depths), abs(other[1] - cell[1]))
+            cell = min(measured, key=distance, default=None)
+        return self.corrections[cell][0] if cell else 0.0
 
     def seconds(self, B, T, depths):
         heads = self.cost(depths, B) if depths else 0
@@ -314,12 +321,18 @@ class StepTimes:
         if self.unit is None:
             self.unit = seconds / self.seconds(B, T, depths)
         error = math.log(seconds / self.seconds(B, T, depths))
-        change = PACE * max(min(error, 0.3), -0.3)  # one slow step says little
-        self.unit *= math.exp(change)
+        error = max(min(error, 0.5), -0.5)  # one slow step says little
+        self.unit *= math.exp(PACE * error)
         if B * T > 1:
-            self.corrections[0, bucket(B * T)] = self.correction(0, B * T) + change
+            self.correct(0, B * T, error)
         if depths:
-            self.corrections[depths, bucket(B)] = self.correction(depths, B) + change
+            self.correct(depths, B, error)
+
+    def correct(self, depths, n, error):
+        cell = depths, bucket(n)
+        count = self.corrections[cell][1] if cell in self.corrections else 0
+        change = max(1 / WINDOW, 1 / (2 + count)) * error
+        self.corrections[cell] = self.correction(depths, n) + change, count + 1
 
 
 def guessed_costs(model, heads):

@@ -297,7 +297,8 @@ FORMATS = {  # GGUF types that are multiplied without conversion
     "Q4_0": Format(header.INT4, 8), "Q4_1": Format(header.INT4, 0, True),
     "Q5_0": Format(header.INT5, 16), "Q5_1": Format(header.INT5, 0, True),
     "Q8_0": Format(header.INT8, 128), "IQ4_NL": Format(header.INT8, 128),
-    "Q4_K": Format(header.INT4, 0, True, scale_bytes=1), "Q5_K": Format(header.INT5, 0, True, scale_bytes=1),
+    "Q4_K": Format(header.INT4, 0, True, scale_bytes=1),
+    "Q5_K": Format(header.INT5, 0, True, scale_bytes=1),
     "Q6_K": Format(header.INT6, 32, group=16, scale_bytes=1),
     "IQ4_XS": Format(header.INT8, 128, scale_bytes=1)}
 
@@ -334,8 +335,8 @@ class PackedWeight:
         return own + (self.below.nbytes if self.below else 0)
 
     def pack_rows(self, source, address, stride, order=None):
-        """Packs rows of `stride` bytes and returns self. source: RAW_FLOATS, RAW_BYTES or the number of a
-        GGUF type. order: int64 [n], which row comes where."""
+        """Packs rows of `stride` bytes and returns self. source: RAW_FLOATS, RAW_BYTES or the
+        number of a GGUF type. order: int64 [n], which row comes where."""
         library().pack_rows(self.linear, source, address, stride, pointer(order), threads())
         return self
 
@@ -358,7 +359,7 @@ class PackedWeight:
 def stack(parts, bias=None):
     """Links `PackedWeight`s [n, k] into one weight, outputs in this order, and returns the first.
     Either all are quantized or all have one float type. bias: [sum of n]"""
-    assert len({part.linear.kind if part.linear.kind < header.INT8 else header.INT8 for part in parts}) == 1
+    assert len({min(part.linear.kind, header.INT8) for part in parts}) == 1
     for upper, lower in itertools.pairwise(parts):
         upper.below = lower
         upper.linear.next = ctypes.addressof(lower.linear)
@@ -388,10 +389,10 @@ def pack_rounded(weight, bias=None):
 def pack_quantized(q, scales, minimums=None, bias=None):
     """Packs q [n, k], int8 or uint8 in 0..15, scales and minimums [G, n], float16 or float32."""
     q = q.contiguous()
-    (n, k), is_int4 = q.shape, q.dtype == torch.uint8
+    n, k = q.shape
+    kind, zero = (header.INT4, 0) if q.dtype == torch.uint8 else (header.INT8, 128)
     group = -(-k // GROUP) * GROUP // len(scales)
-    layout = Format(header.INT4 if is_int4 else header.INT8, 0 if is_int4 else 128, minimums is not None, group,
-                    scales.itemsize)
+    layout = Format(kind, zero, minimums is not None, group, scales.itemsize)
     packed = PackedWeight(layout, n, k, bias).pack_rows(header.RAW_BYTES, q.data_ptr(), k)
     for name, x in dict(scales=scales, minimums=minimums).items():
         if x is not None:
@@ -523,8 +524,8 @@ class PackedBlocks(Packed, Blocks):
         ancestors = None if ancestors is None else ancestors.contiguous()
         a_pass = pass_struct(hidden.shape, tables, cache.kv, lengths, ancestors, positions)
         normed = torch.empty_like(x)
-        failed = library().run_blocks(self.structs, len(self), header.NormWeights(), a_pass, x.data_ptr(),
-                                      normed.data_ptr())
+        failed = library().run_blocks(self.structs, len(self), header.NormWeights(), a_pass,
+                                      x.data_ptr(), normed.data_ptr())
         check_room(failed, a_pass)
         return x.to(hidden.dtype), None
 
@@ -581,7 +582,8 @@ class PackedHeads(Packed, DraftHeads):
         super().__init__(clover.heads)
         base = clover.model
         self.tensors = []  # keeps alive what the structs point to
-        self.structs = (header.HeadWeights * len(self))(*(mix_struct(head.mix, self.tensors) for head in self))
+        heads = (mix_struct(head.mix, self.tensors) for head in self)
+        self.structs = (header.HeadWeights * len(self))(*heads)
         for struct, head in zip(self.structs, self):
             struct.project = head.project.linear.packed.linear
         self.struct = header.Heads(
@@ -693,7 +695,8 @@ class CompiledDecoder(Decoder):
         self.hidden_rows = cache.new_zeros(self.batch_size, cache.shape[4], C)
         self.tensors.append(ones)
         struct.heads = ctypes.pointer(heads.heads.struct)
-        struct.state_norm = header.NormWeights(ones.data_ptr(), None, torch.finfo(torch.float32).eps)
+        eps = torch.finfo(torch.float32).eps
+        struct.state_norm = header.NormWeights(ones.data_ptr(), None, eps)
         struct.paths = self.slot_pass(self.slots.heads_cache)
         struct.augment = getattr(heads.augment_blocks, "structs", None)
         struct.n_augment = len(heads.augment_blocks)

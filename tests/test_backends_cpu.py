@@ -75,7 +75,8 @@ def test_product_is_the_sum_of_products(kind, n, k, group):
     for M in (1, 2, 3, 8, 11, 64):
         x = torch.randn(M, k)
         got = packed.multiply(x)
-        whole = {cpu.header.FLOAT32: x, cpu.header.BFLOAT16: x.bfloat16()}.get(kind, math.prod(rounded(x)).flatten(1)[:, :k])
+        floats = {cpu.header.FLOAT32: x, cpu.header.BFLOAT16: x.bfloat16()}
+        whole = floats.get(kind, math.prod(rounded(x)).flatten(1)[:, :k])
         want = whole.double() @ weight.T + bias
         assert (got - want).abs().max() < 1e-5 * want.abs().max(), M
         torch.set_num_threads(2)
@@ -105,7 +106,8 @@ def test_rows_are_rounded_as_the_formula_says(k):
 def attend(q, kv, slopes, window, lengths, ancestors, threads=1, slots=None):
     """cpu.c's attention of q [B, T, Hq, D] over keys and values kv [2, slots, Hkv, S, D]."""
     B, T, Hq, D = q.shape
-    block = cpu.header.BlockWeights(n_head=Hq, n_kv_head=kv.shape[2], head_size=D, window=window, rope=-1, scale=D ** -0.5)
+    sizes = dict(n_head=Hq, n_kv_head=kv.shape[2], head_size=D)
+    block = cpu.header.BlockWeights(**sizes, window=window, rope=-1, scale=D ** -0.5)
     tensors = slots, lengths, ancestors, None, None, None, slopes, kv
     a_pass = cpu.header.Pass(B, T, threads, kv.dtype == torch.bfloat16, kv.shape[3], 0, *map(cpu.pointer, tensors), 0,
                       *kv.stride()[:3])
@@ -225,15 +227,16 @@ def test_trees_in_c_are_those_of_the_decoder(shape, name, vocabulary, exact):
         if heads:
             heads.set_vocabulary(tokens)
         theirs, ours = (filled_decoder(cls, model, heads, True, 63) for cls in (Decoder, cpu.CompiledDecoder))
-        for T, with_heads in ((2, name), (5, name), (9, None), (17, name), (63, name)):
-            (want, chain), (got, _) = (decoder.draft(T, with_heads is not None) for decoder in (theirs, ours))
+        K = heads.config.n_draft if heads else 0
+        for T, depths in ((2, min(K, 1)), (5, K), (9, 0), (17, K), (63, K)):
+            (want, chain), (got, _) = (decoder.draft(T, depths) for decoder in (theirs, ours))
             assert all(map(torch.equal, got[:5], want)), T
             torch.testing.assert_close(got.probabilities, want.probabilities)
             assert torch.equal(ours.results["chain"].view(4, -1)[:, :chain.shape[1]], chain)
         with torch.inference_mode():
             want = [x[3].clone() for x in got]
             ours.slots.state[:3, 5] = torch.tensor([math.nan, math.inf, -math.inf])
-        got, _ = ours.draft(63, name is not None)
+        got, _ = ours.draft(63, K)
         assert all(torch.equal(x[3], y) for x, y in zip(got, want)) and got.tokens.min() >= 0 and got.tokens.max() < 97
         for tokens, parents, n in zip(got.tokens.tolist(), got.parents.tolist(), (got.ancestors != 0).sum(1).tolist()):
             assert len({*zip(tokens[1:n], parents[1:n])}) == n - 1
@@ -272,7 +275,8 @@ def test_verify_and_commit_are_the_decoders(shape, name, dtype):
     theirs, ours = (filled_decoder(cls, *both, True, 20) for cls in (Decoder, cpu.CompiledDecoder))
     with torch.inference_mode():
         ours.slots.active[2] = 0
-        tree, chain = ours.draft(20, name is not None)
+        K = both[1].config.n_draft if name else 0
+        tree, chain = ours.draft(20, K)
         (want_normed, want), (normed, hidden) = (x.verify(tree, ours.positions(tree)) for x in (theirs, ours))
         assert torch.equal(hidden, want)
         close(normed, want_normed.float())
@@ -281,7 +285,7 @@ def test_verify_and_commit_are_the_decoders(shape, name, dtype):
         for decoder in (theirs, ours):
             decoder.commit(tree, hidden, accepted)
         if name:
-            ours.draft(20, True)  # the heads read the accepted rows
+            ours.draft(20, K)  # the heads read the accepted rows
             assert accepted.count.tolist() != [1, 1, 0, 1]
     slots, running = (theirs.slots, ours.slots), [0, 1, 3]
     assert all(torch.equal(x.cache.lengths, x.heads_cache.lengths) for x in slots[:1 + (name is not None)])
@@ -490,10 +494,10 @@ def test_the_library_is_built_once_and_again_if_broken(tmp_path, monkeypatch, ca
     monkeypatch.setattr(subprocess, "run", run_here)
     compiled = lambda: sum("-o" in command for command in runs)
     command = ["cc", "-shared", "-fPIC"]
-    source = tmp_path / "small.c"
-    source.write_text("int answer(void) { return 42; }")
-    monkeypatch.setattr(cpu, "SOURCE", source)
-    run_with({}, f"from backends import cpu; cpu.SOURCE = cpu.Path({str(source)!r}); cpu.load_or_build({command})")
+    for name, text in {"cpu.c": "int answer(void) { return 42; }", "cpu.h": ""}.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
+    run_with({}, f"from backends import cpu; cpu.FOLDER = cpu.Path({str(tmp_path)!r}); cpu.load_or_build({command})")
     (file,) = (tmp_path / "clover").iterdir()
     assert file.suffix == ".so" and not compiled()
     file.write_bytes(b"truncated")

@@ -240,7 +240,7 @@ def world(monkeypatch):
         yield world
 
 
-MIXED = (1, False), (5, True), (6, False), (13, True)
+MIXED = (1, 0), (5, 4), (6, 0), (13, 4)
 
 
 @pytest.fixture
@@ -330,7 +330,7 @@ def test_the_policy_selects_among_few_sizes_on_a_fake_gpu(start):
     engine = Engine(model, policy=Policy(model, heads, True), batch_size=2, capacity=700)
     engine.generate([[1, 2], [3]], 600)
     sizes = {T for (T, _), _ in engine.decoder.graphs}
-    assert 1 < len(sizes) and sizes <= {*generate.SIZES["cuda"]} == {T for T, _ in engine.policy.options}
+    assert 1 < len(sizes) and sizes <= {1, *generate.TREE_SIZES["cuda"]} == {T for T, _ in engine.policy.options}
     assert 3 < len(world.graphs) == len(engine.decoder.graphs)
 
 

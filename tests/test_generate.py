@@ -14,7 +14,7 @@ import model as models
 from backends import cpu
 from clover import PRESETS
 from conftest import SHAPES, needs_compiler, needs_cuda, random_prompts, refusal, toy_model
-from generate import Engine, Interrupted, Policy, Sampling, generate, prepare
+from generate import Engine, Interrupted, Policy, Sampling, decoder_class, generate, prepare
 from hf.tokenizer import load_encoding
 from kernels import filter_logits
 from model import GPT
@@ -49,21 +49,21 @@ WAYS = {"greedy": dict(), "sampled": SAMPLED, "filtered": FILTERED}
 # ---------------------------------------------------------------------------------------------------------------------
 # Steps of several sizes
 
-ALL = (9, True), (0, True), (1, False), (64, True), (7, False), (10, True), (2, True), (21, False)
+ALL = (9, 4), (None, 4), (1, 0), (64, 4), (7, 0), (10, 4), (2, 1), (21, 0), (None, 1)
 
 
 class Cycling(Policy):
-    """Cycles through those options (T, whether heads draft) that the heads and the Decoder support. seconds: T -> the
+    """Cycles through those options (T, heads that draft) that the heads and the Decoder support. seconds: T -> the
     seconds of its steps."""
 
     def __init__(self, model, heads, options=ALL):
         super().__init__(model, heads, True, 64)
-        self.options = [(T, drafts) for T, drafts in options if (heads or not drafts) and (T or self.chooses_inside)]
+        chooses_size = decoder_class(model, heads).chooses_size
+        self.options = [(T, depths) for T, depths in options if (heads or not depths) and (T or chooses_size)]
         self.seconds = defaultdict(list)
 
-    def select(self, B):
+    def select(self, B, unread):
         super().select(B)
-        self.set_prices(B)
         return self.options[self.steps // 2 % len(self.options)]  # each twice, so that an option may follow itself
 
     def update(self, step, results):

@@ -138,16 +138,16 @@ def statistics(output):
 def explain(engine, output):
     """The lines of --explain: statistics, the policy's tree sizes, and the time of each stage."""
     decoder, policy, B = engine.decoder, engine.policy, engine.decoder.batch_size
-    seconds = policy.durations.seconds
+    seconds = policy.times.seconds
     yield f"batch size {B}, device {decoder.device}, {torch.get_num_threads()} threads"
     yield statistics(output)
-    if policy.durations.unit:  # it has seen at least one step
+    if policy.times.unit:  # it has seen at least one step
         yield f"\n{'nodes T':<12}{'share of steps':>16}{'tokens per step':>17}{'expected ms':>13}"
         for T in sorted({2**i for i in range(policy.largest.bit_length())} | set(output.sizes)):
             steps, tokens = output.sizes.get(T, (0, 0))
             yield (f"{T:<12}{steps / output.steps:>16.0%}{tokens / max(steps, 1):>17.2f}"
                    f"{1e3 * seconds(B, T, 0):>13.2f}")
-    if policy.durations.unit and policy.heads:  # the first head, with the augmenting block
+    if policy.times.unit and policy.heads:  # the first head, with the augmenting block
         yield f"{'a head':<45}{1e3 * (seconds(B, 1, 1) - seconds(B, 1, 0)):>13.2f}"
     yield f"\n{'ms per stage':<12}" + "".join(f"{stage:>10}" for stage in STAGES)
     most_used = max(output.sizes, key=output.sizes.get)
