@@ -338,17 +338,17 @@ class StepTimes:
 def guessed_costs(model, heads):
     """Initial costs, relative to a step of one row: (of a further row, of a row where compute is
     the bound, of a draft head)."""
+    is_cuda = model.device.type == "cuda"
     head = 0.0
     if heads:  # reads its weights and the (draft) vocabulary's rows
         numbers = (heads.config.vocabulary or model.config.vocab_size) * model.config.n_embd
         numbers += sum(layer.in_features * layer.out_features
                        for layer in heads.draft_head(0).modules() if hasattr(layer, "in_features"))
-        is_cuda = model.device.type == "cuda"
         size = model.dtype.itemsize if is_cuda else 0.625  # packed in 4 bits, and scales
         launches = LAUNCH_SECONDS if is_cuda else 0.0
         plain_seconds = model.weight_bytes() / BANDWIDTH + model.config.n_layer * launches
         head = (numbers * size / BANDWIDTH + launches) / plain_seconds
-    return *ROW[model.device.type], head
+    return *ROW["cuda" if is_cuda else "cpu"], head
 
 
 def bucket(rows):

@@ -82,10 +82,15 @@ def machine():
     git = subprocess.run(["git", "rev-parse", "--short", "HEAD"], cwd=ROOT, text=True,
                          capture_output=True).stdout.strip()
     cpuinfo = Path("/proc/cpuinfo")
-    cpus = re.findall(r"model name\s*: (.*)", cpuinfo.read_text()) if cpuinfo.is_file() else []
+    about = cpuinfo.read_text() if cpuinfo.is_file() else ""
+    cpus = re.findall(r"model name\s*: (.*)", about)
+    flags = re.search(r"^(?:flags|Features)\s*: (.*)", about, re.M)
+    vectors = re.findall(r"\b(?:avx|fma|f16c|amx|asimd|sve)\w*", flags[1]) if flags else []
     llama_cpp = sys.modules.get("llama_cpp")
     return dict(cpu=cpus[0] if cpus else platform.machine(),
                 gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
+                cpu_flags=" ".join(vectors), cc=os.environ.get("CC"),
+                cflags=os.environ.get("CFLAGS"),
                 threads=torch.get_num_threads(), python=platform.python_version(),
                 torch=torch.__version__,
                 commit=os.environ.get("CLOVER_COMMIT") or git or None,  # for a copy without .git
