@@ -17,7 +17,7 @@ ORDER = ["kernels", "model", "clover", "generate", "backends", "hf", "tools", "t
          "bench"]
 FOLDERS = [name for name in ORDER if (ROOT / name).is_dir()]
 FILES = [name for name in ORDER if name not in FOLDERS and "." not in name]
-LINES = dict(library=10697, tests=8777)  # at most: all Python without tests, and tests
+LINES = dict(library=10730, tests=8854)  # at most: all Python without tests, and tests
 MODULES = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
            for pattern in ("*.py", *(f"{folder}/*.py" for folder in FOLDERS)) for file in sorted(ROOT.glob(pattern))}
 LOADERS = ("GPT.from_pretrained", "GPT.save_pretrained")  # in model.py, these import from hf/
