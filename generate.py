@@ -144,8 +144,7 @@ class Policy:
         self.known = known_counts(self.heads)  # [2, SOURCES, 2]: accepted, proposed
         # totals, to which steps add; in float32 they would stop at 2^24
         self.counts = torch.zeros(2, SOURCES, 2, dtype=torch.float64, device=model.device)
-        # the part of `counts` that `known` includes
-        self.seen = torch.zeros(2, SOURCES, 2, dtype=torch.float64)
+        self.seen = torch.zeros(2, SOURCES, 2)  # the part of `counts` that `known` includes
         self.chances = torch.zeros(2, SOURCES, device=model.device)
         self.learn_chances(self.seen)
         # with and without heads: mean acceptance of the n-th likeliest node, over how many steps
@@ -208,7 +207,7 @@ class Policy:
         """Learns from a `StepRun` and its `StepResult`s."""
         if not results or self.tree_size == 1:
             return
-        if step.counts is not None and not torch.equal(step.counts, self.seen):
+        if step.counts is not None:
             self.learn_chances(step.counts)
         seconds = step.seconds
         if self.group:  # ranks see the same tokens, but each has its own clock

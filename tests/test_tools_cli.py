@@ -383,7 +383,7 @@ def test_reports_beside_json_lines_go_to_standard_error(folder, capsys, tmp_path
          "--compare", "--explain", "--show-tree")
     out, err = capsys.readouterr()
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["abcabc", "import"]
-    assert all(said in err for said in ("identical", "ms per stage", "the newest token"))
+    assert all(said in err for said in ("identical", "ms per stage", "the newest token")), err
 
 
 @pytest.mark.parametrize("content, message", [
