@@ -101,10 +101,10 @@ INLINE int length_of(const Pass *pass, int b) { return pass->lengths[slot_of(pas
 // Dot products of bytes: the only part that is specific to a processor
 //
 // A word is four bytes of a weight for each lane. `add_word` adds w[0] x[0] + ... + w[3] x[3] to each
-// lane of a Partial, where all lanes share the signed bytes x; `total` adds a Partial to int32 sums. A
-// Partial of int16 holds the sums of only PARTIAL_WORDS words: 2 products of a word meet in
-// a number, and 8 * 2 * 15 * 127, 4 * 2 * 31 * 127, 2 * 2 * 63 * 127 and 2 * 128 * 127 fit. So a sum
-// is the same integer everywhere.
+// lane of a Partial, where all lanes share the signed bytes x (NEON: lane j of x); `total` adds a
+// Partial to int32 sums. A Partial of int16 holds the sums of only PARTIAL_WORDS words: 2 products of
+// a word meet in a number, and 8 * 2 * 15 * 127, 4 * 2 * 31 * 127, 2 * 2 * 63 * 127 and
+// 2 * 128 * 127 fit. So a sum is the same integer everywhere.
 //
 // Numbers of 4 to 6 bits are unsigned; those of 8 bits are signed, or have OFFSET added.
 
@@ -127,11 +127,12 @@ typedef __m128i vx;
 
 INLINE vi splat_word(int32_t x) { return x - (vi){0}; }
 
-// Computes a vector here: compilers would reorder the sums, for which registers do not suffice
+// Computes a vector here: compilers would reorder the sums, for which registers do not suffice. On
+// AArch64 they also move loads up until registers spill; volatile statements keep their order.
 #if defined(__x86_64__)
 #define IN_ORDER(v) __asm__("" : "+v"(v))
 #elif defined(__aarch64__)
-#define IN_ORDER(v) __asm__("" : "+w"(v))
+#define IN_ORDER(v) __asm__ volatile("" : "+w"(v))
 #else
 #define IN_ORDER(v)
 #endif
@@ -157,8 +158,9 @@ INLINE Partial add_word(Partial sum, vi w, int32_t x, int kind) {
 typedef vi Partial;
 INLINE Partial begin(vi sum) { return sum; }
 INLINE vi total(vi sum, Partial partial) { return partial; }
-INLINE Partial add_word(Partial sum, vi w, int32_t x, int kind) {
-    return (vi)vdotq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)splat_word(x));
+INLINE Partial add_word(Partial sum, vi w, vi x, int j, int kind) {
+#define DOT(lane) (vi)vdotq_laneq_s32((int32x4_t)sum, (int8x16_t)w, (int8x16_t)x, lane)
+    return j == 0 ? DOT(0) : j == 1 ? DOT(1) : j == 2 ? DOT(2) : DOT(3);
 }
 
 #elif !defined(PLAIN) && defined(__aarch64__)
@@ -169,8 +171,9 @@ INLINE Partial begin(vi sum) { return (Partial){{0}, {0}}; }
 INLINE vi total(vi sum, Partial partial) {
     return sum + (vi)vpaddq_s32(vpaddlq_s16(partial.low), vpaddlq_s16(partial.high));
 }
-INLINE Partial add_word(Partial sum, vi w, int32_t x, int kind) {
-    int8x16_t a = (int8x16_t)w, b = (int8x16_t)splat_word(x);
+INLINE Partial add_word(Partial sum, vi w, vi x, int j, int kind) {
+    int8x16_t a = (int8x16_t)w, b = (int8x16_t)splat_word(x[j]);
+    IN_ORDER(b);
     sum.low = vmlal_s8(sum.low, vget_low_s8(a), vget_low_s8(b));
     sum.high = vmlal_high_s8(sum.high, a, b);
     return sum;
@@ -643,7 +646,36 @@ INLINE int group_bytes(int kind) {
     return WORD * (kind == INT8 ? 8 : kind == INT6 ? 6 : kind == INT5 ? 5 : 4);
 }
 
-// Adds the products of a group's words, from word `first`, and n rows x to the rows' sums
+// Adds the products of a group's words, from word `first`, and n rows x to the rows' sums. On NEON
+// row by row: the words are in registers, and the Partial of one row
+#if !defined(PLAIN) && defined(__aarch64__)
+INLINE void sum_words(const char *group, const Group *x, int n, int kind, int first, int words,
+                      vi *sums) {
+    vi w[8];
+    UNROLL
+    for (int j = 0; j < words; j++) {
+        vi word = load_word(group, first + j, kind);
+        IN_ORDER(word);
+        w[j] = word;
+    }
+    UNROLL
+    for (int i = 0; i < n; i++) {
+        vi sum = sums[i];
+        Partial partial = begin(sum);
+        UNROLL
+        for (int j = 0; j < words; j++) {
+            vi four = (vi)load(x[i].words + (first + j) / 4 * 4);
+            partial = add_word(partial, w[j], four, (first + j) % 4, kind);
+            if ((j + 1) % PARTIAL_WORDS(kind) == 0 || j + 1 == words) {
+                sum = total(sum, partial);
+                partial = begin(sum);
+            }
+        }
+        IN_ORDER(sum);
+        sums[i] = sum;
+    }
+}
+#else
 INLINE void sum_words(const char *group, const Group *x, int n, int kind, int first, int words,
                       vi *sums) {
     Partial partial[TILE];
@@ -661,6 +693,7 @@ INLINE void sum_words(const char *group, const Group *x, int n, int kind, int fi
             }
     }
 }
+#endif
 
 INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, int block, int n,
                            int kind, vf *acc) {
@@ -693,12 +726,21 @@ INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, in
     }
 }
 
-INLINE vf multiply_add(vf sum, vi w, int32_t x, int in_pairs) {
+// Word j + s of a row in each lane; s is a constant
+INLINE vf splat_number(const Group *x, int j, int s) {
+#ifdef __aarch64__               // a lane is an operand of the product
+    return splat(load(x->words + j)[s]);
+#else
+    return (vf)splat_word(x->words[j + s]);
+#endif
+}
+
+INLINE vf multiply_add(vf sum, vf w, vf x, int in_pairs) {
 #if IN_PAIRS
     if (in_pairs)
-        return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)splat_word(x));
+        return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
 #endif
-    sum += (vf)w * (vf)splat_word(x);
+    sum += w * x;
     IN_ORDER(sum);
     return sum;
 }
@@ -722,7 +764,8 @@ INLINE void float_tile(const Linear *w, const Group *x, int block, int n, int ki
                     words = s % 2 ? words & (int32_t)0xffff0000 : words << 16;
                 IN_ORDER(words);  // gcc would load them anew for each row
                 for (int i = 0; i < n; i++)
-                    sums[s][i] = multiply_add(sums[s][i], words, x[i].words[j + s], in_pairs);
+                    sums[s][i] = multiply_add(sums[s][i], (vf)words, splat_number(&x[i], j, s),
+                                              in_pairs);
                 values += is_split && s % 2 == 0 ? 0 : WORD;
             }
         }
@@ -1060,11 +1103,11 @@ static void norm_row(const NormWeights *norm, const float *x, int n, float *out)
 static void add_norm_row(void *arguments, int m) {
     const Call *a = arguments;
     int C = a->block->n_embd;
-    float *x = a->x + (size_t)m * C, *delta = a->delta + (size_t)m * C;
-    float *out = a->out + (size_t)m * C;
-    if (a->delta && a->post->weight)
+    float *x = a->x + (size_t)m * C, *out = a->out + (size_t)m * C;
+    float *delta = a->delta ? a->delta + (size_t)m * C : NULL;
+    if (delta && a->post->weight)
         norm_row(a->post, delta, C, delta);
-    for (int i = 0; a->delta && i < C; i++)
+    for (int i = 0; delta && i < C; i++)
         x[i] += delta[i];
     if (a->norm->weight)
         norm_row(a->norm, x, C, out);
