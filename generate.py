@@ -386,8 +386,8 @@ class Slots:
 
 
 def new_slots(model, heads, batch_size, capacity, max_tree, max_path):
-    """Empty `Slots` for sequences of `capacity` tokens. On a GPU the host sees a sequence's end one
-    step late, so it may grow by two paths; the sizes below add what its last step writes."""
+    """Empty `Slots` for sequences of `capacity` tokens. On a GPU the next step already runs when
+    the host reads the one that ended a sequence, so there is room for what that step adds."""
     zeros = lambda *shape, dtype: torch.zeros(*shape, dtype=dtype, device=model.device)
     cache = model.new_cache(batch_size, capacity + max_path + max_tree)  # a path, then a tree
     # heads only write paths to their cache, on a CPU up to MAX_CHAIN + 1 rows at once
@@ -415,6 +415,28 @@ class StepRun(NamedTuple):
     counts: torch.Tensor | None   # the `Policy`'s, every PERIOD steps
     expected: float | None = None # tokens, by acceptance probabilities, if the step chose T
     catches_up: bool = False      # whether heads read rows that earlier steps left unread
+
+
+@dataclass
+class InFlight:
+    """A step that has been started. Its tensors are on the host, and filled when it ends."""
+    accepted: Accepted
+    tree: Tree | None            # if requested
+    counts: torch.Tensor | None  # as in `StepRun`, like the rest
+    sizes: tuple                 # B, T
+    depths: int
+    times: tuple                 # `timestamp`s of its start and end
+    is_steady: bool              # it compiled and captured nothing
+    expected: float | None = None
+    catches_up: bool = False
+
+    def wait(self):
+        """Waits for the end of the step and returns its `StepRun`."""
+        seconds = seconds_between(*self.times)
+        trees = self.tree and list(map(Tree, *(x.tolist() for x in self.tree)))
+        return StepRun(self.accepted.to_lists(), trees, *self.sizes, self.depths,
+                       seconds if self.is_steady else None, self.counts, self.expected,
+                       self.catches_up)
 
 
 def decoder_class(model, heads):
@@ -576,36 +598,24 @@ class Decoder:
         return result
 
     def launch(self, tree_size, depths, with_trees=False):
-        """Starts a step; returns a function that waits for it and returns its `StepRun`."""
+        """Starts a step and returns it as an `InFlight`."""
         is_steady = ((tree_size, depths), self.sampling_mode) in self.graphs
-        device = self.device
-        start = timestamp(device)
+        start = timestamp(self.device)
+        to_host = lambda x: x.to("cpu", non_blocking=True, copy=True)  # the next step overwrites x
         with self.inference_mode:
             accepted, tree = self.run(tree_size, depths)
-            counts = self.policy.counts if self.policy.steps % PERIOD == 0 else None
-            tensors = accepted.packed, counts, *(tree if with_trees else ())
-            # on CUDA, before another graph overwrites them
-            tensors = [x if x is None else x.to("cpu", non_blocking=True) for x in tensors]
-        end = timestamp(device)
-
-        def wait():
-            seconds = seconds_between(start, end)
-            packed, counts, *columns = tensors
-            B, T = tree.tokens.shape
-            trees = list(map(Tree, *(x.tolist() for x in columns))) if with_trees else None
-            return StepRun(Accepted(packed, accepted.P).to_lists(), trees, B, T, depths,
-                           seconds if is_steady else None,
-                           counts if counts is None else counts.clone())
-        if device.type == "cpu":  # the step is finished, and the next one overwrites its results
-            results = wait()
-            return lambda: results
-        return wait
+            packed = to_host(accepted.packed)
+            counts = to_host(self.policy.counts) if self.policy.steps % PERIOD == 0 else None
+            columns = Tree(*map(to_host, tree)) if with_trees else None
+        times = start, timestamp(self.device)
+        return InFlight(Accepted(packed, accepted.P), columns, counts, tree.tokens.shape, depths,
+                        times, is_steady)
 
     def warm_up(self):
         """Compiles and captures every option of the policy, while all slots are idle."""
         for option in self.policy.options:
             with self.context():
-                self.launch(*option)()
+                self.launch(*option).wait()
 
     @torch.inference_mode()
     def prefill(self, sequences, start):
@@ -719,7 +729,7 @@ class Engine:
         self.prefilling = {}      # slot -> sequence, of the prefill in progress
         self.prefill_start = 0    # its next token
         self.running = {}         # slot -> sequence
-        self.in_flight = deque()  # steps not read yet: ({row: (slot, sequence)}, wait)
+        self.in_flight = deque()  # ({row: (slot, sequence)}, `InFlight`) of steps not read yet
 
     @property
     def busy(self):
@@ -785,8 +795,8 @@ class Engine:
 
     def retire(self):
         """Reads the oldest step in flight and frees the slots of the sequences that it ends."""
-        sequences, wait = self.in_flight.popleft()
-        step = wait()
+        sequences, in_flight = self.in_flight.popleft()
+        step = in_flight.wait()
         results = []
         for row, (slot, sequence) in sequences.items():
             if sequence.ended:

@@ -632,8 +632,9 @@ def norm_struct(norm, tensors):
 
 class CompiledDecoder(Decoder):
     """A `generate.Decoder` with one call of cpu.c per stage. A step runs only the slots that hold
-    sequences. The augmenting blocks read accepted tokens only when the heads draft again, so their
-    cache has its own lengths. Each step overwrites the results of the previous one."""
+    sequences. The augmenting blocks read accepted tokens only when the heads draft again, so the
+    heads' cache may be shorter than the model's. Each step overwrites the results of the one
+    before."""
     chooses_size = True
 
     @torch.inference_mode()
@@ -771,12 +772,12 @@ class CompiledDecoder(Decoder):
         library().step_commit(self.struct)
 
     def launch(self, tree_size, depths, with_trees=False):
-        run = super().launch(tree_size, depths, with_trees)()
+        step = super().launch(tree_size, depths, with_trees)
         if tree_size is None:
-            run = run._replace(expected=self.struct.expected)
-        if self.struct.behind > 1 + MAX_CHAIN:  # a prompt, or what the heads skipped
-            run = run._replace(catches_up=True)
-        return lambda: run
+            step.expected = self.struct.expected
+        # a prompt, or what the heads skipped
+        step.catches_up = self.struct.behind > 1 + MAX_CHAIN
+        return step
 
     @torch.inference_mode()
     def prefill(self, sequences, start):

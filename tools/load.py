@@ -108,7 +108,7 @@ def make_engine(args, loaded, prompts, max_new_tokens, plain=False):
 def plain_seconds(decoder):
     """Seconds of a plain step; None for the first one."""
     with decoder.context():
-        return decoder.launch(1, False)().seconds
+        return decoder.launch(1, 0).wait().seconds
 
 
 def sampling_flags(args):
