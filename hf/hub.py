@@ -6,7 +6,6 @@ from pathlib import Path
 
 from huggingface_hub import list_repo_files, snapshot_download
 
-from hf.paths import SPLIT
 from model import InputError, expect
 
 PARTS = ["config.json", "generation_config.json", "tokenizer*", "vocab.json", "merges.txt",
@@ -39,7 +38,7 @@ def fetch_folder(repo):
 
 def fetch_gguf(repo, kind):
     """The Path of the GGUF file whose name is `kind` or ends in it; downloads all its parts."""
-    stem = lambda file: SPLIT.sub("", file).removesuffix(".gguf")
+    stem = lambda file: re.sub(r"(-\d+-of-\d+)?\.gguf$", "", file)
     files = sorted(file for file in list_files(repo) if file.endswith(".gguf"))
     ending = re.compile(rf"(.*[-./])?{re.escape(stem(kind))}", re.IGNORECASE)
     parts = [file for file in files if ending.fullmatch(stem(file))]
