@@ -71,12 +71,10 @@ class Reader:
             self.file = mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ)
         self.bytes = memoryview(self.file)
         self.position = 0
-        expect(self.take(4) == b"GGUF", "not a GGUF file")
-        version = self.number("I")
+        magic, version, n_tensors, n_keys = self.numbers("4sIQQ")
+        expect(magic == b"GGUF", "not a GGUF file; download one")
         expect(version in (2, 3), f"GGUF version {version} and big-endian files are not supported; "
                "use another file")
-        n_tensors = self.number("Q")
-        n_keys = self.number("Q")
         self.meta = {}
         for _ in range(n_keys):
             key, = self.texts(1)
@@ -110,9 +108,9 @@ class Reader:
         alignment = self.meta.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
         self.position = -(-self.position // alignment) * alignment
 
-    def number(self, form):
-        """The next number. form: its type, in the notation of the module struct."""
-        return struct.unpack(f"<{form}", self.take(struct.calcsize(form)))[0]
+    def numbers(self, form):
+        """The next numbers. form: their types, in the notation of the module struct."""
+        return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))
 
     def texts(self, count):
         """The next strings, in a loop without calls: a vocabulary has hundreds of thousands."""
@@ -130,13 +128,12 @@ class Reader:
 
     def value(self):
         """The next value of the metadata: a number, a str, a numpy array, or a list of str."""
-        kind = self.number("I")
+        kind, = self.numbers("I")
         if kind == GGUFValueType.STRING:
             return self.texts(1)[0]
         if kind != GGUFValueType.ARRAY:
-            return self.number(NUMBERS[kind])
-        kind = self.number("I")
-        count = self.number("Q")
+            return self.numbers(NUMBERS[kind])[0]
+        kind, count = self.numbers("IQ")
         if kind == GGUFValueType.STRING:
             return self.texts(count)
         dtype = np.dtype(f"<{NUMBERS[kind]}")
@@ -145,11 +142,10 @@ class Reader:
     def header(self):
         """The next tensor's (name, type, shape, offset in the data)."""
         name, = self.texts(1)
-        n_dims = self.number("I")
+        n_dims, = self.numbers("I")
         expect(n_dims <= 4, f"{name} has {n_dims} dimensions; download the file again")
-        shape = [self.number("Q") for _ in range(n_dims)]
-        kind = GGMLQuantizationType(self.number("I"))
-        return name, kind, tuple(reversed(shape)), self.number("Q")
+        *shape, kind, offset = self.numbers(f"{n_dims}QIQ")
+        return name, GGMLQuantizationType(kind), tuple(reversed(shape)), offset
 
 
 class GGUFFile:

@@ -1,4 +1,4 @@
-"""bench decode: the tables agree with `generate`. draw and roofline: they agree with the records."""
+"""bench decode: tables agree with `generate`, steps are timed. draw and roofline: they agree with the records."""
 
 import json
 import math
@@ -21,6 +21,7 @@ from conftest import call_once, needs_compiler, refusal
 from generate import Engine, generate
 from hf.tokenizer import load_encoding
 from model import GPT, Block, read_json
+from test_generate import load
 from training.data import load_tokens, prompts
 
 DECODE = "decode --runs 1 --max-new-tokens 12".split()
@@ -80,12 +81,6 @@ def test_rows_agree_with_generate(run, flags, folders, checkpoint, tmp_path):
         assert row["tokens_per_step"] == want.tokens_per_step
         assert row["speed_up"] == pytest.approx(row["tokens_per_second"] / plain["tokens_per_second"])
     assert any(line.startswith("| text | clover | 0.5 | 2 | 6 |") for line in lines)
-
-
-def test_auto_is_a_tree_size(run, flags):
-    """Bug: auto uses a fixed tree size."""
-    _, result = run(*flags, "--tree-sizes", "1", "3", "auto")
-    assert result["drafters"] == ["lookup"] and [row["tree_size"] for row in result["decoding"]] == [1, 3, "auto"]
 
 
 def test_chats_are_measured_per_kind_and_in_total(run, folders, checkpoint, tmp_path):
@@ -240,6 +235,31 @@ def test_random_weights_are_rounded(run):
     blocks = sum(n * k // 2 + n * k // group * 8 for n, k, group in blocks)
     floor = 2 * blocks + 112 * (64 + 4) + 4 * (5 * 64 + PREFIX * 2 * 2 * 2 * 16)  # 97 rows, padded to lanes
     assert result["steps"][0]["floor_ms"] == pytest.approx(1e3 * floor / 1e10)
+
+
+@pytest.mark.parametrize("quicker, want", [(1.0, 1), (1.1, 1), (1.3, 2), (0.02, 1)])
+def test_more_threads_are_used_if_they_are_15_percent_faster(monkeypatch, quicker, want):
+    """Bug: the fastest steps decide, though threads that wait for each other have a few fast ones."""
+    threads = [2]
+    monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
+    monkeypatch.setattr(torch, "set_num_threads", lambda n: threads.__setitem__(0, n))
+    cpu.choose_threads(lambda: 0.01 / (quicker if threads[0] == 2 else 1))
+    assert threads == [want]
+
+
+@needs_compiler
+def test_heads_read_a_token_in_each_timed_draft(monkeypatch):
+    """Bug: draft times leave out the augmenting block, which reads nothing in an idle slot."""
+    def reads(body, *_):
+        decoder.hidden_rows.fill_(1)
+        body()
+        decoder.slots.state.zero_()
+        body()
+        return decoder.slots.state.any()
+    decoder = timing.timing_decoder(*load("clover", True), 5)
+    monkeypatch.setattr(timing, "seconds", reads)
+    assert timing.step_time(decoder) and timing.stage_times(decoder)["draft"]
+    assert decoder.slots.cache.lengths.tolist() == [255]  # the slot stays idle
 
 
 def test_sizes_are_those_of_the_published_models():

@@ -418,7 +418,7 @@ def patched(offset, form, value):
 NORM = b"output_norm.weight\1\0\0\0\x40\0\0\0\0\0\0\0"  # name, one dimension of 64; the type follows
 HEADER = {  # case: (function that breaks the bytes of a file, part of the message)
     "empty": (lambda data: data.clear(), "cannot mmap an empty file"),
-    "a pointer": (lambda data: data.__setitem__(slice(None), b"version https://git-lfs"), "not a GGUF file"),
+    "a pointer": (lambda data: data.__setitem__(slice(None), b"version https://git-lfs.github"), "not a GGUF file"),
     "2^60 tensors": (patched(8, "<Q", 2**60), "dimensions; download"),
     "a key of 2^60 bytes": (patched(24, "<Q", 2**60), "ends before byte"),
     "2^60 types": (patched(b"token_type\t\0\0\0\5\0\0\0", "<Q", 2**60), "ends before byte"),

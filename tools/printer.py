@@ -130,8 +130,8 @@ def statistics(output):
 
 
 def expected_ms(engine, output):
-    """{tree size: milliseconds that the policy expects of a step without heads}, for 1, 2, 4, ...
-    and the sizes that were used. {} if it has not chosen any."""
+    """{tree size: milliseconds that the policy expects of a step, heads left out}, for 1, 2, 4, ...
+    and the sizes that were used. {} if it has timed no step, as in plain decoding."""
     policy = engine.policy
     if policy.times.unit is None:
         return {}
