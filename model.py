@@ -1,22 +1,15 @@
 """A causal language model in one file: Llama, GPT-2 and ALiBi variants by config, with a KV cache.
 
-    python model.py FOLDER        prints what a Hugging Face checkpoint folder holds
-
 One process and plain PyTorch layers, which backends/ replaces from outside.
 
 Letters: B sequences, T tokens or tree nodes, C hidden size, V vocabulary, L layers, S cache
 capacity in tokens, D head size, Hq query heads, Hkv key/value heads."""
 
-import sys
-
-if __name__ == "__main__":  # before importing torch, so that a mistyped flag is reported at once
-    from tools.cli import describe
-    sys.exit(describe())
-
 import contextlib
 import json
 import math
 import os
+import sys
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
