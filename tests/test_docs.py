@@ -21,6 +21,7 @@ from generate import Decoder, generate
 from test_train_heads import measured
 from tools import cli, fields, timing
 from tools.flags import parse_folder, parse_generate, parse_serve
+from tools.run import main as generate_main
 from training import cli as training_cli
 from training import data
 from training.flags import parse_heads
@@ -106,7 +107,7 @@ def run_command(program, *argv):
     if program in ("-", "-c"):
         exec(argv[0], {})
     elif program == "generate.py":
-        cli.main([*argv, "--device", "cpu", "--max-new-tokens", "3"])
+        generate_main(parse_generate([*argv, "--device", "cpu", "--max-new-tokens", "3"]))
     elif program == "model.py":
         cli.describe(argv)
     elif program == "train_heads.py":
