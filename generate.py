@@ -12,11 +12,9 @@ captured in a CUDA graph and replayed, and the host reads a step's tokens while 
 Letters: B sequences, T tree nodes, K draft heads, P nodes of an accepted path, n tokens proposed by
 lookup, W beams, C hidden size, V vocabulary."""
 
-import sys
-
 if __name__ == "__main__":  # before importing torch, so that a mistyped flag fails at once
-    from tools.cli import main
-    sys.exit(main())
+    from tools.flags import parse_generate
+    args = parse_generate()
 
 import math
 import time
@@ -1041,3 +1039,8 @@ def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_si
     policy = Policy(model, heads, lookup, tree_size)
     return Engine(model, policy=policy, batch_size=batch_size, capacity=capacity, beams=beams,
                   sampling=sampling, graph=graph)
+
+
+if __name__ == "__main__":
+    from tools.run import main  # imports this file as a module: `__main__` has other classes
+    main(args)

@@ -20,8 +20,9 @@ from bench import timing
 from conftest import call_once
 from generate import Decoder, generate
 from test_train_heads import measured
-from tools import cli, fields
+from tools import fields
 from tools.flags import parse_generate, parse_serve
+from tools.run import main as generate_main
 from training import cli as training_cli
 from training import data
 from training.flags import parse_heads
@@ -107,7 +108,7 @@ def run_command(program, *argv):
     if program in ("-", "-c"):
         exec(argv[0], {})
     elif program == "generate.py":
-        cli.main([*argv, "--device", "cpu", "--max-new-tokens", "3"])
+        generate_main(parse_generate([*argv, "--device", "cpu", "--max-new-tokens", "3"]))
     elif program == "train_heads.py":
         training_cli.main([*argv, *TINY, "texts.jsonl"])
     else:  # other tests run these

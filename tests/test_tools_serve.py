@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import json
-import random
 import shutil
 import signal
 import socket
@@ -188,7 +187,6 @@ BAD = {
     "a negative number": (ask(temperature=-1), 400, "temperature must be a number from 0"),
     "choices": (ask(n=9), 400, "expected up to 8 sequences (this server's --batch-size plus --queue), not 9"),
     "stream": (ask(stream="yes"), 400, "stream must be true or false"), "a limit": (ask(max_tokens=0), 400, "max_tok"),
-    "another limit": (ask(max_completion_tokens=0), 400, "max_completion_tokens must be a whole number from 1"),
     "stops": (ask(stop=["a"] * 99), 400, "stop takes up to 16"),
     "prompts": (ask(prompt=["a", 3]), 400, "prompt must be"), "no prompt": ({}, 400, "prompt is missing"),
     "draft": (ask(draft="all"), 400, "draft: only"), "another path": (("/v2", {}), 404, "Not Found"),
@@ -268,7 +266,7 @@ def test_prompts_and_stops_may_be_token_ids(served):
     assert said(ids, stop_token_ids=[tokens[9], 999]) == [served.loaded.decode(before)]
 
 
-def test_a_request_without_a_seed_gets_a_random_one(served, folder):
+def test_a_request_without_a_seed_gets_a_random_one(served, monkeypatch):
     """Bug: repeating a request never changes the output, a drawn seed is not reported, or --seed is ignored."""
     body = ask(max_tokens=20, temperature=1.5)
     first, second = (served.post(body).json() for _ in range(2))
@@ -276,9 +274,8 @@ def test_a_request_without_a_seed_gets_a_random_one(served, folder):
     assert served.post(body | dict(seed=first["seed"])).json()["choices"] == first["choices"]
     parts = events(served.post(body | dict(stream=True)).text.splitlines())
     assert joined(parts)[0] == served.want(body | dict(seed=parts[0]["seed"]))[0]
-    running = Running(folder, "--seed", "4", "--batch-size", "1")
-    assert [running.post(body).json()["seed"] for _ in range(2)] == [4, 4]
-    running.stop()
+    monkeypatch.setitem(served.loaded.sampling, "seed", 4)  # as --seed does
+    assert [served.post(body).json()["seed"] for _ in range(2)] == [4, 4]
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="there is no IPv6")
@@ -419,29 +416,3 @@ def test_startup_errors_are_one_line(folder, monkeypatch, capsys):
         command = [sys.executable, "-m", "tools.serve", "--port", str(taken.getsockname()[1])]
         done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert done.returncode == 2 and done.stderr.count("\n") == 1 and "serve: cannot listen on 127.0.0.1" in done.stderr
-
-
-@pytest.mark.slow
-def test_two_hundred_requests(folder):
-    """16 at a time, some cut off half-way, some malformed. Bug: outputs are lost or mixed up, or a slot leaks."""
-    served = Running(folder)
-    pick = random.Random(0).choice
-    bodies = [ask(prompt=pick(["abc", "import os", "x" * 60]) + str(i), max_tokens=pick([1, 7, 30, 90]), seed=i,
-                  temperature=pick([0, 0.7, 1.2]), stream=i % 3 > 0, top_p=1 if i % 10 else -1)
-              | pick([{}, dict(top_k=9, n=2), dict(stop=["e"])]) for i in range(200)]
-
-    def one(i):
-        with httpx.stream("POST", served.url + "/v1/completions", json=bodies[i], timeout=120) as answer:
-            lines = answer.iter_lines()
-            if answer.status_code == 200 and i % 4 == 1:
-                return 0, next(lines)
-            lines = list(lines)
-        parts = events(lines) if bodies[i]["stream"] and answer.status_code == 200 else [json.loads(lines[0])]
-        return answer.status_code, joined(parts) if answer.status_code == 200 else parts
-    with ThreadPoolExecutor(16) as pool:
-        answers = list(pool.map(one, range(200)))
-    for i, (status, texts) in enumerate(answers):
-        assert status == (400 if i % 10 == 0 else 0 if i % 4 == 1 else 200), texts
-        assert status != 200 or texts == served.want(bodies[i])[:2]
-    until(served.idle)
-    served.stop()

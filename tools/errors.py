@@ -1,4 +1,5 @@
-"""How programs end: one-line errors, exit codes, signals."""
+"""How programs end. Exit codes: 0; 1 after a bug, with a traceback; 2 after bad input, an I/O error
+or a lack of memory, with one line on standard error; 130 after Ctrl-C; 143 after SIGTERM."""
 
 import contextlib
 import os
@@ -9,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from backends import tensor_parallel
+from backends.tensor_parallel import SharedError, end_rank, lost_rank
 from model import InputError
 
 received = []  # [SIGTERM] after SIGTERM
@@ -23,13 +24,13 @@ def interrupt(number, frame):
 
 @contextlib.contextmanager
 def command():
-    """Runs a program. Bad input, I/O errors and a lack of memory print one line on standard error
-    and exit with 2. Other exceptions exit with 1, Ctrl-C with 130, SIGTERM with 143."""
+    """Runs a program and ends it with its exit code. Under torchrun only rank 0 prints, except that
+    an error of a single rank is printed there."""
     signal.signal(signal.SIGTERM, interrupt)
-    for stream in (sys.stdout, sys.stderr):
+    rank, stderr = os.environ.get("RANK", "0"), sys.stderr
+    for stream in (sys.stdout, stderr):
         stream.reconfigure(errors="replace")  # "?" if a terminal cannot show a character
-    errors = sys.stderr
-    if os.environ.get("RANK", "0") != "0":  # only rank 0 prints
+    if rank != "0":
         sys.stdout = sys.stderr = open(os.devnull, "w")
     code = 0
     try:
@@ -41,39 +42,36 @@ def command():
         print("interrupted", file=sys.stderr)
         code = 128 + (received or [signal.SIGINT])[0]
     except Exception as error:
-        code = report(error, errors)
-    tensor_parallel.end_rank(code)
+        if isinstance(error, OSError):  # else the flush at exit would fail again
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        code, text = describe(error)
+        if rank != "0":  # rank 0 prints a SharedError
+            text = "" if isinstance(error, SharedError) else f"rank {rank}: {text}"
+        stderr.write(text)
+    end_rank(code)
     if code:
         sys.exit(code)
 
 
-def report(error, errors):
-    """Prints an error to `errors` and returns the exit code. Only rank 0 prints a `SharedError`."""
-    if isinstance(error, OSError):  # otherwise the interpreter flushes standard output and fails
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-    if isinstance(error, BrokenPipeError):  # the reader has closed the pipe, as in `| head`
-        return 0
+def describe(error):
+    """The exit code after an error, and what to print: a line, or the traceback of a bug."""
+    if isinstance(error, BrokenPipeError):  # the reader has enough, as in `| head`
+        return 0, ""
     line = error_line(error)
     if line is None:
-        traceback.print_exc(file=errors)
-        return 1
-    spec = sys.modules["__main__"].__spec__
+        return 1, traceback.format_exc()
+    spec = sys.modules["__main__"].__spec__  # of `python -m`
     name = f"python -m {spec.name.removesuffix('.__main__')}" if spec else Path(sys.argv[0]).name
-    rank = os.environ.get("RANK", "0")
-    if rank == "0" or not isinstance(error, tensor_parallel.SharedError):
-        print(f"rank {rank}: " * (rank != "0") + f"{name}: {line}", file=errors)
-    return 2
+    return 2, f"{name}: {line}\n"
 
 
 def error_line(error):
-    """The message to print for an error; None for a bug, which needs a traceback."""
+    """The line to print for an error; None for a bug."""
     if isinstance(error, InputError):
         return str(error)
     reason = str(error).partition("\n")[0]
-    # on a CPU torch raises a plain RuntimeError
-    is_memory = isinstance(error, (MemoryError, torch.OutOfMemoryError))
-    if is_memory or "can't allocate memory" in reason:
+    if isinstance(error, (MemoryError, torch.OutOfMemoryError)) or "can't allocate mem" in reason:
         return f"out of memory ({reason}); use a smaller --batch-size or shorter prompts"
     if isinstance(error, OSError):
         return reason
-    return tensor_parallel.lost_rank(error) if isinstance(error, RuntimeError) else None
+    return lost_rank(error) if isinstance(error, RuntimeError) else None

@@ -52,6 +52,14 @@ class Loaded:
                 raise InputError(f"{source}{error}") from None
         return self.group.on_first(tokens)
 
+    def encode_all(self, conversations, args):
+        """Token ids of each conversation of --prompt or --prompts."""
+        prompts = []
+        for number, messages in enumerate(conversations, 1):
+            source = f"{args.prompts}, prompt {number}: " if args.prompts else ""
+            prompts.append(self.encode(messages, args.chat, source))
+        return prompts
+
     def decode(self, tokens):
         """The text of token ids, without the stop token or string at its end."""
         stream = self.encoding.stream(self.stop)

@@ -5,11 +5,9 @@
 The event loop reads requests and writes responses; one thread owns the engine. A request's output
 does not depend on other requests: it equals that of `generate()` with the same arguments."""
 
-import sys
-
-if __name__ == "__main__":  # before torch is loaded, so that a typo in a flag is reported at once
-    from tools.cli import serve
-    sys.exit(serve())
+if __name__ == "__main__":  # before torch is imported, so that a mistyped flag fails at once
+    from tools.flags import parse_serve
+    args = parse_serve()
 
 import asyncio
 import hmac
@@ -18,6 +16,7 @@ import os
 import queue
 import random
 import socket
+import sys
 import threading
 import time
 import traceback
@@ -40,7 +39,7 @@ from hf.paths import SMOLLM2, find_model
 from hf.tokenizer import encode_prompt
 from model import InputError, expect
 from tools import fields
-from tools.errors import error_line
+from tools.errors import command, error_line
 from tools.load import load, make_engine
 from tools.printer import step_record
 
@@ -369,7 +368,9 @@ def listen(host, port):
     return socket.create_server((host, port), family=family, dualstack_ipv6=both)
 
 
-def run(args):
+@command()
+def main(args):
+    """Serves until SIGTERM or Ctrl-C."""
     try:
         listener = listen(args.host, args.port)
     except (OSError, OverflowError) as error:
@@ -395,3 +396,7 @@ class Server(uvicorn.Server):
         if self.should_exit:
             os._exit(128 + number)
         self.should_exit = True
+
+
+if __name__ == "__main__":
+    main(args)
