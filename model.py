@@ -1,22 +1,15 @@
 """A causal language model in one file: Llama, GPT-2 and ALiBi variants by config, with a KV cache.
 
-    python model.py FOLDER        prints what a Hugging Face checkpoint folder holds
-
 One process and plain PyTorch layers, which backends/ replaces from outside.
 
 Letters: B sequences, T tokens or tree nodes, C hidden size, V vocabulary, L layers, S cache
 capacity in tokens, D head size, Hq query heads, Hkv key/value heads."""
 
-import sys
-
-if __name__ == "__main__":  # before importing torch, so that a mistyped flag is reported at once
-    from tools.cli import describe
-    sys.exit(describe())
-
 import contextlib
 import json
 import math
 import os
+import sys
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
 from pathlib import Path
@@ -41,7 +34,6 @@ class InputError(ValueError):
 
 @dataclass
 class GPTConfig:
-    family: str = "llama"      # key of hf.families.FAMILIES, which has the checkpoint's names
     vocab_size: int = 4096     # V
     block_size: int = 1024     # longest sequence, in tokens
     n_layer: int = 12          # L
@@ -536,7 +528,8 @@ class GPT(nn.Module):
         return load(path, dtype, device, packed=packed)
 
     def save_pretrained(self, path, dtype=None):
-        """Writes a Hugging Face folder that transformers can load: `hf.checkpoint.save`."""
+        """Writes a Llama folder, which transformers can load too: `hf.checkpoint.save`. Raises
+        InputError if Llama's config.json cannot describe the model."""
         with needs_folders():
             from hf.checkpoint import save
         save(self, path, dtype)

@@ -28,7 +28,7 @@ from bench import operations as ops
 from bench.decoding import compare, decode_once, load_prompts
 from clover import PRESETS, CloverHeads
 from generate import Sampling, prepare
-from hf.families import hf_config
+from hf.families import llama_json
 from hf.paths import default_heads
 from kernels import add_norm
 from model import GPT, GPTConfig, InputError, expect
@@ -216,7 +216,7 @@ def transformer_steps(run):
     """A plain step of transformers at the large model's size, eager and in a graph."""
     from transformers import AutoModelForCausalLM, LlamaConfig, StaticCache
     c = size_config(run.sizes.large)
-    config = LlamaConfig(**hf_config(c, torch.bfloat16))
+    config = LlamaConfig(**llama_json(c, torch.bfloat16))
     with run.device:
         model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
     prefix = run.sizes.prefixes[0]
