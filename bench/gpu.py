@@ -15,7 +15,6 @@ import subprocess
 import sys
 import time
 from collections import Counter
-from dataclasses import asdict
 from functools import partial
 from itertools import product
 from pathlib import Path
@@ -26,16 +25,15 @@ import torch
 from bench import ROOT, machine, size_config
 from bench import operations as ops
 from bench.decoding import compare, decode_once, load_prompts
-from clover import PRESETS, CloverHeads
-from generate import Sampling, prepare
-from hf.families import llama_json
+from bench.timing import copy_bandwidth, seconds, step_time, timing_decoder
+from clover import CloverHeads
+from generate import Sampling
 from hf.paths import default_heads
 from kernels import add_norm
-from model import GPT, GPTConfig, InputError, expect
+from model import InputError, expect
 from tools.compare import first_difference
 from tools.flags import DEMO
 from tools.load import load_model
-from tools.timing import copy_bandwidth, seconds, step_time, timing_decoder
 
 NOISE, TOP_P = Sampling(temperature=0.8), Sampling(temperature=0.8, top_p=0.9)
 FULL = SimpleNamespace(
@@ -146,22 +144,6 @@ def differences(model, prompts, ours, plain):
     return dict(ties=kinds["tie"], bugs=kinds["bug"])
 
 
-def toy(run):
-    """Runs all kernels of a step: random weights, all presets and sampling modes, no graphs."""
-    config = GPTConfig(vocab_size=300, block_size=256, n_layer=2, n_head=4, n_kv_head=2,
-                       head_size=32, n_embd=128)
-    prompts = [[1, 2, 3] * 4, [7] * 5]
-    for name, dtype in product(PRESETS, (torch.bfloat16, torch.float32)):
-        model = GPT(config).init_weights().to(run.device, dtype).requires_grad_(False).eval()
-        heads = CloverHeads(PRESETS[name], model).to(run.device, dtype).requires_grad_(False).eval()
-        for sampling in (Sampling(), NOISE, Sampling(0.8, 50, 0.9, 0.01)):
-            decode = lambda **options: prepare(
-                model, prompts, 8, graph=False, **options, **asdict(sampling)).generate(prompts, 8)
-            tree = decode(heads=heads, lookup=True, tree_size=9)
-            yield dict(heads=name, dtype=str(dtype), sampling=str(sampling),
-                       identical=tree.tokens == decode(tree_size=1).tokens)
-
-
 def tests(run):
     """The tests that need a GPU. The one that measures free memory runs alone."""
     alone = "memory_of_a_graph"
@@ -171,18 +153,6 @@ def tests(run):
         failures = re.findall(r"^(?:FAILED|ERROR) (tests/.*)", output, re.MULTILINE)
         yield dict(summary=output.rstrip().splitlines()[-1:], exit_code=code,
                    failures=[line[:300] for line in failures[:20]])
-
-
-def sanitizer(run):
-    """The CUDA toolkit's compute-sanitizer on `toy`: out-of-bounds accesses, then data races."""
-    for tool in ("memcheck", "racecheck"):
-        half = max(run.deadline - time.perf_counter(), 2) / 2
-        output, code = run_process(
-            run, "sanitizer.log", "compute-sanitizer", "--tool", tool, sys.executable, "-m",
-            "bench", "gpu", "--out", run.out / tool, "--parts", "toy", "--seconds", str(int(half)))
-        summary = re.findall(r"=+ (\w+ SUMMARY: .*)", output)
-        yield dict(tool=tool, summary=summary[-1:], identical=output.count('"identical": true'),
-                   different=output.count('"identical": false'), exit_code=code)
 
 
 def run_process(run, log, *command):
@@ -211,37 +181,10 @@ def kernels(run):
             yield ops.kernel_row(case, run.device, bandwidth, run.sizes.copies)
 
 
-@torch.inference_mode()
-def transformer_steps(run):
-    """A plain step of transformers at the large model's size, eager and in a graph."""
-    from transformers import AutoModelForCausalLM, LlamaConfig, StaticCache
-    c = size_config(run.sizes.large)
-    config = LlamaConfig(**llama_json(c, torch.bfloat16))
-    with run.device:
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
-    prefix = run.sizes.prefixes[0]
-    for B in run.sizes.batch_sizes:
-        cache = StaticCache(config=config, max_cache_len=prefix + 1)
-        tokens = torch.zeros(B, 1, dtype=torch.int64, device=run.device)
-        model(tokens, past_key_values=cache)  # allocates
-        lengths = torch.zeros(c.n_layer, dtype=torch.int64, device=run.device)
-        for layer, length in zip(cache.layers, lengths):
-            layer.cumulative_length = length  # views of one tensor: a single launch resets all
-
-        def step():
-            lengths.fill_(prefix)  # the last call has added a token
-            return model(tokens, past_key_values=cache).logits.argmax(-1)
-        row = dict(model=run.sizes.large, batch_size=B, prefix=prefix)
-        yield row | dict(eager_ms=1e3 * seconds(step, run.device))
-        yield row | dict(graph_ms=1e3 * seconds(ops.in_graph(step, run.device), run.device))
-
-
 PARTS = {  # name: (function, share of --seconds, relative to the other parts)
     "ceilings": (ceilings, 0.06), "steps": (partial(steps, size="large"), 0.22),
     "small-steps": (partial(steps, size="small"), 0.07),
-    "demo": (demo, 0.15), "chats": (chats, 0.15), "toy": (toy, 0.04), "tests": (tests, 0.2),
-    "kernels": (kernels, 0.08), "transformers": (transformer_steps, 0.05),
-    "sanitizer": (sanitizer, 0.2)}
+    "demo": (demo, 0.15), "chats": (chats, 0.15), "tests": (tests, 0.2), "kernels": (kernels, 0.08)}
 
 
 # --------------------------------------------------------------------------------------------------

@@ -12,11 +12,11 @@ import torch.nn.functional as F
 import kernels
 from backends import cpu, quantized
 from bench import Table, size_config
+from bench.timing import PREFIX, copy_bandwidth, seconds, stage_times, step_time, timing_decoder
 from clover import CloverHeads, preset
 from generate import Sampling, capture
 from hf.checkpoint import put_packed
 from model import GPT, check_memory, expect, free_memory, pick_device
-from tools.timing import PREFIX, copy_bandwidth, seconds, stage_times, step_time, timing_decoder
 
 DRAFT_VOCABULARY = 8192  # token ids, for heads with random weights
 random = partial(torch.randn, dtype=torch.bfloat16)

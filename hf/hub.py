@@ -1,87 +1,57 @@
-"""Finds models by their name on Hugging Face, "org/repo" or "org/repo:file", in huggingface_hub's
-cache, or downloads them."""
+"""Downloads models by their name on Hugging Face, "org/repo", or a GGUF file as "org/repo:TYPE"."""
 
 import re
-from collections import defaultdict
 from functools import cache
 from pathlib import Path
 
-import huggingface_hub
-from huggingface_hub import constants
+from huggingface_hub import list_repo_files, snapshot_download
 
-from model import InputError, expect, read_json, warn
+from model import InputError, expect
 
-SHARD = r"-\d+-of-(\d+)"
-SETTINGS = "generation_config.json", "tokenizer_config.json"  # optional, but change the output
-TOKENIZERS = "tokenizer.json", "merges.txt", "tokenizer.model"  # one of these is needed
-PARTS = ("config.json", *SETTINGS, *TOKENIZERS, "vocab.json", "added_tokens.json",
-         "special_tokens_map.json", "chat_template.jinja", "chat_template.json")
+PARTS = ["config.json", "generation_config.json", "tokenizer*", "vocab.json", "merges.txt",
+         "added_tokens.json", "special_tokens_map.json", "chat_template.*"]
+SAFETENSORS = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
+BIN = ["pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json"]
 
 
 @cache
 def fetch(name):
-    """The Path of a model's folder or GGUF file. Raises InputError if the name is ambiguous, or
-    the model is not in the cache and cannot be downloaded."""
-    repo, _, choice = name.partition(":")
-    path = cached(repo, choice)
-    if path and (choice or all((path / part).exists() for part in SETTINGS)):
-        return path
+    """The Path of a model's folder or GGUF file, without a connection from huggingface_hub's cache.
+    Raises InputError if it is not there either, or if several GGUF files have this TYPE."""
+    repo, _, kind = name.partition(":")
     try:
-        listed = huggingface_hub.model_info(repo, timeout=20).siblings
-        names = choose(repo, [file.rfilename for file in listed], choice)
-        folder = huggingface_hub.snapshot_download(repo, allow_patterns=names)
-        return model_path(folder, names)
+        return fetch_gguf(repo, kind) if kind else fetch_folder(repo)
     except InputError:
         raise
     except Exception as error:  # huggingface_hub and its connection raise many types
         reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
-    expect(path, f"{name}: no such folder or file, not complete in the cache, and downloading "
-           f"https://huggingface.co/{repo} failed ({reason})")
-    warn(f"{name}: taken from the cache without checking for updates ({reason})")
-    return path
+        raise InputError(f"{name}: no such folder or file, and downloading "
+                         f"https://huggingface.co/{repo} failed ({reason})") from error
 
 
-def model_path(folder, names):
-    return Path(folder, names[0] if names[0].endswith(".gguf") else "")
+def fetch_folder(repo):
+    folder = Path(snapshot_download(repo, allow_patterns=[*PARTS, *SAFETENSORS]))
+    if not any(folder.glob("*.safetensors")):
+        snapshot_download(repo, allow_patterns=BIN)
+    return folder if (folder / "config.json").exists() else fetch_gguf(repo, "")
 
 
-def cached(repo, choice):
-    """The Path of a model if all files it needs are in the cache, else None."""
-    home = Path(constants.HF_HUB_CACHE) / f"models--{repo.replace('/', '--')}"
+def fetch_gguf(repo, kind):
+    """The Path of the GGUF file whose name is `kind` or ends in it; downloads all its parts."""
+    stem = lambda file: re.sub(r"(-\d+-of-\d+)?\.gguf$", "", file)
+    files = sorted(file for file in list_files(repo) if file.endswith(".gguf"))
+    ending = re.compile(rf"(.*[-./])?{re.escape(stem(kind))}", re.IGNORECASE)
+    parts = [file for file in files if ending.fullmatch(stem(file))]
+    names = " ".join(sorted({*map(stem, files)})) or "it has none"
+    expect(len({*map(stem, parts)}) == 1, f"{repo}: pick a GGUF file, as {repo}:NAME: {names}")
+    return Path(snapshot_download(repo, allow_patterns=parts), parts[0])
+
+
+def list_files(repo):
+    """The names of a repository's files, without a connection those of its GGUF files in the
+    cache."""
     try:
-        folder = home / "snapshots" / (home / "refs" / "main").read_text()
-        files = [file.relative_to(folder).as_posix() for file in folder.rglob("*")]
-        names = choose(repo, files, choice)
-        needed = {"config.json"}.union(*(read_json(folder / name)["weight_map"].values()
-                                         for name in names if name.endswith(".index.json")))
-    except (AttributeError, InputError, KeyError, OSError, TypeError):
-        return None
-    path = model_path(folder, names)
-    is_complete = needed <= {*names} and {*TOKENIZERS} & {*names}
-    return path if path != folder or is_complete else None
-
-
-def choose(repo, files, choice):
-    """Picks the files to download: a folder's, or one GGUF model's. choice: its name or type."""
-    parts = [part for part in PARTS if part in files]
-    formats = [] if choice else [("model", ".safetensors"), ("pytorch_model", ".bin")]
-    for stem, suffix in formats:
-        if stem + suffix in files:
-            return [*parts, stem + suffix]
-        if f"{stem}{suffix}.index.json" in files:
-            shards = re.compile(rf"{stem}({SHARD}{suffix}|{suffix}\.index\.json)")
-            return [*parts, *filter(shards.fullmatch, files)]
-    models = defaultdict(list)  # {name without .gguf: its file, or the parts of a split one}
-    for file in sorted(files):
-        if file.endswith(".gguf") and not Path(file).name.startswith(("mmproj", "imatrix")):
-            models[re.sub(rf"({SHARD})?\.gguf$", "", file)].append(file)
-    expect(models, f"{repo}: has no GGUF file" + " and no safetensors or .bin" * (not choice))
-    choice_name = re.sub(rf"({SHARD})?\.gguf$", "", choice).lower()
-    type_of = lambda name: re.search(r"(ud-)?[^-./]*$", name).group()  # such as q4_k_m
-    matches = [parts for name, parts in models.items() if not choice
-               or choice_name in (name.lower(), Path(name).name.lower(), type_of(name.lower()))]
-    expect(len(matches) == 1, f"{repo}: pick a GGUF file, as {repo}:NAME: {' '.join(models)}")
-    count = re.search(SHARD, matches[0][0])
-    expect(not count or len(matches[0]) == int(count[1]),
-           f"{repo}: lacks some parts of {choice or matches[0][0]}")
-    return matches[0]
+        return list_repo_files(repo)
+    except Exception:  # if nothing is cached, the next line raises the reason
+        folder = Path(snapshot_download(repo, allow_patterns=[]))
+        return [file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf")]

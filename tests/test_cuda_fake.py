@@ -24,11 +24,11 @@ import generate
 import kernels
 import model as models
 from backends.tensor_parallel import Group
+from bench import timing
 from conftest import SHAPES, Operations, toy_model
 from generate import GREEDY, Decoder, Engine, Policy, Sampling, capture
 from test_clover import random_heads
 from test_generate import Cycling
-from tools import timing
 from train_heads import Run
 
 H200 = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=233472)

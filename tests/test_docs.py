@@ -16,11 +16,12 @@ import pytest
 import test_demo
 import train_heads
 from bench import __main__ as bench
+from bench import timing
 from conftest import call_once
 from generate import Decoder, generate
 from test_train_heads import measured
-from tools import cli, fields, timing
-from tools.flags import parse_folder, parse_generate, parse_serve
+from tools import cli, fields
+from tools.flags import parse_generate, parse_serve
 from training import cli as training_cli
 from training import data
 from training.flags import parse_heads
@@ -87,8 +88,8 @@ torchrun() { note "${@:3}"; }
 pip() { :; }
 curl() { :; }
 """
-PARSERS = {"generate.py": parse_generate, "model.py": parse_folder, "train_heads.py": parse_heads,
-           "tools.serve": parse_serve, "bench": bench.parse}
+PARSERS = {"generate.py": parse_generate, "train_heads.py": parse_heads, "tools.serve": parse_serve,
+           "bench": bench.parse}
 TINY = "--device cpu --steps 1 --batch-size 2 --block-size 16 --data".split()
 
 
@@ -107,8 +108,6 @@ def run_command(program, *argv):
         exec(argv[0], {})
     elif program == "generate.py":
         cli.main([*argv, "--device", "cpu", "--max-new-tokens", "3"])
-    elif program == "model.py":
-        cli.describe(argv)
     elif program == "train_heads.py":
         training_cli.main([*argv, *TINY, "texts.jsonl"])
     else:  # other tests run these

@@ -12,6 +12,7 @@ import torch
 import generate as module
 import model as models
 from backends import cpu
+from bench.timing import stage_times, timing_decoder
 from clover import PRESETS
 from conftest import SHAPES, needs_compiler, needs_cuda, random_prompts, refusal, toy_model
 from generate import Engine, Interrupted, Policy, Sampling, decoder_class, generate, prepare
@@ -19,7 +20,6 @@ from hf.tokenizer import load_encoding
 from kernels import filter_logits
 from model import GPT
 from test_clover import random_heads
-from tools.timing import stage_times, timing_decoder
 
 
 def new_engine(model, heads=None, *, tree_size=1, lookup=False, policy=None, **options):

@@ -17,7 +17,7 @@ from backends import cpu
 from clover import describe_base
 from conftest import needs_compiler, random_prompts, refusal
 from hf import chat
-from hf.checkpoint import describe
+from hf.files import read_config
 from hf.paths import default_heads, find_heads, find_model
 from hf.splits import PIECE_IS_TOKEN, SPLITS
 from hf.tokenizer import encode_prompt, load_encoding
@@ -360,12 +360,12 @@ def test_a_split_file_is_read_whole_from_any_of_its_parts(packed, corpus, tmp_pa
         hashes.add(got.hash)
     assert len(hashes) == 1 and hashes != {want.hash}
     parts[1].rename(tmp_path / "b.gguf")
-    for call in (describe, GPT.from_pretrained, load_encoding):
+    for call in (read_config, GPT.from_pretrained, load_encoding):
         for part in parts[::2]:
             refusal(lambda: call(part), part, "one of 3 files, of which these are missing: m-00002-of-00003.gguf")
         refusal(lambda: call(tmp_path / "b.gguf"), "b.gguf is one of 3 files")
     shutil.copy(parts[2], parts[1])
-    refusal(lambda: describe(parts[0]), "the weights lack")
+    refusal(lambda: GPT.from_pretrained(parts[0]), "the weights lack")
 
 
 def test_a_short_name_is_the_installed_file_unless_a_folder_has_it(tmp_path, monkeypatch, capsys):
@@ -403,8 +403,7 @@ def test_template_ends_and_sampling_are_the_files(toy_file, tmp_path):
     encoding = load_encoding(toy_file)
     assert encoding.chat([dict(role="user", content="<|im_end|>")]) == [1, 700]
     assert chat.stop_tokens(toy_file, encoding) == [700, 1]  # 1 ends a turn
-    said = dict(line.split(None, 1) for line in describe(toy_file).splitlines())
-    assert said["weights"].endswith(" kB, F32") and said["chat"] == "template m.gguf"
+    assert encoding.template.file == toy_file
     sampled = {"general.sampling.temp": 0.5, "general.sampling.top_k": 7}
     file = write(tmp_path / "m.gguf", "llama", theirs_of("llama"), lambda _, values: values.update(sampled))
     assert chat.sampling_defaults(file) == dict(temperature=0.5, top_k=7)
@@ -420,16 +419,18 @@ NORM = b"output_norm.weight\1\0\0\0\x40\0\0\0\0\0\0\0"  # name, one dimension of
 HEADER = {  # case: (function that breaks the bytes of a file, part of the message)
     "empty": (lambda data: data.clear(), "cannot mmap an empty file"),
     "a pointer": (lambda data: data.__setitem__(slice(None), b"version https://git-lfs"), "not a GGUF file"),
-    "2^60 tensors": (patched(8, "<Q", 2**60), "ends before byte"),
+    "2^60 tensors": (patched(8, "<Q", 2**60), "dimensions; download"),
     "a key of 2^60 bytes": (patched(24, "<Q", 2**60), "ends before byte"),
     "2^60 types": (patched(b"token_type\t\0\0\0\5\0\0\0", "<Q", 2**60), "ends before byte"),
-    "2^60 tokens": (patched(b"ggml.tokens\t\0\0\0\b\0\0\0", "<Q", 2**60), "truncated, or not"),
+    "2^60 tokens": (patched(b"ggml.tokens\t\0\0\0\b\0\0\0", "<Q", 2**60), "ends before byte"),
     "lists of lists": (patched(b"ggml.tokens\t\0\0\0", "<I", 9), "truncated, or not"),
-    "no such type": (patched(NORM, "<I", 99), "99) is not a valid GGMLQuantizationType"),
+    "no such type": (patched(NORM, "<I", 99), "99 is not a valid GGMLQuantizationType"),
     "integers": (patched(NORM, "<I", 26), "Dequantization for I32 is not"),
     "a smaller type": (patched(NORM, "<I", 1), "is at byte"),
-    "an offset of 2^64": (patched(NORM + b"\0\0\0\0", "<Q", 2**64 - 32), "truncated"),
-    "an offset outside": (patched(NORM + b"\0\0\0\0", "<Q", 2**40), "ends before byte"),
+    "an offset of 2^64": (patched(NORM + b"\0\0\0\0", "<Q", 2**64 - 32), "is at byte"),
+    "2^60 rows": (patched(b"output_norm.weight\1\0\0\0", "<Q", 2**60), "ends before byte"),
+    "2^31 dimensions": (patched(b"output_norm.weight", "<I", 2**31), "has 2147483648 dimensions"),
+    "another version": (patched(4, "<I", 1), "GGUF version 1 and big-endian files are not supported"),
 }
 VALUES = {  # case: (changes to tensors and metadata, part of the message)
     "another architecture": ({"general.architecture": "mamba"}, "general.architecture 'mamba' is not supported"),
@@ -440,6 +441,7 @@ VALUES = {  # case: (changes to tensors and metadata, part of the message)
     "no embeddings": ({"-": "token_embd.weight"}, "has no tensor token_embd.weight"),
     "many tokens": ({"tokenizer.ggml.tokens": ["a"] * 98}, "98 tokens, but only 97 embeddings"),
     "a tensor more": ({"+": "blk.0.ffn_gate_exps.weight"}, "blk.0.ffn_gate_exps.weight is not a tensor of llama"),
+    "a line break in a name": ({"+": "blk.0.\nx.weight"}, "blk.0. x.weight is not a tensor of llama"),
 }
 SPELLED = {"tokenizer.ggml.tokens": ["a", "b", "ab"], "tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.model": "gpt2"}
 TOKENIZERS = {
@@ -455,7 +457,7 @@ def test_a_broken_header_is_refused_at_once_in_one_line(case, toy_file, tmp_path
     data, file = bytearray(toy_file.read_bytes()), tmp_path / "m.gguf"
     HEADER[case][0](data)
     file.write_bytes(data)
-    for call in (describe, GPT.from_pretrained, load_encoding):
+    for call in (read_config, GPT.from_pretrained, load_encoding):
         refusal(lambda: call(file), HEADER[case][1])
 
 
@@ -469,19 +471,18 @@ def test_values_and_tensors_that_do_not_fit_are_refused(case, tmp_path):
             tensors[changes["+"]] = np.zeros((2, 2), np.float32)
         values.update(SPELLED | {key: value for key, value in changes.items() if len(key) > 1})
     file = write(tmp_path / "m.gguf", "llama", theirs_of("llama"), edit)
-    for call in (load_encoding,) if case in TOKENIZERS else (describe, GPT.from_pretrained):
-        refusal(lambda: call(file), says)
+    refusal(lambda: (load_encoding if case in TOKENIZERS else GPT.from_pretrained)(file), says)
 
 
 def test_big_endian_and_missing_files_and_a_missing_package_are_named(toy_file, tmp_path, monkeypatch):
     file = write(tmp_path / "m.gguf", "llama", theirs_of("llama"), endianess=gguf.GGUFEndian.BIG)
     refusal(lambda: GPT.from_pretrained(file), "big-endian files are not supported")
-    for call in (describe, GPT.from_pretrained, load_encoding):
+    for call in (read_config, GPT.from_pretrained, load_encoding):
         refusal(lambda: call(tmp_path / "none.gguf"), "none.gguf")
     monkeypatch.delattr("hf.gguf")
     monkeypatch.delitem(sys.modules, "hf.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    for call in (describe, GPT.from_pretrained, load_encoding):
+    for call in (read_config, GPT.from_pretrained, load_encoding):
         refusal(lambda: call(toy_file), toy_file, "pip install gguf")
 
 
@@ -494,7 +495,7 @@ def test_no_bytes_make_another_error(toy_file, tmp_path):
         for _ in range(rng.randint(1, 4)):
             data[rng.randrange(min(header, len(data) or 1))] = rng.choice((0, 1, 8, 9, 127, 255))
         file.write_bytes(data)
-        for call in (describe, GPT.from_pretrained, load_encoding):
+        for call in (read_config, GPT.from_pretrained, load_encoding):
             try:
                 call(file)
             except InputError as error:

@@ -119,8 +119,9 @@ def test_the_first_four_files_decode_alone(tmp_path):
     assert said == [missing("hf/")] * 2, done.stderr
 
 
-@pytest.mark.parametrize("command", ["generate.py --prmpt x", "generate.py --top-p x", "generate.py --help", "model.py",
-                                     "train_heads.py --steps none", "train_heads.py --help"])
+@pytest.mark.parametrize("command", ["generate.py --prmpt x", "generate.py --top-p x", "generate.py --help",
+                                     "train_heads.py --steps none", "train_heads.py --help",
+                                     "-m bench decode --runs x"])
 def test_mistakes_are_told_before_torch_is_loaded(command):
     """Bug: four seconds until a typo is reported."""
     done = subprocess.run([sys.executable, "-X", "importtime", *command.split()], cwd=ROOT, capture_output=True,

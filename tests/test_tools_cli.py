@@ -4,7 +4,6 @@ import io
 import itertools
 import json
 import os
-import re
 import shutil
 import signal
 import subprocess
@@ -17,12 +16,12 @@ from unittest.mock import Mock
 import pytest
 import torch
 
-from conftest import call_once, edit_json, random_prompts, toy_model
+from conftest import edit_json, random_prompts, toy_model
 from generate import Sampling, Sequence, StepResult, generate
 from hf.tokenizer import load_encoding
 from kernels import BINS
 from test_hf_tokenizer import added
-from tools import cli, errors, printer, timing
+from tools import cli, errors, printer
 from tools.compare import first_difference
 from tools.flags import DEMO
 
@@ -50,12 +49,6 @@ def test_a_difference_is_a_bug_or_a_tie():
     assert first_difference(model, PROMPTS[:1], *ours) == (0, 9, None, "bug")
 
 
-@pytest.fixture(autouse=True)
-def one_step_of_each_size(monkeypatch):
-    """Runs timed functions once. tests/test_tools_timing.py tests the timing."""
-    monkeypatch.setattr(timing, "seconds", call_once)
-
-
 def main(*flags):
     """Runs generate.py with these flags."""
     cli.main([str(flag) for flag in flags])
@@ -77,21 +70,14 @@ def run(capsys, *flags):
     return out + err if "--prompt" in flags and "--json" not in flags else out
 
 
-def test_explain_shows_sizes_shares_and_times(folder, capsys):
-    """Bug: a tree size that was used is missing, a share is wrong, or the times are another step's."""
-    flags = ["--model", folder, "--device", "cpu", "--prompt", "abcabc", "--max-new-tokens", 60, "--explain", "--json"]
-    result = json.loads(run(capsys, *flags))
-    first, guessed, *said = result["explained"]
-    assert first.startswith("batch size 1") and guessed.endswith("by the model")
-    assert sum(map(int, re.findall(r"(\d+)% by", guessed))) == pytest.approx(100, abs=3)
-    rows = {cells[0]: cells[1:] for line in said if len(cells := re.split("  +", line)) == 4 and ":" not in line}
-    sizes = result["sizes"]
-    assert set(rows) == {"nodes T", "1", "2", "4", "8", "16", *sizes} and any("a head" in line for line in said)
-    for T, (steps, tokens) in sizes.items():
-        assert rows[T][:2] == [f"{steps / result['steps']:.0%}", f"{tokens / steps:.2f}"] and float(rows[T][2]) > 0
-    timed = dict.fromkeys(("1", max(sizes, key=sizes.get)))  # plain decoding and the most frequent size
-    assert [line.split("  ")[0] for line in said if "T = " in line] == [f"T = {T}" for T in timed]
-    assert [sum(numbers) for numbers in zip(*sizes.values())] == [result["steps"], len(result["tokens"][0])]
+def test_json_has_the_tree_sizes_and_their_expected_times(folder, capsys, monkeypatch):
+    """Bug: a tree size that was used is missing, steps or tokens are not counted, or a time is another size's."""
+    monkeypatch.setattr("generate.StepTimes.seconds", lambda self, B, T, depths: B * T / 1000 + depths)
+    flags = ["--model", folder, "--device", "cpu", "--prompt", "abcabc", "--max-new-tokens", 60, "--json"]
+    result = json.loads(run(capsys, *flags, "--tree-size", 12))
+    assert result["sizes"] == {"12": [result["steps"], len(result["tokens"][0])]}
+    assert result["expected_ms"] == {"1": 1, "2": 2, "4": 4, "8": 8, "12": 12}
+    assert json.loads(run(capsys, *flags, "--tree-size", 1))["expected_ms"] == {}
 
 
 @pytest.mark.parametrize("draft, names", [("heads+lookup", {"head", "lookup"}), ("heads", {"head"}), ("none", set()),
@@ -377,13 +363,13 @@ def test_an_empty_prompt_works_if_the_tokenizer_adds_a_token(chat_folder, capsys
 
 
 def test_reports_beside_json_lines_go_to_standard_error(folder, capsys, tmp_path):
-    """Bug: --prompts FILE --json computes --compare, --explain and --show-tree without printing them."""
+    """Bug: --prompts FILE --json computes --compare and --show-tree without printing them."""
     (tmp_path / "a.txt").write_text("abcabc\nimport\n")
     main("--model", folder, "--device", "cpu", "--max-new-tokens", 12, "--prompts", tmp_path / "a.txt", "--json",
-         "--compare", "--explain", "--show-tree", "--tree-size", 4)
+         "--compare", "--show-tree", "--tree-size", 4)
     out, err = capsys.readouterr()
     assert [json.loads(line)["prompt"] for line in out.splitlines()] == ["abcabc", "import"]
-    assert all(said in err for said in ("identical", "ms per stage", "the newest token"))
+    assert "identical" in err and "the newest token" in err
 
 
 @pytest.mark.parametrize("content, message", [
@@ -416,10 +402,10 @@ def test_interrupted_runs_exit_with_the_signals_code(folder, capsys, monkeypatch
     monkeypatch.setattr(errors, "received", [])
     flags = ["--model", folder, "--device", "cpu", "--prompt", "abc", "--heads", "none", "--temperature", 1]
     with pytest.raises(SystemExit) as ended:
-        main(*flags, "--explain" if step == 4 else "--compare", "--max-new-tokens", 8)
+        main(*flags, *["--compare"] * (step == 12), "--max-new-tokens", 8)
     out, err = capsys.readouterr()
     assert ended.value.code == code and out.startswith("abc") and len(out.strip()) > 3
-    assert "1.00 tokens per step, " in err and "ms per stage" not in err and "identical" not in err
+    assert "1.00 tokens per step, " in err and "identical" not in err
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")

@@ -1,9 +1,9 @@
-"""The `main` functions of generate.py, model.py and tools/serve.py. They parse their flags before
+"""The `main` functions of generate.py and tools/serve.py. They parse their flags before
 they import torch, so a typo is reported at once."""
 
 import json
 
-from tools.flags import parse_folder, parse_generate, parse_serve
+from tools.flags import parse_generate, parse_serve
 
 
 def main(argv=None):
@@ -36,15 +36,6 @@ def main(argv=None):
             print(json.dumps(result))
         if interrupted:
             raise KeyboardInterrupt
-
-
-def describe(argv=None):
-    """python model.py"""
-    args = parse_folder(argv)
-    from hf.checkpoint import describe
-    from tools.errors import command
-    with command():
-        print(describe(args.folder))
 
 
 def serve(argv=None):

@@ -70,13 +70,7 @@ def add_quantize_flag(parser):
 
 
 # --------------------------------------------------------------------------------------------------
-# The flags of model.py, generate.py and tools/serve.py
-
-def parse_folder(argv=None):
-    parser = Parser("Describes a checkpoint folder or a GGUF file.", prog="model.py")
-    parser.add_argument("folder", type=model_path)
-    return parser.parse_args(argv)
-
+# The flags of generate.py and tools/serve.py
 
 def parse_generate(argv=None):
     """Parses generate.py's flags, and rejects flags that exclude each other."""
@@ -95,7 +89,6 @@ def parse_generate(argv=None):
     add_sampling_flags(parser, new_tokens=128)
     add_drafting_flags(parser)
     add = parser.add_argument_group("output").add_argument
-    add("--explain", action="store_true", help="print drafters, tree sizes and stage times")
     add("--show-tree", action="store_true",
         help="print the first four draft trees; with --json all of them")
     add("--compare", action="store_true", help="also decode plainly; compare speed and output")
@@ -107,7 +100,7 @@ def parse_generate(argv=None):
     args = parser.parse_args(argv)
     for needed, is_given, names in (
             ("--chat", args.chat, ("system", "template_kwargs")),
-            ("--prompt", args.prompt or args.prompts, ("compare", "json", "explain", "show_tree"))):
+            ("--prompt", args.prompt or args.prompts, ("compare", "json", "show_tree"))):
         for name in names:
             if getattr(args, name) and not is_given:
                 parser.error(f"--{name.replace('_', '-')} needs {needed}")

@@ -6,15 +6,12 @@ import os
 import sys
 from pathlib import Path
 
-import torch
-
 from generate import Interrupted, check_prompt, drafter
 from hf.text import decode
 from model import InputError
 from tools import errors
 from tools.compare import against_plain
 from tools.load import make_engine, opening
-from tools.timing import STAGES, stage_times, timing_decoder
 
 COLOURS = {"lookup": 33, "head 1": 32, "head 2": 36, "head 3": 34, "head 4": 35}  # ANSI; else 31
 
@@ -94,15 +91,12 @@ class Printer:
             print(text, file=sys.stderr)
 
     def report(self, output, engine):
-        """Prints statistics, --explain and --show-tree. Returns the --json object."""
-        result = self.as_json(output)
+        """Prints statistics and --show-tree. Returns the --json object."""
+        result = self.as_json(output) | dict(expected_ms=expected_ms(engine, output))
         if self.args.show_tree:
             result["drafts"] = self.steps
             self.say("\n".join(tree_lines(self.steps, len(self.prompts))))
-        if self.args.explain and None not in output.ended:
-            result["explained"] = "\n".join(explain(engine, output)).splitlines()
-            self.say("\n" + "\n".join(result["explained"]))
-        elif not self.args.quiet:
+        if not self.args.quiet:
             self.say(f"\n{statistics(output)}")
         return result
 
@@ -135,27 +129,15 @@ def statistics(output):
             f"{output.tree_size:.2f} nodes and {speed(output)}")
 
 
-def explain(engine, output):
-    """The lines of --explain: statistics, the policy's tree sizes, and the time of each stage."""
-    decoder, policy, B = engine.decoder, engine.policy, engine.decoder.batch_size
-    seconds = policy.times.seconds
-    yield f"batch size {B}, device {decoder.device}, {torch.get_num_threads()} threads"
-    yield statistics(output)
-    if policy.times.unit:  # it has seen at least one step
-        yield f"\n{'nodes T':<12}{'share of steps':>16}{'tokens per step':>17}{'expected ms':>13}"
-        for T in sorted({2**i for i in range(policy.largest.bit_length())} | set(output.sizes)):
-            steps, tokens = output.sizes.get(T, (0, 0))
-            yield (f"{T:<12}{steps / output.steps:>16.0%}{tokens / max(steps, 1):>17.2f}"
-                   f"{1e3 * seconds(B, T, 0):>13.2f}")
-    if policy.times.unit and policy.heads:  # the first head, with the augmenting block
-        yield f"{'a head':<45}{1e3 * (seconds(B, 1, 1) - seconds(B, 1, 0)):>13.2f}"
-    yield f"\n{'ms per stage':<12}" + "".join(f"{stage:>10}" for stage in STAGES)
-    most_used = max(output.sizes, key=output.sizes.get)
-    for T in dict.fromkeys((1, most_used)):
-        times = stage_times(timing_decoder(
-            decoder.model, policy.heads, T, lookup=policy.lookup, batch_size=B,
-            beams=decoder.beams, sampling=decoder.sampling, graph=decoder.pool is not None))
-        yield f"{f'T = {T}':<12}" + "".join(f"{1e3 * t:>10.2f}" for t in times.values())
+def expected_ms(engine, output):
+    """{tree size: milliseconds that the policy expects of a step without heads}, for 1, 2, 4, ...
+    and the sizes that were used. {} if it has not chosen any."""
+    policy = engine.policy
+    if policy.times.unit is None:
+        return {}
+    sizes = {2**i for i in range(policy.largest.bit_length())} | {*output.sizes}
+    seconds = {T: policy.times.seconds(engine.decoder.batch_size, T, 0) for T in sorted(sizes)}
+    return {T: round(1e3 * s, 3) for T, s in seconds.items()}
 
 
 def speed(output):

@@ -1,13 +1,13 @@
-"""tools/timing.py: times of steps and stages; and how many CPU threads are chosen."""
+"""bench/timing.py: times of steps and stages; and how many CPU threads are chosen."""
 
 import pytest
 import torch
 
 from backends import cpu
+from bench import timing
+from bench.timing import stage_times, step_time, timing_decoder
 from conftest import needs_compiler
 from test_generate import load
-from tools import timing
-from tools.timing import stage_times, step_time, timing_decoder
 
 
 @pytest.mark.parametrize("quicker, want", [(1.0, 1), (1.1, 1), (1.3, 2), (0.02, 1)])

@@ -6,17 +6,16 @@ from functools import partial
 
 import torch
 
-from backends.tensor_parallel import Group, group_of
 from generate import Policy, capture, decoder_class
 
 STAGES = ("draft", "verify", "sample", "accept", "commit")
 PREFIX = 256  # cached tokens while a step is timed
 
 
-def seconds(body, device, group=Group()):
+def seconds(body, device):
     """Seconds per call of body(): on a CPU the fastest call, as other work only adds time; on CUDA
     the mean of ten calls back to back, in the fastest round. Measures for about 0.1 s, at least
-    three rounds. group: ranks that run body() together; rank 0's time is used."""
+    three rounds."""
     calls = 10 if device.type == "cuda" else 1
 
     def once():
@@ -28,8 +27,8 @@ def seconds(body, device, group=Group()):
         return (time.perf_counter() - start) / calls
     body()
     times = [once() for _ in range(3)]
-    more = group.broadcast(math.ceil(0.1 / max(calls * min(times), 1e-6)) - 3)  # same on all ranks
-    return group.broadcast(min(times + [once() for _ in range(more)]))
+    more = math.ceil(0.1 / max(calls * min(times), 1e-6)) - 3
+    return min(times + [once() for _ in range(more)])
 
 
 def copy_bandwidth(device):
@@ -59,7 +58,7 @@ def decoder_seconds(decoder, body):
         if heads_lengths is not lengths:  # in C, drafting reads new tokens: leave one unread
             heads_lengths.copy_(lengths).sub_(1).clamp_(min=0)
         body()
-    return seconds(once, decoder.device, group_of(decoder.model))
+    return seconds(once, decoder.device)
 
 
 @torch.inference_mode()
