@@ -33,7 +33,7 @@ FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
 SAMPLES = 64   # how many samples of a file are hashed
 SAMPLE = 4096  # bytes per sample
 PATIENCE = 2   # seconds before a progress bar appears
-IGNORED = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # recomputed from the config
+BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # recomputed from the config
 
 
 def weight_files(path):
@@ -94,7 +94,7 @@ def match_tensors(path, model, family, tensors):
     LM head if the checkpoint stores one that differs from the embeddings."""
     # some checkpoints omit the prefix
     short = lambda name: name.removeprefix("model.").removeprefix("transformer.")
-    stored = {short(name): tensor for name, tensor in tensors.items() if not name.endswith(IGNORED)}
+    stored = {short(name): tensor for name, tensor in tensors.items() if not name.endswith(BUFFERS)}
     if model.config.tied and "lm_head.weight" in stored:  # alone, or beside the embeddings
         head = stored["lm_head.weight"]
         table = stored.setdefault(short(f"{family.names['embed'][0]}.weight"), head)
@@ -146,16 +146,16 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
     group = group or tensor_parallel.Group()
     model, matches = read_headers(path)
     tensors = [tensor for stacked in matches.values() for _, tensor in stacked]
-    bits = max((tensor.bits for tensor in tensors if tensor.bits), default=None)
-    expect(not (quantize and bits) or is_gguf(path),
-           f"{path}: the checkpoint is quantised already, to {bits} bits; leave out --quantize")
+    stored_bits = max((tensor.bits for tensor in tensors if tensor.bits), default=None)
+    expect(not (quantize and stored_bits) or is_gguf(path), f"{path}: the checkpoint is quantised "
+           f"already, to {stored_bits} bits; leave out --quantize")
     if packed and dtype == torch.float16:
         warn("float16 is not for a CPU: there are no kernels for it; using bfloat16")
         dtype = torch.bfloat16
     packs_layers = packed and group.size == 1
     if dtype is None:
         largest = max(tensors, key=lambda tensor: math.prod(tensor.shape))
-        stored = torch.bfloat16 if bits else largest.dtype
+        stored = torch.bfloat16 if stored_bits else largest.dtype
         dtype = cpu.default_dtype(device, stored, packs_layers, group.rank)
     if quantize and model.config.tied:  # round the LM head, but not the embeddings
         untie(model)
@@ -171,7 +171,7 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
         layer.weight = None  # the packed layer allocates its own
     model = model.to(dtype)
     size += model.weight_bytes()
-    if device.type != "cpu" and bits:
+    if device.type != "cpu" and stored_bits:
         warn(f"{path}: quantised weights are dequantised to {str(dtype).removeprefix('torch.')} on "
              f"{device.type}, where they take {human(size, 'B')} in each process")
     advice = "use a smaller model" + " or --dtype bfloat16" * (dtype == torch.float32)
@@ -240,15 +240,16 @@ def put_packed(model, name, parts):
         model.embed = cpu.PackedEmbedding(cpu.PackedLinear(weight), model.dtype)
 
 
-def copy_shard(target, value, start, slices):
-    """Copies a rank's part of a stored tensor, which fills the parameter from row `start` on."""
-    dim, parts = slices or (0, [slice(0, len(target))])
+def copy_shard(target, value, start, shard):
+    """Copies a rank's shard (`Group.shard_slices`) of a stored tensor, which fills the parameter
+    from row `start` on."""
+    dim, slices = shard or (0, [slice(0, len(target))])
     if dim == 1:  # such a parameter is stored as one tensor
-        target.copy_(value[:, parts[0]])
+        target.copy_(value[:, slices[0]])
         return
-    for part, rows in zip(parts, target.split([part.stop - part.start for part in parts])):
-        overlap = value[max(part.start - start, 0):max(part.stop - start, 0)]
-        first = max(start - part.start, 0)
+    for own, rows in zip(slices, target.split([own.stop - own.start for own in slices])):
+        overlap = value[max(own.start - start, 0):max(own.stop - start, 0)]
+        first = max(start - own.start, 0)
         rows[first:first + len(overlap)] = overlap
 
 

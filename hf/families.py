@@ -78,8 +78,10 @@ def qwen3(raw):
 
 
 def qwen_windows(raw):
+    if not value_of(raw, "use_sliding_window", bool, False):
+        return ()
     first = raw.get("max_window_layers", 28)
-    return optional_windows(raw, lambda layer: layer >= first)
+    return windows(raw, 4096, lambda layer: layer >= first)
 
 
 def phi3(raw):
@@ -93,8 +95,10 @@ def smollm3(raw):
     period = value_of(raw, "no_rope_layer_interval", int, 4)
     rotates = by_layer(raw, "no_rope_layers", (0, 1), n_layer)  # 1: a layer with RoPE
     rotates = rotates or [(layer + 1) % period for layer in range(n_layer)]
-    return dict(**llama(raw), windows=optional_windows(raw, lambda layer: not rotates[layer]),
-                unrotated=tuple(layer for layer in range(n_layer) if not rotates[layer]))
+    has_windows = value_of(raw, "use_sliding_window", bool, False)
+    return dict(
+        **llama(raw), unrotated=tuple(layer for layer in range(n_layer) if not rotates[layer]),
+        windows=windows(raw, 4096, lambda layer: not rotates[layer]) if has_windows else ())
 
 
 def olmo2(raw):
@@ -138,13 +142,12 @@ def glm4(raw):
 def baichuan(raw):
     """The 13B models use ALiBi and store the context length as model_max_length. Baichuan 2, which
     has z_loss_weight or a vocabulary of 125,696, normalises the LM head's rows."""
-    has_alibi = raw.get("max_position_embeddings") is None or raw.get("hidden_size") == 5120
-    alibi = lambda: dict(positions="alibi", block_size=value_of(raw, "model_max_length", int))
-    return dict(
-        **sizes(raw),
-        **(alibi() if has_alibi else rope(raw)),
-        unit_head=raw.get("z_loss_weight") is not None or raw.get("vocab_size") == 125696,
-        names=BAICHUAN_NAMES)
+    if raw.get("max_position_embeddings") is None or raw.get("hidden_size") == 5120:
+        position = dict(positions="alibi", block_size=value_of(raw, "model_max_length", int))
+    else:
+        position = rope(raw)
+    has_unit_head = raw.get("z_loss_weight") is not None or raw.get("vocab_size") == 125696
+    return dict(**sizes(raw), **position, unit_head=has_unit_head, names=BAICHUAN_NAMES)
 
 
 def gpt2(raw):
@@ -330,12 +333,6 @@ def windows(raw, default=None, has_window=None):
         has_window = lambda layer: types[layer] == "sliding_attention"
     sizes = tuple(size if has_window(layer) else 0 for layer in range(n_layer))
     return sizes if any(sizes) else ()
-
-
-def optional_windows(raw, has_window):
-    """As `windows`, which are off by default."""
-    is_on = value_of(raw, "use_sliding_window", bool, False)
-    return windows(raw, 4096, has_window) if is_on else ()
 
 
 # --------------------------------------------------------------------------------------------------

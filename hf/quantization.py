@@ -19,7 +19,7 @@ SUFFIXES = {  # of the names of a quantised layer's tensors: values, scales, oth
 VARIANTS = {  # config.json's key for the version, supported versions, supported bits
     "awq": ("version", ("gemm",), (4,)),
     "gptq": ("checkpoint_format", ("gptq", "gptq_v2"), (4, 8))}
-IGNORED = "input_scale", "activation_scale", "k_scale", "v_scale"  # for activations and KV cache
+UNUSED = "input_scale", "activation_scale", "k_scale", "v_scale"  # for activations and KV cache
 
 
 class Scheme(NamedTuple):
@@ -117,7 +117,7 @@ def combine(path, tensors, scheme):
         stem, _, suffix = name.rpartition(".")
         if f"{stem}.{suffixes[1]}" in tensors and suffix in suffixes:
             layers[stem][suffix] = tensor
-        elif suffix not in IGNORED:
+        elif suffix not in UNUSED:
             combined[name] = tensor
     expect(layers, f"{path}: quantised according to config.json ({scheme}), but no tensor is "
            f"called {suffixes[1]}; download the checkpoint again")
