@@ -188,20 +188,20 @@ class Family:
         self.config = GPTConfig(**config)
 
     def stacked(self, name, rows):
-        """The tensors that are stacked into a parameter of so many rows: [(name, first row, number
-        of rows)]."""
+        """The tensors that are stacked into a parameter: [(name, first row, number of rows)]. rows:
+        the parameter's."""
         c = self.config
         stem, _, kind = name.rpartition(".")
-        number = re.search(r"\d+|$", stem).group()
-        names = [f"{name}.{kind}".replace(".N.", f".{number}.")
-                 for name in self.names[re.sub(r"\d+", "N", stem)]]
-        sizes = [rows // len(names)] * len(names)
-        if len(names) == 3:
-            sizes = [n * c.head_size for n in (c.n_head, c.n_kv_head, c.n_kv_head)]
-        return list(zip(names, itertools.accumulate(sizes, initial=0), sizes))
+        layer = re.search(r"\d+|$", stem).group()
+        stored = [f"{pattern}.{kind}".replace(".N.", f".{layer}.")
+                  for pattern in self.names[re.sub(r"\d+", "N", stem)]]
+        counts = [rows // len(stored)] * len(stored)
+        if len(stored) == 3:
+            counts = [n * c.head_size for n in (c.n_head, c.n_kv_head, c.n_kv_head)]
+        return list(zip(stored, itertools.accumulate(counts, initial=0), counts))
 
     def convert(self, name, start, tensor):
-        """The StoredTensor of a parameter's rows from `start` on -> one with our layout."""
+        """The StoredTensor that fills a parameter from row `start` on, in our layout."""
         if name.endswith(self.transposed):
             return tensor._replace(shape=tensor.shape[::-1], read=lambda: tensor.read().T)
         if self.norm_offset and name.endswith("norm.weight"):
@@ -252,8 +252,8 @@ def text_config(raw):
 def llama_json(config, dtype):
     """Llama's config.json of a GPTConfig, with RoPE settings for old and new transformers."""
     c = config
-    rope = dict(rope_theta=c.rope_theta)
-    return rope | dict(
+    theta = dict(rope_theta=c.rope_theta)
+    return theta | dict(
         architectures=["LlamaForCausalLM"], model_type="llama", pad_token_id=None,
         torch_dtype=str(dtype).removeprefix("torch."), vocab_size=c.vocab_size,
         max_position_embeddings=c.block_size, num_hidden_layers=c.n_layer,
@@ -262,7 +262,7 @@ def llama_json(config, dtype):
         hidden_act={"silu": "silu", "gelu": "gelu_new"}[c.activation],
         attention_bias=c.qkv_bias, mlp_bias=c.mlp_bias, tie_word_embeddings=c.tied,
         rope_scaling=c.rope_scaling,
-        rope_parameters=rope | (c.rope_scaling or dict(rope_type="default")))
+        rope_parameters=theta | (c.rope_scaling or dict(rope_type="default")))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -331,8 +331,8 @@ def windows(raw, default=None, has_window=None):
         return (size,) * n_layer
     if types:
         has_window = lambda layer: types[layer] == "sliding_attention"
-    sizes = tuple(size if has_window(layer) else 0 for layer in range(n_layer))
-    return sizes if any(sizes) else ()
+    layers = tuple(size if has_window(layer) else 0 for layer in range(n_layer))
+    return layers if any(layers) else ()
 
 
 # --------------------------------------------------------------------------------------------------
