@@ -34,7 +34,6 @@ class InputError(ValueError):
 
 @dataclass
 class GPTConfig:
-    family: str = "llama"      # key of hf.families.FAMILIES, which has the checkpoint's names
     vocab_size: int = 4096     # V
     block_size: int = 1024     # longest sequence, in tokens
     n_layer: int = 12          # L
@@ -529,7 +528,8 @@ class GPT(nn.Module):
         return load(path, dtype, device, packed=packed)
 
     def save_pretrained(self, path, dtype=None):
-        """Writes a Hugging Face folder that transformers can load: `hf.checkpoint.save`."""
+        """Writes a Llama folder, which transformers can load too: `hf.checkpoint.save`. Raises
+        InputError if Llama's config.json cannot describe the model."""
         with needs_folders():
             from hf.checkpoint import save
         save(self, path, dtype)

@@ -29,23 +29,23 @@ class QuantizedWeight(NamedTuple):
         return values.flatten(1)
 
     def rows(self, index):
-        """Selects rows, int64 [n]."""
+        """Selects rows, int64 [n]; None: all."""
+        if index is None:
+            return self
         minimums = None if self.minimums is None else self.minimums[:, index]
         return QuantizedWeight(self.q[index], self.scales[:, index], minimums)
+
+    def pack(self):
+        """A `cpu.PackedWeight`. float8 has no kernel: it is rounded to int8."""
+        if self.q.dtype not in (torch.int8, torch.uint8):
+            return round_weight(self.values(), 8, 32).pack()
+        exact = self.minimums is None and self.scales.dtype == torch.float16
+        scales = self.scales if exact else self.scales.float()
+        return cpu.pack_quantized(self.q, scales, self.minimums)
 
 
 def largest_group(size):
     return next((group for group in GROUPS if size % group == 0), None)
-
-
-def pack(weight):
-    """`QuantizedWeight` -> `cpu.PackedWeight`. float8 has no kernel: it is rounded to int8."""
-    if weight.q.dtype not in (torch.int8, torch.uint8):
-        weight = round_weight(weight.values(), 8, 32)
-    q, scales, minimums = weight
-    if minimums is not None or scales.dtype != torch.float16:
-        scales = scales.float()
-    return cpu.pack_quantized(q, scales, minimums)
 
 
 # --------------------------------------------------------------------------------------------------

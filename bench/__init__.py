@@ -14,7 +14,7 @@ ROOT = Path(__file__).parent.parent
 FIELDS = "vocab_size n_layer n_head n_kv_head head_size n_embd n_inner".split()
 LLAMA = dict(block_size=8192, rope_theta=500000.0, tied=False)
 SMOL = LLAMA | dict(tied=True)
-QWEN = LLAMA | dict(qkv_bias=True, family="qwen2")
+QWEN = LLAMA | dict(qkv_bias=True)
 MODEL_SIZES = {  # name: values of FIELDS, other fields of GPTConfig
     "135m": ((49152, 30, 9, 3, 64, 576, 1536), SMOL),             # SmolLM2
     "360m": ((49152, 32, 15, 5, 64, 960, 2560), SMOL),

@@ -1,68 +1,53 @@
-"""FAMILIES: for each model family, the keys of config.json and the names of the tensors."""
+"""FAMILIES: how each model family's config.json becomes a `Family`: a GPTConfig, and the names and
+layout of its tensors. To add a family, copy the function of the nearest one."""
 
 import itertools
 import math
 import re
-from collections.abc import Callable
-from dataclasses import fields, replace
-from typing import NamedTuple
+from functools import partial
 
 import torch
 
 from model import GPTConfig, check, expect, one_of
 
-# Our parameter names -> the checkpoint's tensor names, without the family's prefix and without
-# .weight or .bias. N is the layer number. Several tensors are stacked into one, in this order.
+# Our parameter names -> the checkpoint's tensor names, without .weight or .bias. N is the layer
+# number. Several tensors are stacked into one, in this order.
 LLAMA_NAMES = {
-    "embed": ("embed_tokens",),
-    "norm": ("norm",),
+    "embed": ("model.embed_tokens",),
+    "norm": ("model.norm",),
     "head": ("lm_head",),
-    "blocks.N.attn_norm": ("layers.N.input_layernorm",),
-    "blocks.N.attn.qkv": tuple(f"layers.N.self_attn.{x}_proj" for x in "qkv"),
-    "blocks.N.attn.q_norm": ("layers.N.self_attn.q_norm",),
-    "blocks.N.attn.k_norm": ("layers.N.self_attn.k_norm",),
-    "blocks.N.attn.proj": ("layers.N.self_attn.o_proj",),
-    "blocks.N.mlp_norm": ("layers.N.post_attention_layernorm",),
-    "blocks.N.mlp.up": ("layers.N.mlp.gate_proj", "layers.N.mlp.up_proj"),
-    "blocks.N.mlp.down": ("layers.N.mlp.down_proj",),
+    "blocks.N.attn_norm": ("model.layers.N.input_layernorm",),
+    "blocks.N.attn.qkv": tuple(f"model.layers.N.self_attn.{x}_proj" for x in "qkv"),
+    "blocks.N.attn.q_norm": ("model.layers.N.self_attn.q_norm",),
+    "blocks.N.attn.k_norm": ("model.layers.N.self_attn.k_norm",),
+    "blocks.N.attn.proj": ("model.layers.N.self_attn.o_proj",),
+    "blocks.N.mlp_norm": ("model.layers.N.post_attention_layernorm",),
+    "blocks.N.mlp.up": ("model.layers.N.mlp.gate_proj", "model.layers.N.mlp.up_proj"),
+    "blocks.N.mlp.down": ("model.layers.N.mlp.down_proj",),
 }
-BAICHUAN_NAMES = LLAMA_NAMES | {"blocks.N.attn.qkv": ("layers.N.self_attn.W_pack",)}
-GLM_NAMES = LLAMA_NAMES | {"blocks.N.mlp.up": ("layers.N.mlp.gate_up_proj",)}
-PHI3_NAMES = GLM_NAMES | {"blocks.N.attn.qkv": ("layers.N.self_attn.qkv_proj",)}
+BAICHUAN_NAMES = LLAMA_NAMES | {"blocks.N.attn.qkv": ("model.layers.N.self_attn.W_pack",)}
+GLM_NAMES = LLAMA_NAMES | {"blocks.N.mlp.up": ("model.layers.N.mlp.gate_up_proj",)}
+PHI3_NAMES = GLM_NAMES | {"blocks.N.attn.qkv": ("model.layers.N.self_attn.qkv_proj",)}
 GLM4_NAMES = GLM_NAMES | {
-    "blocks.N.attn_post_norm": ("layers.N.post_self_attn_layernorm",),
-    "blocks.N.mlp_post_norm": ("layers.N.post_mlp_layernorm",)}
+    "blocks.N.attn_post_norm": ("model.layers.N.post_self_attn_layernorm",),
+    "blocks.N.mlp_post_norm": ("model.layers.N.post_mlp_layernorm",)}
 OLMO_NAMES = LLAMA_NAMES | {
-    "blocks.N.attn_post_norm": ("layers.N.post_attention_layernorm",),
-    "blocks.N.mlp_post_norm": ("layers.N.post_feedforward_layernorm",)}
-GEMMA_NAMES = OLMO_NAMES | {"blocks.N.mlp_norm": ("layers.N.pre_feedforward_layernorm",)}
+    "blocks.N.attn_post_norm": ("model.layers.N.post_attention_layernorm",),
+    "blocks.N.mlp_post_norm": ("model.layers.N.post_feedforward_layernorm",)}
+GEMMA_NAMES = OLMO_NAMES | {
+    "blocks.N.mlp_norm": ("model.layers.N.pre_feedforward_layernorm",)}
 GPT2_NAMES = {
-    "embed": ("wte",),
-    "embed_positions": ("wpe",),
-    "norm": ("ln_f",),
+    "embed": ("transformer.wte",),
+    "embed_positions": ("transformer.wpe",),
+    "norm": ("transformer.ln_f",),
     "head": ("lm_head",),
-    "blocks.N.attn_norm": ("h.N.ln_1",),
-    "blocks.N.attn.qkv": ("h.N.attn.c_attn",),
-    "blocks.N.attn.proj": ("h.N.attn.c_proj",),
-    "blocks.N.mlp_norm": ("h.N.ln_2",),
-    "blocks.N.mlp.up": ("h.N.mlp.c_fc",),
-    "blocks.N.mlp.down": ("h.N.mlp.c_proj",),
+    "blocks.N.attn_norm": ("transformer.h.N.ln_1",),
+    "blocks.N.attn.qkv": ("transformer.h.N.attn.c_attn",),
+    "blocks.N.attn.proj": ("transformer.h.N.attn.c_proj",),
+    "blocks.N.mlp_norm": ("transformer.h.N.ln_2",),
+    "blocks.N.mlp.up": ("transformer.h.N.mlp.c_fc",),
+    "blocks.N.mlp.down": ("transformer.h.N.mlp.c_proj",),
 }
-# Fields of GPTConfig -> keys of config.json.
-BAICHUAN_KEYS = dict(
-    vocab_size="vocab_size", n_layer="num_hidden_layers", n_head="num_attention_heads",
-    n_embd="hidden_size", n_inner="intermediate_size", norm_eps="rms_norm_eps",
-    activation="hidden_act", tied="tie_word_embeddings")
-LLAMA_KEYS = BAICHUAN_KEYS | dict(
-    block_size="max_position_embeddings", n_kv_head="num_key_value_heads", head_size="head_dim")
-GLM_KEYS = LLAMA_KEYS | dict(qkv_bias="attention_bias")
-BIAS_KEYS = GLM_KEYS | dict(proj_bias="attention_bias")  # one key for all four projections
-MLP_BIAS_KEYS = BIAS_KEYS | dict(mlp_bias="mlp_bias")
-GEMMA_KEYS = BIAS_KEYS | dict(activation="hidden_activation")
-GPT2_KEYS = dict(
-    vocab_size="vocab_size", block_size="n_positions", n_layer="n_layer", n_head="n_head",
-    n_embd="n_embd", norm_eps="layer_norm_epsilon", activation="activation_function",
-    tied="tie_word_embeddings")
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
 ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
 LAYER_TYPES = ("full_attention", "sliding_attention")
@@ -71,93 +56,217 @@ UNSUPPORTED = (  # keys of config.json that change attention or logits
     "scale_attn_by_inverse_layer_idx", "add_cross_attention")
 
 
-class Family(NamedTuple):
-    architecture: str
-    names: dict = LLAMA_NAMES
-    keys: dict = LLAMA_KEYS
-    fixed: dict = {}                # GPTConfig fields that config.json has no key for
-    defaults: dict = {}             # defaults of optional keys, by GPTConfig field
-    read: Callable = lambda raw: {}      # config.json -> further GPTConfig fields
-    write: Callable = lambda config: {}  # the inverse of read
-    window: int | None = None       # default sliding window in tokens; 0: none; None: unsupported
-    window_switch: bool = False     # windows are off unless use_sliding_window is true
-    window_layers: Callable | None = None  # (config.json, L) -> [layer has a window]; None: all do
-    window_theta: float | None = None  # default theta of windows, unscaled; 0: theta; None: shared
-    prefix: str = "model."          # of all tensor names but the LM head's
-    theta: float = 10000.0          # default rope_theta
-    rotary: float | None = None     # default partial_rotary_factor; None: always 1
-    neighbours: bool = False        # RoPE pairs dimensions 2i and 2i + 1 instead of two halves
-    norm_offset: float = 0.0        # added to stored norm weights
-    transposed: tuple = ()          # suffixes of our names that are stored as [inputs, outputs]
+# --------------------------------------------------------------------------------------------------
+# Families: config.json -> keyword arguments of `Family`
+
+def llama(raw):
+    return dict(**sizes(raw), **rope(raw), **attention_biases(raw),
+                mlp_bias=value_of(raw, "mlp_bias", bool, False))
 
 
-def unrotated_layers(raw, n_layer):
-    """SmolLM3: [layer has no RoPE]. In no_rope_layers, 1 stands for a layer with RoPE."""
-    rotated = by_layer(raw, "no_rope_layers", (0, 1), n_layer)
+def mistral(raw):
+    return dict(**sizes(raw), **rope(raw), windows=windows(raw, 4096))
+
+
+def qwen2(raw):
+    return dict(**sizes(raw), **rope(raw), qkv_bias=True, windows=qwen_windows(raw))
+
+
+def qwen3(raw):
+    return dict(**sizes(raw), **rope(raw), **attention_biases(raw), qk_norm="head",
+                windows=qwen_windows(raw))
+
+
+def qwen_windows(raw):
+    if not value_of(raw, "use_sliding_window", bool, False):
+        return ()
+    first = raw.get("max_window_layers", 28)
+    return windows(raw, 4096, lambda layer: layer >= first)
+
+
+def phi3(raw):
+    return dict(**sizes(raw), **rope(raw, rotates_part=True), windows=windows(raw),
+                names=PHI3_NAMES)
+
+
+def smollm3(raw):
+    raw = with_defaults(raw, tie_word_embeddings=True, rope_theta=2e6)
+    n_layer = value_of(raw, "num_hidden_layers", int)
     period = value_of(raw, "no_rope_layer_interval", int, 4)
-    return [not x for x in rotated or ((i + 1) % period for i in range(n_layer))]
+    rotates = by_layer(raw, "no_rope_layers", (0, 1), n_layer)  # 1: a layer with RoPE
+    rotates = rotates or [(layer + 1) % period for layer in range(n_layer)]
+    has_windows = value_of(raw, "use_sliding_window", bool, False)
+    return dict(
+        **llama(raw), unrotated=tuple(layer for layer in range(n_layer) if not rotates[layer]),
+        windows=windows(raw, 4096, lambda layer: not rotates[layer]) if has_windows else ())
 
 
-def read_baichuan(raw):
+def olmo2(raw):
+    return dict(**sizes(raw), **rope(raw), **attention_biases(raw), qk_norm="all",
+                norm_at="after", names=OLMO_NAMES)
+
+
+def olmo3(raw):
+    raw = with_defaults(raw, rope_theta=500000.0)
+    values = olmo2(raw) | dict(windows=windows(raw, 4096, lambda layer: (layer + 1) % 4))
+    return values | window_rope(raw, values)
+
+
+def gemma3_text(raw):
+    raw = with_defaults(
+        raw, num_attention_heads=8, num_key_value_heads=4, head_dim=256, vocab_size=262208,
+        max_position_embeddings=131072, rms_norm_eps=1e-6, hidden_activation="gelu_pytorch_tanh",
+        tie_word_embeddings=True, query_pre_attn_scalar=256, rope_theta=1e6,
+        rope_local_base_freq=10000.0)
+    period = raw.get("sliding_window_pattern") or 6
+    values = dict(
+        **sizes(raw, activation_key="hidden_activation"), **rope(raw), **attention_biases(raw),
+        qk_norm="head", norm_at="both", embed_scale=raw["hidden_size"] ** 0.5,
+        attn_scale=value_of(raw, "query_pre_attn_scalar", float) ** -0.5,
+        windows=windows(raw, 4096, lambda layer: (layer + 1) % period),
+        names=GEMMA_NAMES, norm_offset=1.0)
+    return values | window_rope(raw, values)
+
+
+def glm(raw):
+    raw = with_defaults(raw, partial_rotary_factor=0.5)
+    return dict(**sizes(raw), **rope(raw, rotates_part=True),
+                qkv_bias=value_of(raw, "attention_bias", bool, True),
+                names=GLM_NAMES, pairs_neighbours=True)
+
+
+def glm4(raw):
+    return glm(raw) | dict(norm_at="both", names=GLM4_NAMES)
+
+
+def baichuan(raw):
     """The 13B models use ALiBi and store the context length as model_max_length. Baichuan 2, which
     has z_loss_weight or a vocabulary of 125,696, normalises the LM head's rows."""
-    alibi = raw.get("max_position_embeddings") is None or raw.get("hidden_size") == 5120
-    length = "model_max_length" if alibi else "max_position_embeddings"
-    return dict(positions="alibi" if alibi else "rope", block_size=value_of(raw, length, int),
-                unit_head=raw.get("z_loss_weight") is not None or raw.get("vocab_size") == 125696)
+    if raw.get("max_position_embeddings") is None or raw.get("hidden_size") == 5120:
+        position = dict(positions="alibi", block_size=value_of(raw, "model_max_length", int))
+    else:
+        position = rope(raw)
+    has_unit_head = raw.get("z_loss_weight") is not None or raw.get("vocab_size") == 125696
+    return dict(**sizes(raw), **position, unit_head=has_unit_head, names=BAICHUAN_NAMES)
 
 
-QWEN = dict(window=4096, window_switch=True, window_layers=lambda raw, L: [
-    i >= raw.get("max_window_layers", 28) for i in range(L)])
-OLMO = dict(names=OLMO_NAMES, keys=BIAS_KEYS, fixed=dict(qk_norm="all", norm_at="after"))
-GLM = dict(keys=GLM_KEYS, defaults=dict(qkv_bias=True), rotary=0.5, neighbours=True)
-FAMILIES = {  # by model_type
-    "llama": Family("LlamaForCausalLM", keys=MLP_BIAS_KEYS),
-    "mistral": Family("MistralForCausalLM", window=4096),
-    "qwen2": Family("Qwen2ForCausalLM", fixed=dict(qkv_bias=True), **QWEN),
-    "qwen3": Family("Qwen3ForCausalLM", keys=BIAS_KEYS, fixed=dict(qk_norm="head"), **QWEN),
-    "phi3": Family(
-        "Phi3ForCausalLM", PHI3_NAMES, rotary=1.0, window=0,
-        write=lambda config: dict(original_max_position_embeddings=config.block_size)),
-    "smollm3": Family(
-        "SmolLM3ForCausalLM", keys=MLP_BIAS_KEYS, defaults=dict(tied=True), theta=2e6,
-        window=4096, window_switch=True, window_layers=unrotated_layers,
-        read=lambda raw: dict(unrotated=tuple(
-            i for i, x in enumerate(unrotated_layers(raw, raw["num_hidden_layers"])) if x)),
-        write=lambda config: dict(
-            no_rope_layers=[int(i not in config.unrotated) for i in range(config.n_layer)])),
-    "olmo2": Family("Olmo2ForCausalLM", **OLMO),
-    "olmo3": Family(
-        "Olmo3ForCausalLM", **OLMO, theta=500000.0, window=4096, window_theta=0,
-        window_layers=lambda raw, L: [(i + 1) % 4 > 0 for i in range(L)]),
-    "gemma3_text": Family(
-        "Gemma3ForCausalLM", GEMMA_NAMES, GEMMA_KEYS, fixed=dict(qk_norm="head", norm_at="both"),
-        defaults=dict(n_head=8, n_kv_head=4, head_size=256, vocab_size=262208, block_size=131072,
-                      norm_eps=1e-6, activation="gelu_pytorch_tanh", tied=True),
-        norm_offset=1.0, theta=1e6, window=4096, window_theta=10000.0,
-        window_layers=lambda raw, L: [
-            (i + 1) % (raw.get("sliding_window_pattern") or 6) > 0 for i in range(L)],
-        read=lambda raw: dict(
-            attn_scale=value_of(raw, "query_pre_attn_scalar", float, 256.0) ** -0.5,
-            embed_scale=raw["hidden_size"] ** 0.5),
-        write=lambda config: dict(query_pre_attn_scalar=round(config.attn_scale ** -2))),
-    "glm": Family("GlmForCausalLM", GLM_NAMES, **GLM),
-    "glm4": Family("Glm4ForCausalLM", GLM4_NAMES, fixed=dict(norm_at="both"), **GLM),
-    "baichuan": Family(
-        "BaichuanForCausalLM", BAICHUAN_NAMES, BAICHUAN_KEYS, read=read_baichuan,
-        write=lambda config: dict(
-            model_max_length=config.block_size, z_loss_weight=0 if config.unit_head else None,
-            max_position_embeddings=config.block_size if config.positions == "rope" else None)),
-    "gpt2": Family(
-        "GPT2LMHeadModel", GPT2_NAMES, GPT2_KEYS, prefix="transformer.",
-        fixed=dict(norm="layer", positions="learned", gated=False, qkv_bias=True, proj_bias=True,
-                   mlp_bias=True),
-        defaults=dict(activation="gelu_new", tied=True),
-        read=lambda raw: dict(n_inner=value_of(raw, "n_inner", int, 4 * raw["n_embd"])),
-        write=lambda config: dict(n_inner=config.n_inner),
-        transposed=("attn.qkv.weight", "attn.proj.weight", "mlp.up.weight", "mlp.down.weight")),
-}
+def gpt2(raw):
+    one_of("scale_attn_weights", raw.get("scale_attn_weights", True), (True,))
+    get = partial(value_of, raw)
+    n_head = get("n_head", int)
+    n_embd = get("n_embd", int)
+    return dict(
+        vocab_size=get("vocab_size", int), block_size=get("n_positions", int),
+        n_layer=get("n_layer", int), n_head=n_head, n_kv_head=n_head, head_size=n_embd // n_head,
+        n_embd=n_embd, n_inner=get("n_inner", int, 4 * n_embd), norm="layer",
+        norm_eps=get("layer_norm_epsilon", float), positions="learned", gated=False,
+        activation=activation(raw, "activation_function", "gelu_new"),
+        qkv_bias=True, proj_bias=True, mlp_bias=True, tied=get("tie_word_embeddings", bool, True),
+        names=GPT2_NAMES,
+        transposed=("qkv.weight", "proj.weight", "up.weight", "down.weight"))
 
+
+FAMILIES = dict(  # by model_type
+    llama=llama, mistral=mistral, qwen2=qwen2, qwen3=qwen3, phi3=phi3, smollm3=smollm3,
+    olmo2=olmo2, olmo3=olmo3, gemma3_text=gemma3_text, glm=glm, glm4=glm4, baichuan=baichuan,
+    gpt2=gpt2)
+
+
+class Family:
+    """A model's GPTConfig, and how its checkpoint stores the weights.
+
+    names: the tensors of each parameter. pairs_neighbours: RoPE pairs dimensions 2i and 2i + 1
+    instead of two halves. transposed: ends of the names of our parameters that are stored as
+    [inputs, outputs]. norm_offset: added to stored norm weights. Others: fields of GPTConfig."""
+
+    def __init__(self, names=LLAMA_NAMES, pairs_neighbours=False, transposed=(), norm_offset=0.0,
+                 **config):
+        self.names = names
+        self.pairs_neighbours = pairs_neighbours
+        self.transposed = transposed
+        self.norm_offset = norm_offset
+        self.config = GPTConfig(**config)
+
+    def stacked(self, name, rows):
+        """The tensors that are stacked into a parameter: [(name, first row, number of rows)]. rows:
+        the parameter's."""
+        c = self.config
+        stem, _, kind = name.rpartition(".")
+        layer = re.search(r"\d+|$", stem).group()
+        stored = [f"{pattern}.{kind}".replace(".N.", f".{layer}.")
+                  for pattern in self.names[re.sub(r"\d+", "N", stem)]]
+        counts = [rows // len(stored)] * len(stored)
+        if len(stored) == 3:
+            counts = [n * c.head_size for n in (c.n_head, c.n_kv_head, c.n_kv_head)]
+        return list(zip(stored, itertools.accumulate(counts, initial=0), counts))
+
+    def convert(self, name, start, tensor):
+        """The StoredTensor that fills a parameter from row `start` on, in our layout."""
+        if name.endswith(self.transposed):
+            return tensor._replace(shape=tensor.shape[::-1], read=lambda: tensor.read().T)
+        if self.norm_offset and name.endswith("norm.weight"):
+            return tensor._replace(read=lambda: tensor.read().float() + self.norm_offset)
+        if ".attn.qkv." in name:
+            order = self.qkv_order()
+            return tensor if order is None else tensor.rows(order[start:][:tensor.shape[0]] - start)
+        return tensor
+
+    def qkv_order(self):
+        """The stored row of each row of attn.qkv, int64; None: the same. `rope_table` needs in each
+        head: first dimensions of the pairs, half of the unrotated ones, second ones, the rest."""
+        c = self.config
+        D = c.head_size
+        R = c.rotary_size or D
+        pairs = torch.arange(R).view(2, -1)
+        if self.pairs_neighbours:
+            pairs = torch.arange(R).view(-1, 2).T
+        elif R == D:
+            return None
+        order = torch.cat((pairs, torch.arange(R, D).view(2, -1)), dim=1).flatten()  # (D,)
+        rows = torch.arange((c.n_head + 2 * c.n_kv_head) * D).view(-1, D)
+        rows[:-c.n_kv_head] = rows[:-c.n_kv_head, order]  # value heads are not rotated
+        return rows.flatten()
+
+
+def family_of(raw):
+    """A config.json dict -> `Family`. `hf.files.read_family` turns its errors into InputErrors."""
+    name = one_of("model_type", raw.get("model_type"), FAMILIES)
+    for key in UNSUPPORTED:
+        expect(not raw.get(key), f"{key} is not supported")
+    family = Family(**FAMILIES[name](raw))
+    c = family.config
+    expect(c.n_head % c.n_kv_head == 0 and c.head_size % 2 == 0 and 16 <= c.head_size <= 256,
+           f"expected a multiple of {c.n_kv_head} heads of even size, 16 to 256, got {c.n_head} "
+           f"of {c.head_size}")
+    expect(not c.tied or not c.unit_head, "a tied LM head cannot be normalised")
+    return family
+
+
+def text_config(raw):
+    """config.json itself, or the text model's part of a multimodal one."""
+    if not isinstance(raw.get("text_config"), dict):
+        return raw
+    return dict(quantization_config=raw.get("quantization_config")) | raw["text_config"]
+
+
+def llama_json(config, dtype):
+    """Llama's config.json of a GPTConfig, with RoPE settings for old and new transformers."""
+    c = config
+    theta = dict(rope_theta=c.rope_theta)
+    return theta | dict(
+        architectures=["LlamaForCausalLM"], model_type="llama", pad_token_id=None,
+        torch_dtype=str(dtype).removeprefix("torch."), vocab_size=c.vocab_size,
+        max_position_embeddings=c.block_size, num_hidden_layers=c.n_layer,
+        num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head, head_dim=c.head_size,
+        hidden_size=c.n_embd, intermediate_size=c.n_inner, rms_norm_eps=c.norm_eps,
+        hidden_act={"silu": "silu", "gelu": "gelu_new"}[c.activation],
+        attention_bias=c.qkv_bias, mlp_bias=c.mlp_bias, tie_word_embeddings=c.tied,
+        rope_scaling=c.rope_scaling,
+        rope_parameters=theta | (c.rope_scaling or dict(rope_type="default")))
+
+
+# --------------------------------------------------------------------------------------------------
+# What families share
 
 def value_of(raw, key, kind, default=None):
     """raw[key] as bool, str, or int or float above 0; the default if it is null or missing."""
@@ -177,86 +286,99 @@ def by_layer(raw, key, values, n_layer):
     return layers
 
 
-def text_config(raw):
-    """config.json itself, or the text model's part of a multimodal one."""
-    if not isinstance(raw.get("text_config"), dict):
-        return raw
-    return dict(quantization_config=raw.get("quantization_config")) | raw["text_config"]
+def with_defaults(raw, **defaults):
+    """config.json with defaults in place of keys that are null or missing."""
+    return raw | {key: value for key, value in defaults.items() if raw.get(key) is None}
 
 
-def parse_config(raw):
-    """A config.json dict -> GPTConfig. `hf.files.read_config` turns its errors into InputErrors."""
-    name = one_of("model_type", raw.get("model_type"), FAMILIES)
-    for key in UNSUPPORTED:
-        expect(not raw.get(key), f"{key} is not supported")
-    family = FAMILIES[name]
-    if raw.get("quantization_config"):
-        from hf.quantization import read_scheme  # not at the top: it loads the CPU backend
-        read_scheme(raw["quantization_config"])
-        expect(not family.transposed, f"a quantised {name} checkpoint is not supported; use an "
-               "unquantised one")
-    one_of("scale_attn_weights", raw.get("scale_attn_weights", True), (True,))
-    keys = family.keys
-    n_head = value_of(raw, keys["n_head"], int, family.defaults.get("n_head"))
-    head_size = value_of(raw, keys["n_embd"], int) // n_head
-    types = {field.name: field.type for field in fields(GPTConfig)}
-    values = {ours: False for ours in keys if types[ours] is bool}
-    values |= dict(n_kv_head=n_head, head_size=head_size, activation="silu") | family.defaults
-    for ours, key in keys.items():
-        values[ours] = value_of(raw, key, types[ours], values.get(ours))
-    activation = one_of(keys["activation"], values["activation"], ACTIVATIONS)
-    values["activation"] = ACTIVATIONS[activation]
-    config = GPTConfig(family=name, **values | family.fixed | family.read(raw))
-    D = config.head_size
-    expect(config.n_head % config.n_kv_head == 0 and D % 2 == 0 and 16 <= D <= 256, f"expected a "
-           f"multiple of {config.n_kv_head} heads of even size, 16 to 256, got {n_head} of {D}")
-    expect(not config.tied or not config.unit_head, "a tied LM head cannot be normalised")
-    config.windows = read_windows(raw, family, config.n_layer)
-    rope = read_rope(raw, family, config) if config.positions == "rope" else {}
-    return replace(config, **rope)
+def activation(raw, key, default="silu"):
+    return ACTIVATIONS[one_of(key, value_of(raw, key, str, default), ACTIVATIONS)]
 
 
-def read_windows(raw, family, n_layer):
-    """GPTConfig.windows: a size for each layer, 0 for none; () if no layer has a window."""
-    used = not family.window_switch or value_of(raw, "use_sliding_window", bool, False)
-    is_null = raw.get("sliding_window", family.window or None) is None
-    if family.window is None or is_null or not used:
+def sizes(raw, activation_key="hidden_act"):
+    """The sizes, and what else nearly all families name alike."""
+    get = partial(value_of, raw)
+    n_head = get("num_attention_heads", int)
+    return dict(
+        vocab_size=get("vocab_size", int), n_layer=get("num_hidden_layers", int),
+        n_head=n_head, n_kv_head=get("num_key_value_heads", int, n_head), head_size=head_size(raw),
+        n_embd=get("hidden_size", int), n_inner=get("intermediate_size", int),
+        norm_eps=get("rms_norm_eps", float), activation=activation(raw, activation_key),
+        tied=get("tie_word_embeddings", bool, False))
+
+
+def head_size(raw):
+    n_head = value_of(raw, "num_attention_heads", int)
+    return value_of(raw, "head_dim", int, value_of(raw, "hidden_size", int) // n_head)
+
+
+def attention_biases(raw):
+    """One key stands for the biases of all four projections."""
+    has_bias = value_of(raw, "attention_bias", bool, False)
+    return dict(qkv_bias=has_bias, proj_bias=has_bias)
+
+
+def windows(raw, default=None, has_window=None):
+    """GPTConfig.windows: a size for each layer, 0 for none; () if no layer has a window. default:
+    size in tokens if there is no key sliding_window; null stands for no window. has_window: layer
+    number -> whether it has one if config.json has no layer_types; None: all layers have."""
+    if raw.get("sliding_window", default) is None:
         return ()
-    size = value_of(raw, "sliding_window", int, family.window)
+    size = value_of(raw, "sliding_window", int, default)
+    n_layer = value_of(raw, "num_hidden_layers", int)
     types = by_layer(raw, "layer_types", LAYER_TYPES, n_layer)
-    if family.window_layers is None:
+    if has_window is None:
         return (size,) * n_layer
-    has_window = [x == LAYER_TYPES[1] for x in types or ()] or family.window_layers(raw, n_layer)
-    return tuple(size * x for x in has_window) if any(has_window) else ()
+    if types:
+        has_window = lambda layer: types[layer] == "sliding_attention"
+    layers = tuple(size if has_window(layer) else 0 for layer in range(n_layer))
+    return layers if any(layers) else ()
 
 
-def read_rope(raw, family, config):
-    """The RoPE fields of GPTConfig, from rope_parameters or the older rope_scaling, rope_theta."""
+# --------------------------------------------------------------------------------------------------
+# RoPE
+
+def rope_settings(raw, kind):
+    """rope_parameters, or the older rope_scaling, for layers of a kind of LAYER_TYPES."""
     settings = raw.get("rope_scaling") or raw.get("rope_parameters") or {}
-    window_settings = settings.get("sliding_attention") or {}
-    settings = settings.get("full_attention", settings)
+    if kind == "full_attention":  # most models have settings for all layers
+        return settings.get(kind, settings)
+    return settings.get(kind) or {}
+
+
+def rope(raw, rotates_part=False):
+    """The fields of RoPE, and the context length, which scaling changes. rotates_part: whether
+    partial_rotary_factor may be below 1."""
     older = {key: raw.get(key) for key in ("rope_theta", "partial_rotary_factor")}
+    settings = rope_settings(raw, "full_attention")
     settings = older | {key: value for key, value in settings.items() if value is not None}
-    theta = value_of(settings, "rope_theta", float, family.theta)
-    part = value_of(settings, "partial_rotary_factor", float, family.rotary or 1.0)
-    D = config.head_size
+    theta = value_of(settings, "rope_theta", float, 10000.0)
+    part = value_of(settings, "partial_rotary_factor", float, 1.0)
+    D = head_size(raw)
     R = int(D * part)
-    expect(R % 2 == 0 and 0 < R <= D and (R == D or family.rotary), f"partial_rotary_factor {part} "
-           f"is not supported with {config.family} and a head size of {D}")
-    scaling, context = read_scaling(raw, settings, theta, config.block_size, R)
-    values = dict(rope_theta=theta, rope_scaling=scaling, block_size=context,
-                  rotary_size=R if R < D else None)
-    if config.windows and family.window_theta is not None:
-        one_of("rope type of windows", window_settings.get("rope_type", "default"), ("default",))
-        own = value_of(raw, "rope_local_base_freq", float, family.window_theta or theta)
-        own = value_of(window_settings, "rope_theta", float, own)
-        values["window_theta"] = own if own != theta or scaling else None
-    return values
+    expect(R == D or (rotates_part and R % 2 == 0 and 0 < R < D), f"partial_rotary_factor {part} "
+           f"is not supported with {raw['model_type']} and a head size of {D}")
+    scaling, context = scale_rope(raw, settings, theta, R)
+    return dict(rope_theta=theta, rope_scaling=scaling, block_size=context,
+                rotary_size=R if R < D else None)
 
 
-def read_scaling(raw, settings, theta, context, rotary_size):
+def window_rope(raw, values):
+    """The theta of layers with windows. values: the model's other fields."""
+    if not values["windows"]:
+        return {}
+    settings = rope_settings(raw, "sliding_attention")
+    one_of("rope type of windows", settings.get("rope_type", "default"), ("default",))
+    theta = value_of(raw, "rope_local_base_freq", float, values["rope_theta"])
+    theta = value_of(settings, "rope_theta", float, theta)
+    is_own = theta != values["rope_theta"] or values["rope_scaling"]
+    return dict(window_theta=theta if is_own else None)
+
+
+def scale_rope(raw, settings, theta, rotary_size):
     """(config.json, its RoPE settings, ...) -> (GPTConfig.rope_scaling, GPTConfig.block_size)"""
     number = lambda key, default=None: value_of(settings, key, float, default)
+    context = value_of(raw, "max_position_embeddings", int)
     kind = settings.get("rope_type", settings.get("type")) or "default"
     kind = one_of("rope type", "longrope" if kind == "su" else kind, ROPE_TYPES)  # su: Phi-3
     if kind in ("default", "dynamic"):  # dynamic only changes theta beyond the context length
@@ -288,81 +410,3 @@ def read_scaling(raw, settings, theta, context, rotary_size):
         default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         context = min(context, original)  # beyond it, cached keys would need another rotation
     return scaling | dict(attention_factor=number("attention_factor", default)), context
-
-
-def hf_config(config, dtype):
-    """Converts a GPTConfig to config.json, with RoPE settings for old and new transformers."""
-    family = FAMILIES[config.family]
-    raw = dict(architectures=[family.architecture], model_type=config.family,
-               torch_dtype=str(dtype).removeprefix("torch."), attention_bias=config.qkv_bias,
-               mlp_bias=config.mlp_bias, pad_token_id=None)
-    raw |= {key: getattr(config, ours) for ours, key in family.keys.items()}
-    raw[family.keys["activation"]] = {"silu": "silu", "gelu": "gelu_new"}[config.activation]
-    if config.positions == "rope":
-        part = (config.rotary_size or config.head_size) / config.head_size
-        settings = dict(rope_theta=config.rope_theta)
-        settings |= dict(partial_rotary_factor=part) if family.rotary else {}
-        raw |= settings | dict(rope_scaling=config.rope_scaling)
-        settings |= config.rope_scaling or dict(rope_type="default")
-        if family.window_theta is not None:
-            own = dict(rope_type="default", rope_theta=config.window_theta or config.rope_theta)
-            settings = dict(full_attention=settings, sliding_attention=own)
-        raw["rope_parameters"] = settings
-    if family.window is not None:
-        raw |= dict(sliding_window=max(config.windows, default=None),
-                    use_sliding_window=bool(config.windows))
-    if family.window_layers:
-        raw["layer_types"] = [LAYER_TYPES[x > 0] for x in config.windows or [0] * config.n_layer]
-    return raw | family.write(config)
-
-
-def stored_parts(name, rows, config):
-    """The tensors stacked into a parameter: [(name without prefix, first row, number of rows)]."""
-    stem, _, kind = name.rpartition(".")
-    number = re.search(r"\d+|$", stem).group()
-    keys = [f"{key}.{kind}".replace(".N.", f".{number}.")
-            for key in FAMILIES[config.family].names[re.sub(r"\d+", "N", stem)]]
-    sizes = [rows // len(keys)] * len(keys)
-    if len(keys) == 3:
-        sizes = [n * config.head_size for n in (config.n_head, config.n_kv_head, config.n_kv_head)]
-    return list(zip(keys, itertools.accumulate(sizes, initial=0), sizes))
-
-
-def stored_rows(name, config):
-    """The checkpoint's row for each row of a parameter; None: the same. `rope_table` needs in each
-    head: first dimensions of the pairs, half of the unrotated ones, second dimensions, the rest."""
-    D = config.head_size
-    R = config.rotary_size or D
-    neighbours = FAMILIES[config.family].neighbours
-    if ".attn.qkv." not in name or (R == D and not neighbours):
-        return None
-    pairs = torch.arange(R).view(-1, 2).T if neighbours else torch.arange(R).view(2, -1)
-    order = torch.cat((pairs, torch.arange(R, D).view(2, -1)), dim=1).flatten()  # (D,)
-    rows = torch.arange((config.n_head + 2 * config.n_kv_head) * D).view(-1, D)
-    rows[:-config.n_kv_head] = rows[:-config.n_kv_head, order]  # value heads are not rotated
-    return rows.flatten()
-
-
-def from_stored(name, value, start, config):
-    """Converts a stored tensor to the rows of our parameter from `start` on."""
-    family = FAMILIES[config.family]
-    value = value.T if name.endswith(family.transposed) else value
-    if family.norm_offset and name.endswith("norm.weight"):
-        value = value.float() + family.norm_offset
-    rows = stored_rows(name, config)
-    return value if rows is None else value[rows[start:start + len(value)] - start]
-
-
-def split_weight(name, value, config):
-    """Splits a parameter into the checkpoint's tensors, {name: tensor}."""
-    family = FAMILIES[config.family]
-    prefix = "" if name == "head.weight" else family.prefix
-    if family.norm_offset and name.endswith("norm.weight"):
-        value = (value.float() - family.norm_offset).to(value.dtype)
-    rows = stored_rows(name, config)
-    value = value if rows is None else value[rows.argsort()]
-    parts = stored_parts(name, len(value), config)
-    stored = value.split([size for *_, size in parts])
-    if name.endswith(family.transposed):
-        stored = [part.T for part in stored]
-    return {prefix + key: part.contiguous() for (key, *_), part in zip(parts, stored)}

@@ -1,6 +1,6 @@
 """Reads a model's JSON files from its folder, or their equivalents from a GGUF file."""
 
-from hf.families import parse_config, text_config
+from hf.families import family_of, text_config
 from hf.paths import find_model, is_gguf
 from model import InputError, expect, read_json
 
@@ -29,13 +29,18 @@ def optional_part(path, name):
 
 
 def read_config(path):
-    """The GPTConfig of a folder or GGUF file. Raises InputError if it is broken or unsupported."""
+    """The GPTConfig of a folder or GGUF file. Raises InputError as `read_family` does."""
+    return read_family(path).config
+
+
+def read_family(path):
+    """The `Family` of a folder or GGUF file. Raises InputError if it is broken or unsupported."""
     path = find_model(path)
     file = part_file(path, "config.json")
     expect(path.exists(), f"{path}: not found; expected a Hugging Face folder or a GGUF file")
     raw = text_config(read_part(path, "config.json"))
     try:
-        return parse_config(raw)
+        return family_of(raw)
     except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
         what = "" if isinstance(error, InputError) else "a value has the wrong type: "
         raise InputError(f"{file}: {what}{error}") from None

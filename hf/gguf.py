@@ -15,10 +15,10 @@ import torch
 from gguf import GGMLQuantizationType, GGUFValueType, TokenType
 
 from backends import cpu, quantized
-from hf.families import FAMILIES, value_of
+from hf.families import family_of, value_of
 from hf.paths import gguf_parts
-from hf.quantization import StoredTensor
 from hf.splits import PIECE_IS_TOKEN, byte_level_spec, sentencepiece_spec
+from hf.tensors import StoredTensor
 from model import InputError, expect, one_of, warn
 
 ARCHITECTURES = "llama", "qwen2", "qwen3", "gemma3", "phi3", "smollm3"
@@ -253,30 +253,35 @@ class GGUFFile:
 
     def weights(self):
         """{name as in a folder: `StoredTensor`}. All claim bfloat16, the model's default dtype."""
-        family = FAMILIES[self.family]
         n_layer = min(self.meta["block_count"], len(self.tensors))  # the count may be hostile
         names_of = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.architecture.upper()], n_layer)
         names = {}  # in the file -> in a folder
-        patterns = itertools.chain(*family.names.values())
+        patterns = itertools.chain(*family_of(self.config()).names.values())
         for pattern, i in itertools.product(patterns, range(n_layer)):
             name = pattern.replace(".N.", f".{i}.")
-            names[names_of.get_name(family.prefix + name) or names_of.get_name(name)] = name
+            names[names_of.get_name(name)] = name
         weights = {}
         for name, tensor in self.tensors.items():
             stem, _, kind = name.rpartition(".")
             expect(stem in names or name in ROPE_FACTORS,
                    f"{name} is not a tensor of {self.architecture} models; use another file")
             if stem in names:
-                weights[f"{names[stem]}.{kind}"] = StoredTensor(
-                    self.path, tensor.shape, torch.bfloat16, partial(self.read_values, tensor),
-                    tensor.kind.name, *self.packing(tensor))
+                weights[f"{names[stem]}.{kind}"] = self.stored_tensor(tensor)
         return weights
 
+    def stored_tensor(self, tensor):
+        kind = tensor.kind
+        stored = StoredTensor(self.path, tensor.shape, torch.bfloat16,
+                              partial(self.read_values, tensor), order=self.row_order(tensor))
+        if kind.name in FLOAT_TYPES or len(tensor.shape) != 2:
+            return stored
+        per_block, size = gguf.GGML_QUANT_SIZES[kind]
+        bits = 8 * size / per_block if kind.name in cpu.FORMATS else 8
+        return stored._replace(bits=bits, read_packed=partial(self.read_packed, tensor))
+
     def read_values(self, tensor):
-        """A tensor's values as a folder stores them, float32."""
+        """A tensor's values as a folder stores them, but for the order of rows, float32."""
         values = dequantized(tensor)
-        order = self.row_order(tensor)
-        values = values if order is None else values[order]
         if self.architecture == "gemma3" and tensor.name.endswith("norm.weight"):
             values -= 1
         self.release(tensor)
@@ -291,25 +296,15 @@ class GGUFFile:
         heads = self.meta.get(PERMUTED[part], self.meta["attention.head_count"])
         return torch.arange(tensor.shape[0]).view(heads, -1, 2).transpose(1, 2).flatten()
 
-    def packing(self, tensor):
-        """`StoredTensor`'s bits and pack, (None, None) for floats and vectors."""
-        kind = tensor.kind
-        if kind.name in FLOAT_TYPES or len(tensor.shape) != 2:
-            return None, None
-        per_block, size = gguf.GGML_QUANT_SIZES[kind]
-        has_kernel = kind.name in cpu.FORMATS
-        return 8 * size / per_block if has_kernel else 8, partial(self.pack, tensor)
-
-    def pack(self, tensor, order):
+    def read_packed(self, tensor, order):
         """Packs a tensor's rows in this order. Types without a kernel are rounded to 8 bits."""
         kind = tensor.kind
         if kind.name not in cpu.FORMATS:
             warn(f"weights of type {kind.name} are rounded to 8 bits, as there is no kernel for "
                  f"them; there are kernels for {', '.join(cpu.FORMATS)}")
-            return quantized.pack(quantized.round_weight(self.read_values(tensor)[order], 8, 32))
-        file_order = self.row_order(tensor)
-        packed = cpu.pack_blocks(kind.name, kind.value, tensor.data, tensor.shape[1],
-                                 order if file_order is None else file_order[order])
+            values = self.read_values(tensor)
+            return quantized.round_weight(values, 8, 32).rows(order).pack()
+        packed = cpu.pack_blocks(kind.name, kind.value, tensor.data, tensor.shape[1], order)
         self.release(tensor)
         return packed
 

@@ -2,37 +2,24 @@
 
 import math
 from collections import defaultdict
-from collections.abc import Callable
 from functools import partial
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 
-from backends.quantized import QuantizedWeight, largest_group, pack
+from backends.quantized import QuantizedWeight, largest_group
+from hf.tensors import FP8, StoredTensor
 from model import expect, one_of
 
-FP8 = torch.float8_e4m3fn
 AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7  # the nibble of an int32 that holds each of 8 neighbours
-PARTS = {  # tensors of a quantised layer: values, scales, others
+SUFFIXES = {  # of the names of a quantised layer's tensors: values, scales, others
     "awq": ("qweight", "scales", "qzeros"),
     "gptq": ("qweight", "scales", "qzeros", "g_idx"),
     "fp8": ("weight", "weight_scale_inv")}
 VARIANTS = {  # config.json's key for the version, supported versions, supported bits
     "awq": ("version", ("gemm",), (4,)),
     "gptq": ("checkpoint_format", ("gptq", "gptq_v2"), (4, 8))}
-IGNORED = "input_scale", "activation_scale", "k_scale", "v_scale"  # for activations and KV cache
-
-
-class StoredTensor(NamedTuple):
-    """A tensor in a file, known from the header and not loaded yet."""
-    file: Path
-    shape: tuple
-    dtype: torch.dtype | str  # a str for safetensors types that torch lacks
-    load: Callable            # () -> its values, memory-mapped if possible
-    stored_as: str | None = None     # GGUF type or quantisation scheme, for `describe`
-    bits: float | None = None        # bits per number, if quantised
-    pack: Callable | None = None     # row order, int64 [N] -> `cpu.PackedWeight`, if quantised
+UNUSED = "input_scale", "activation_scale", "k_scale", "v_scale"  # for activations and KV cache
 
 
 class Scheme(NamedTuple):
@@ -47,38 +34,40 @@ class Scheme(NamedTuple):
         return f"{self.method}: {self.bits} bits, {shared}"
 
 
-def read_scheme(config):
+def read_scheme(path, config):
     """Converts config.json's quantization_config to a `Scheme`; None if the model has none."""
     if not config:
         return None
     method = config.get("quant_method") if isinstance(config, dict) else None
-    one_of("quantization_config's quant_method", method, PARTS)
+    one_of(f"{path}: quantization_config's quant_method", method, SUFFIXES)
     if method == "fp8":
-        return Scheme(method, 8, read_block(config.get("weight_block_size") or [-1, -1]))
+        return Scheme(method, 8, read_block(path, config.get("weight_block_size") or [-1, -1]))
     key, versions, sizes = VARIANTS[method]
-    version = one_of(f"{method}'s {key}", str(config.get(key, versions[0])).lower(), versions)
-    bits = one_of(f"{method}'s bits", config.get("bits"), sizes)
-    block = read_block([1, config.get("group_size", 128)])
+    version = str(config.get(key, versions[0])).lower()
+    one_of(f"{path}: {method}'s {key}", version, versions)
+    bits = one_of(f"{path}: {method}'s bits", config.get("bits"), sizes)
+    block = read_block(path, [1, config.get("group_size", 128)])
     return Scheme(method, bits, block, zero_offset=int(version == "gptq"))
 
 
-def read_block(block):
+def read_block(path, block):
     """(rows, columns) that share a scale; -1 means all."""
     is_size = lambda size: type(size) is int and (size > 0 or size == -1)
-    expect(isinstance(block, list) and len(block) == 2 and all(map(is_size, block)),
+    expect(isinstance(block, list) and len(block) == 2 and all(map(is_size, block)), f"{path}: "
            f"group and block sizes must be whole numbers above 0, or -1, not {block!r}")
     return tuple(None if size == -1 else size for size in block)
 
 
-def read_layer(what, parts, scheme, shape):
-    """Loads the stored parts of a layer -> `QuantizedWeight` [N, C]. what: its name in errors."""
+def read_layer(what, layer, scheme, shape):
+    """Loads the tensors of a layer, {suffix: StoredTensor} -> `QuantizedWeight` [N, C]. what: its
+    name in errors."""
     N, C = shape
     rows, columns = (size or max(N, C) for size in scheme.block)
     in_order = torch.arange(C) // columns
-    order = parts["g_idx"].load().long() if "g_idx" in parts else in_order
+    order = layer["g_idx"].load().long() if "g_idx" in layer else in_order
     expect(torch.equal(order, in_order), f"{what} was quantised with act-order (desc_act), which "
            "is not supported; use a checkpoint without it")
-    stored = (parts[name].load() for name in PARTS[scheme.method][:3])
+    stored = (layer[suffix].load() for suffix in SUFFIXES[scheme.method][:3])
     q, scales, zeros = unpack(scheme, *stored)
     expect(scales.float().isfinite().all(), f"{what}: scales are not finite; download it again")
     group = shared_columns(C, columns)
@@ -96,7 +85,7 @@ def shared_columns(C, columns):
 
 
 def unpack(scheme, values, scales, zeros=None):
-    """Unpacks the stored parts -> (q [N, C], scales and zeros by block). q and zeros are uint8, 0
+    """Unpacks the stored tensors -> (q [N, C], scales and zeros by block). q and zeros are uint8, 0
     to 15, for 4 bits; else int8 or e4m3. FP8 has no zeros."""
     if scheme.method == "fp8":
         return values, scales, None
@@ -118,32 +107,33 @@ def unpack_int32(x, bits):
 
 
 def combine(path, tensors, scheme):
-    """Replaces the parts of each quantised weight in {name: StoredTensor} by one StoredTensor."""
+    """Replaces the tensors of each quantised layer in {name: StoredTensor} by its weight."""
     if scheme is None:
         return tensors
-    scales = PARTS[scheme.method][1]
+    suffixes = SUFFIXES[scheme.method]
     combined = {}
     layers = defaultdict(dict)
     for name, tensor in tensors.items():
-        stem, _, part = name.rpartition(".")
-        if f"{stem}.{scales}" in tensors and part in PARTS[scheme.method]:
-            layers[stem][part] = tensor
-        elif part not in IGNORED:
+        stem, _, suffix = name.rpartition(".")
+        if f"{stem}.{suffixes[1]}" in tensors and suffix in suffixes:
+            layers[stem][suffix] = tensor
+        elif suffix not in UNUSED:
             combined[name] = tensor
     expect(layers, f"{path}: quantised according to config.json ({scheme}), but no tensor is "
-           f"called {scales}; download the checkpoint again")
-    return combined | {f"{stem}.weight": combine_layer(stem, parts, scheme)
-                       for stem, parts in layers.items()}
+           f"called {suffixes[1]}; download the checkpoint again")
+    return combined | {f"{stem}.weight": combine_layer(stem, layer, scheme)
+                       for stem, layer in layers.items()}
 
 
-def combine_layer(stem, parts, scheme):
-    """The parts of a layer, {name: StoredTensor} -> the `StoredTensor` of its weight."""
-    values, scales, *_ = PARTS[scheme.method]
-    what = f"{parts[scales].file}: {stem}"
-    missing = {*PARTS[scheme.method]} - {*parts, "g_idx"}
+def combine_layer(stem, layer, scheme):
+    """The tensors of a layer, {suffix: StoredTensor} -> the `StoredTensor` of its weight."""
+    values, scales, *_ = SUFFIXES[scheme.method]
+    file = layer[scales].file
+    what = f"{file}: {stem}"
+    missing = {*SUFFIXES[scheme.method]} - {*layer, "g_idx"}
     expect(not missing, f"{what} lacks {' '.join(missing)}, which {scheme} needs")
-    expect(len(parts[values].shape) == 2, f"{what}.{values} must have two dimensions")
-    first, second = parts[values].shape
+    expect(len(layer[values].shape) == 2, f"{what}.{values} must have two dimensions")
+    first, second = layer[values].shape
     fields = 32 // scheme.bits  # values per int32
     N, C = {"awq": (second * fields, first), "gptq": (second, first * fields),
             "fp8": (first, second)}[scheme.method]
@@ -154,12 +144,13 @@ def combine_layer(stem, parts, scheme):
                     scales=((G, N), floats), g_idx=((C,), int32),
                     weight=((N, C), (FP8,)), weight_scale_inv=((R, G), floats))
     without_ones = lambda sizes: [size for size in sizes if size != 1]
-    for name, part in parts.items():
-        shape, dtypes = expected[name]
-        expect(without_ones(part.shape) == without_ones(shape) and part.dtype in dtypes,
-               f"{what}.{name} is {part.dtype} {part.shape}, not {dtypes[0]} {shape} ({scheme})")
+    for suffix, tensor in layer.items():
+        shape, dtypes = expected[suffix]
+        expect(without_ones(tensor.shape) == without_ones(shape) and tensor.dtype in dtypes,
+               f"{what}.{suffix} is {tensor.dtype} {tensor.shape}, not {dtypes[0]} {shape} "
+               f"({scheme})")
     expect(shared_columns(C, columns), f"{what}: {C} inputs in groups of {columns} are not "
            "supported; expected groups of 128, 64 or 32")
-    weight = partial(read_layer, what, parts, scheme, (N, C))
-    return StoredTensor(parts[scales].file, (N, C), torch.bfloat16, lambda: weight().values(),
-                        str(scheme), scheme.bits, lambda order: pack(weight().rows(order)))
+    weight = partial(read_layer, what, layer, scheme, (N, C))
+    return StoredTensor(file, (N, C), torch.bfloat16, lambda: weight().values(), scheme.bits,
+                        lambda order: weight().rows(order).pack())

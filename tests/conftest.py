@@ -14,7 +14,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backends import cpu
 from clover import PRESETS, CloverHeads
-from model import GPT, GPTConfig, InputError
+from model import GPT, GPTConfig, InputError, read_json
 from training.corpus import builtin_corpus
 
 torch.set_num_threads(1)  # the models are too small for a second thread
@@ -75,6 +75,23 @@ def edit_json(file, part=None, **changes):
     record = json.loads(file.read_text())
     (record[part] if part else record).update(changes)
     file.write_text(json.dumps(record))
+
+
+QKV, UP = [f"self_attn.{x}_proj" for x in "qkv"], ["mlp.gate_proj", "mlp.up_proj"]
+STACKS = {  # model_type: {tensor of a layer: Llama's, whose rows it stacks}
+    "mistral": {}, "glm": {"mlp.gate_up_proj": UP}, "phi3": {"self_attn.qkv_proj": QKV, "mlp.gate_up_proj": UP},
+    "baichuan": {"self_attn.W_pack": QKV}}
+
+
+def convert_llama(path, model_type, **config):
+    """Turns a Llama folder without biases into one of a family that only stacks the tensors differently."""
+    def stack(tensors):
+        for layer in range(read_json(path / "config.json")["num_hidden_layers"]):
+            for name, parts in STACKS[model_type].items():
+                rows = [tensors.pop(f"model.layers.{layer}.{part}.weight") for part in parts]
+                tensors[f"model.layers.{layer}.{name}.weight"] = torch.cat(rows)
+    edit_weights(path, stack)
+    edit_json(path / "config.json", model_type=model_type, **config)
 
 
 def call_once(body, *_):  # in place of timing.seconds

@@ -42,7 +42,7 @@ def test_a_rounded_model_keeps_its_hash_and_its_embeddings(quantize, tmp_path):
 def test_what_cannot_be_rounded_is_refused(tmp_path):
     """Catches a folder that is quantised twice, channels that groups do not divide, and --quantize on a GPU."""
     load = lambda path, quantize, device="cpu": lambda: checkpoint.load(path, None, device, quantize=quantize)
-    refusal(load(write_quantised(tmp_path, "awq"), "int8"), "is quantised already", "4 bits, groups of 64", "leave out")
+    refusal(load(write_quantised(tmp_path, "awq"), "int8"), "is quantised already, to 4 bits; leave out")
     toy_model(n_inner=90).save_pretrained(tmp_path)
     refusal(load(tmp_path, "int4"), "mlp.down.weight has 90 inputs; take --quantize int8")
     refusal(load(tmp_path, "int8", "cuda"), "--quantize is for a CPU, not for cuda; leave it out, or add --device cpu")

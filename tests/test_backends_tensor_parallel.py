@@ -1,6 +1,7 @@
 """backends/tensor_parallel.py: several ranks decode like one process, and end together. Ranks are forks of this process
 with torchrun's environment variables; one test starts torchrun itself."""
 
+import importlib.util
 import json
 import multiprocessing
 import os
@@ -17,23 +18,21 @@ import torch
 
 from backends.tensor_parallel import Group, SharedError, start
 from clover import PRESETS, CloverHeads
-from conftest import SHAPES, edit_weights, random_prompts, refusal, toy_model
+from conftest import edit_weights, random_prompts, refusal, toy_model
 from generate import generate
 from hf import checkpoint
 from model import InputError
+from test_hf_checkpoint import save_theirs, theirs_of
 from tools.errors import command
 
 ROOT = Path(__file__).parent.parent
-FAMILIES = {
-    "llama": dict(), "llama-untied": dict(family="llama", tied=False, qkv_bias=True, proj_bias=True, mlp_bias=True),
-    "qwen2": dict(qkv_bias=True, n_kv_head=1),
-    "qwen3": dict(qk_norm="head", n_kv_head=1, tied=False), "phi3": dict(tied=False),
-    "gpt2": SHAPES["gpt2"], "baichuan": dict(positions="alibi", n_kv_head=4, tied=False, unit_head=True),
-    "olmo2": dict(qk_norm="all", norm_at="after", n_kv_head=1, tied=False),
-    "olmo3": dict(qk_norm="all", norm_at="after", n_kv_head=4, windows=(7, 0), tied=False),
-    "gemma3_text": dict(qk_norm="head", norm_at="both", windows=(0, 5), window_theta=500.0, activation="gelu",
-                        embed_scale=8.0, attn_scale=0.25),
-    "glm4": dict(norm_at="both", rotary_size=8, qkv_bias=True, tied=False)}
+BIASED = dict(tied=False, qkv_bias=True, proj_bias=True, mlp_bias=True)
+FAMILIES = {  # name: Llama's GPTConfig, or changes to a folder of test_hf_checkpoint
+    "llama": {}, "llama-untied": BIASED, "qwen2": dict(num_key_value_heads=1), "qwen3": dict(num_key_value_heads=1),
+    "phi3-window": {}, "gpt2": {}, "baichuan2-13b": {}, "olmo2": dict(num_key_value_heads=1),
+    "olmo3": dict(num_key_value_heads=4, sliding_window=7), "gemma3": dict(sliding_window=5), "glm4": {}}
+if importlib.util.find_spec("transformers") is None:
+    FAMILIES = {name: FAMILIES[name] for name in ("llama", "llama-untied")}
 OPTIONS = [dict(heads=True, tree_size=9, lookup=True, temperature=0.8, batch_size=2),
            dict(tree_size=1, temperature=0.8), dict(heads=True, tree_size=6, batch_size=3),
            dict(lookup=True, tree_size=5, temperature=0.7, top_k=20),
@@ -85,8 +84,11 @@ def decode(folder, group):
 def families(tmp_path_factory):
     """Folders of random models of every family, with heads whose draft vocabulary is half of the tokens."""
     root = tmp_path_factory.mktemp("families")
-    for i, (name, flags) in enumerate(FAMILIES.items()):
-        toy_model(seed=i, **dict(family=name.split("-")[0], head_size=16) | flags).save_pretrained(root / name)
+    for i, (name, changes) in enumerate(FAMILIES.items()):
+        if name.startswith("llama"):
+            toy_model(seed=i, **changes).save_pretrained(root / name)
+        else:
+            save_theirs(name, theirs_of(name, **changes), root / name)
         model = checkpoint.load(root / name, torch.float32, "cpu", packed=False)
         heads = CloverHeads(PRESETS["clover"], model)
         heads.set_vocabulary(torch.randperm(97, generator=torch.Generator().manual_seed(i))[:48].tolist())

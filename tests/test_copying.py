@@ -52,24 +52,33 @@ print(out.tokens == generate(model, [[1, 2, 3], [4]], 20).tokens, out.tokens_per
 assert type(heads.draft_head(1).mix) is Gate and len(set(out.tokens[0])) > 1 and out.emitted == 40
 """, r"True \d\.\d+"),
     "family": ([*FOUR, "hf", "backends"], """
+import json
+from pathlib import Path
 import torch
-from hf.families import FAMILIES, LLAMA_NAMES, Family
+from hf.families import FAMILIES, LLAMA_NAMES, llama
 from model import GPT, GPTConfig
-from safetensors import safe_open
+from safetensors.torch import load_file, save_file
 
-FAMILIES["acme"] = Family(  # Llama with biases of queries, keys and values, and two tensors renamed
-    "AcmeForCausalLM",
-    names=LLAMA_NAMES | {"norm": ("final_norm",), "embed": ("embeddings",)},
-    fixed=dict(qkv_bias=True))
-config = GPTConfig(family="acme", vocab_size=50, n_layer=2, n_embd=64, qkv_bias=True)
-model = GPT(config)
-model.save_pretrained("acme-tiny")
-again = GPT.from_pretrained("acme-tiny", dtype=torch.float32, device="cpu", packed=False)
-tokens = torch.tensor([[1, 2, 3]])
-print(again.config == config, torch.equal(again.lm_head(again(tokens)), model.lm_head(model(tokens))))
-with safe_open("acme-tiny/model.safetensors", "pt") as file:
-    assert {"model.final_norm.weight", "model.embeddings.weight"} <= set(file.keys())
-""", "True True"),
+
+def acme(raw):  # Llama with scaled embeddings, and two tensors renamed
+    return llama(raw) | dict(
+        embed_scale=raw["embedding_multiplier"],
+        names=LLAMA_NAMES | {"norm": ("model.final_norm",), "embed": ("model.embeddings",)})
+
+
+FAMILIES["acme"] = acme
+sizes = dict(vocab_size=50, n_layer=2, n_embd=64)
+GPT(GPTConfig(**sizes)).save_pretrained("tiny")
+config = Path("tiny/config.json")
+config.write_text(json.dumps(json.loads(config.read_text()) | dict(model_type="acme", embedding_multiplier=8.0)))
+tensors = load_file("tiny/model.safetensors")
+for new, old in {"final_norm": "norm", "embeddings": "embed_tokens"}.items():
+    tensors[f"model.{new}.weight"] = tensors.pop(f"model.{old}.weight")
+save_file(tensors, "tiny/model.safetensors")
+model = GPT.from_pretrained("tiny", dtype=torch.float32, device="cpu", packed=False)
+assert torch.equal(model.embed.weight, tensors["model.embeddings.weight"])
+print(model.config == GPTConfig(**sizes, embed_scale=8.0))
+""", "True"),
 }
 
 

@@ -1,6 +1,5 @@
 """model.py: prefill, steps and trees give the same hidden states; initialisation."""
 
-
 import pytest
 import torch
 
