@@ -243,6 +243,7 @@ TIKTOKEN = FAMILIES | {
     "missing bytes": lambda c: byte_level([x.encode("ascii", "ignore").decode() for x in c], BYTE_LEVEL,
                                            alphabet=False),
     "a token by no merge": lambda c: tiny_with("h e, l l, Ġ w, Ġ Ġ"),
+    "new digits": lambda c: tiny_with("ł ð", {"łð": 261}) | {"pre_tokenizer": split_form(DIGITS)},  # bytes of two
 }
 TOKENIZERS = {  # where tiktoken would give other ids
     "a piece of two parts": lambda c: tiny_with("h e, l l, Ġ w, Ġ Ġ", ignore_merges=True),
@@ -252,6 +253,8 @@ TOKENIZERS = {  # where tiktoken would give other ids
     "another normalizer": lambda c: byte_level(c, BYTE_LEVEL, normalizer={"type": "NFKC"}),
     "missing bytes after NFC": lambda c: byte_level(
         [x.encode("ascii", "ignore").decode() for x in c], BYTE_LEVEL, alphabet=False, normalizer=NFC),
+    "a token to normalize": lambda c: tiny_spec() | {
+        "normalizer": NFC, "added_tokens": [added(261, "e\u0301", normalized=True)]},
     "tokens in two rounds": lambda c: byte_level(c, BYTE_LEVEL, [("<a", {"normalized": True}), ("a>", {})]),
     "stripping tokens": lambda c: byte_level(c, BYTE_LEVEL, STRIPS),
     "llama2": lambda c: pieces(c, PREPEND, None, True),
@@ -331,11 +334,14 @@ def test_tiktoken_encodes_no_vocabulary_that_it_merges_otherwise():
     assert accepted > 100
 
 
-def test_endless_runs_and_tokens_that_compose_with_what_follows(corpus, tmp_path):
-    spec = KINDS["qwen"](corpus)
+@pytest.mark.parametrize("name, text", [
+    ("qwen", "x" + EOT + " " * 1_050_000 + "x"), ("qwen", f"{EOT}\u0338 e\u0301{EOT}"), ("qwen", "[MAS\u212a] \u1fef"),
+    ("new digits", "a\U00011de0\U00011de1b")],
+    ids=["endless run", "token that composes with what follows", "ASCII after NFC", "digits of Unicode 17"])
+def test_texts_that_packages_treat_differently_give_the_packages_ids(name, text, corpus, tmp_path):
+    spec = KINDS[name](corpus)
     encoding, package = load_encoding(save(tmp_path, spec)), tokenizers.Tokenizer.from_str(json.dumps(spec))
-    for text in ("x" + EOT + "\n" * 1_050_000 + "x", f"{EOT}\u0338 e\u0301{EOT}", "[MAS\u212a] \u037e\u1fef"):
-        assert encoding.encode(text, allowed_special="all") == package.encode(text).ids
+    assert encoding.bpe and encoding.encode(text, allowed_special="all") == package.encode(text).ids
 
 
 REFUSED = {  # reason: a change to the tiny spec, or the file's content
