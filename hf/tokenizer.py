@@ -18,8 +18,8 @@ from model import InputError, expect
 
 class Encoding:
     """A tokenizer made of the contents of a tokenizer.json (spec). special_tokens: {text: id} of
-    all added tokens. prefix: ids to put before a prompt. hash: 16 hex digits of the vocabulary,
-    without the [PAD n] tokens with which GGUF files fill up their embeddings."""
+    all added tokens. prefix: ids to put before a prompt. hash: 16 hex digits of the vocabulary
+    without padding, the tokens [PADn] of id n that converters to GGUF add."""
 
     def __init__(self, file, spec):
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False)
