@@ -31,7 +31,6 @@ from model import (
     one_of,
     read_json,
     token_positions,
-    warn,
 )
 
 DEFAULT_BEAMS = 4  # W
@@ -339,8 +338,8 @@ class CloverHeads(nn.Module):
     # Files
 
     def save_pretrained(self, path, tokenizer="", dtype=None, **info):
-        """Writes heads.safetensors (cast to dtype if given) and heads.json: config, `describe_base`
-        of the model, and info (training, accuracy)."""
+        """Writes heads.safetensors (cast to dtype if given) and heads.json: config, the model's
+        sizes and its tokenizer's hash, and info (training, accuracy)."""
         Path(path).mkdir(parents=True, exist_ok=True)
         tensors = {}
         for name, value in self.state_dict().items():
@@ -351,7 +350,7 @@ class CloverHeads(nn.Module):
 
     def save_record(self, path, tokenizer="", **info):
         """Writes heads.json only."""
-        base = describe_base(self.model) | dict(tokenizer=tokenizer)
+        base = dict(sizes=sizes_of(self.model), tokenizer=tokenizer)
         record = json.dumps(dict(config=asdict(self.config), base=base, **info), indent=2) + "\n"
         atomic_write(Path(path) / "heads.json", lambda tmp: Path(tmp).write_text(record))
 
@@ -364,15 +363,11 @@ class CloverHeads(nn.Module):
         expect(path.is_dir(), f"{path}: no such folder; expected heads from train_heads.py")
         config, record = read_record(path / "heads.json")
         theirs = record["base"]
-        ours = describe_base(model)
-        expect(theirs["sizes"] == ours["sizes"], f"{path}: these heads belong to another model (of "
-               f"{theirs['sizes']}, not {ours['sizes']}); train heads for this one with "
-               "train_heads.py")
+        sizes = sizes_of(model)
+        expect(theirs["sizes"] == sizes, f"{path}: these heads belong to another model (of "
+               f"{theirs['sizes']}, not {sizes}); train heads for this one with train_heads.py")
         expect(not tokenizer or theirs["tokenizer"] in ("", tokenizer), f"{path}: these heads were "
                "trained with another tokenizer; use the one from their model's folder")
-        if theirs["norm"] != ours["norm"]:
-            warn(f"{path}: these heads were trained on other weights than this model's, so fewer "
-                 "guesses may be right")
         try:
             with torch.device("meta"):  # without memory and random numbers: weights follow
                 heads = cls(config, model)
@@ -397,7 +392,7 @@ def read_record(path):
     try:
         config = CloverConfig(**record["config"]).check()
         valid = ({name: type(value) for name, value in record["config"].items()} == types
-                 and {"sizes", "norm", "tokenizer"} <= set(record["base"])
+                 and {"sizes", "tokenizer"} <= set(record["base"])
                  and ("acceptance" not in record or is_acceptance(record["acceptance"])))
     except (AttributeError, KeyError, TypeError, ValueError):
         valid = False
@@ -418,11 +413,9 @@ def is_acceptance(tables):
 MATCHED_FIELDS = "vocab_size", "n_embd", "n_layer", "n_head", "n_kv_head", "head_size", "n_inner"
 
 
-def describe_base(model):
-    """What heads.json says about the base model: its sizes, and a hash of its final norm, which no
-    format quantises: heads trained on one quantisation fit all others."""
-    sizes = {name: getattr(model.config, name) for name in MATCHED_FIELDS}
-    return dict(sizes=sizes, norm=state_hash(dict(norm=model.norm.weight.to(torch.bfloat16))))
+def sizes_of(model):
+    """The sizes of a model that heads must match. All its quantisations have the same."""
+    return {name: getattr(model.config, name) for name in MATCHED_FIELDS}
 
 
 def model_hash(model):

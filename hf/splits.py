@@ -2,6 +2,9 @@
 
 from model import one_of
 
+# ByteLevel's own pattern, GPT-2's, and the same after Digits, which makes each digit a piece.
+GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
+DIGITS_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+|\p{N}| ?[^\s\p{L}\p{N}]+|\s+(?![^\s\p{N}])|\s+"
 # Patterns of the Split step before ByteLevel. Qwen's splits numbers into single digits.
 LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
@@ -16,6 +19,9 @@ GPT4O_PATTERN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDING}|"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 TEKKEN_PATTERN = GPT4O_PATTERN.replace(ENDING, "").replace("{1,3}", "")
+CODE_PATTERN = (  # demo/'s: newlines are not joined to punctuation, as prompts end with a colon
+    r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
+PATTERNS = LLAMA3_PATTERN, QWEN_PATTERN, GPT4O_PATTERN, TEKKEN_PATTERN, CODE_PATTERN
 DIGITS = dict(type="Digits", individual_digits=True)
 PIECE_IS_TOKEN = "llama-bpe", "llama-v3", "llama3", "tekken"  # pieces that are tokens skip merges
 SPLITS = {  # tokenizer.ggml.pre -> pattern or step before ByteLevel
@@ -32,6 +38,25 @@ def split_steps(split):
         step = dict(type="Split", pattern=dict(Regex=split), behavior="Isolated", invert=False)
         return [step, BYTE_LEVEL | dict(use_regex=False)]
     return [split, BYTE_LEVEL] if split else [BYTE_LEVEL]
+
+
+def piece_pattern(pre_tokenizer):
+    """A regex whose matches are the pieces of a tokenizer.json's byte-level pre_tokenizer, or None
+    if its steps or its pattern are unknown."""
+    *splits, last = (pre_tokenizer or {}).get("pretokenizers") or [pre_tokenizer or {}]
+    last = dict(use_regex=True) | last
+    if last.get("type") != "ByteLevel" or last["add_prefix_space"]:
+        return None
+    match *splits, last["use_regex"]:
+        case [True]:
+            return GPT2_PATTERN
+        case [{"type": "Digits", "individual_digits": True}, True]:
+            return DIGITS_PATTERN
+        # every character is in a match, so removing what is in none changes nothing
+        case ([{"pattern": {"Regex": pattern}, "behavior": "Isolated", "invert": False}, False]
+              | [{"pattern": {"Regex": pattern}, "behavior": "Removed", "invert": True}, False]):
+            return pattern if pattern in PATTERNS else None
+    return None
 
 
 def byte_level_spec(tokens, merges, split):

@@ -1,4 +1,5 @@
-"""A model's tokenizer, from tokenizer.json, or from older files with transformers."""
+"""A model's tokenizer, from tokenizer.json, or from older files with transformers. tiktoken encodes
+where it gives the same ids (bpe.py), tokenizers elsewhere."""
 
 import hashlib
 import importlib
@@ -8,6 +9,7 @@ from functools import cached_property
 
 from tokenizers import Tokenizer
 
+from hf.bpe import byte_level_bpe
 from hf.chat import load_chat_template
 from hf.files import part_file, read_part
 from hf.paths import find_model
@@ -16,7 +18,8 @@ from model import InputError, expect
 
 class Encoding:
     """A tokenizer made of the contents of a tokenizer.json (spec). special_tokens: {text: id} of
-    all added tokens. prefix: ids to put before a prompt. hash: 16 hex digits of the vocabulary."""
+    all added tokens. prefix: ids to put before a prompt. hash: 16 hex digits of the vocabulary
+    without padding, the tokens [PADn] of id n that converters to GGUF add."""
 
     def __init__(self, file, spec):
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False)
@@ -37,11 +40,15 @@ class Encoding:
         expect(not spec["model"].get("dropout"), f"{file}: BPE dropout is not supported; remove it")
         expect(len(self.ids) == len(vocab) and self.ids.issuperset(self.prefix),
                f"{file}: two tokens share an id, or no token has the prefix's ids {self.prefix}")
-        self.hash = hashlib.sha256(repr(sorted(vocab.items())).encode()).hexdigest()[:16]
+        pairs = sorted((text, i) for text, i in vocab.items() if text != f"[PAD{i}]")
+        self.hash = hashlib.sha256(repr(pairs).encode()).hexdigest()[:16]
+        self.bpe = byte_level_bpe(self.package, spec, self.special_tokens)
 
     def encode(self, text, *, allowed_special=()):
         """Text -> token ids. allowed_special "all": match them. Lone surrogates become U+FFFD."""
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
+        if self.bpe and self.bpe.suits(text):
+            return self.bpe.encode(text, allowed_special == "all")
         try:
             with self.lock:  # encode_special_tokens is shared by all threads
                 self.package.encode_special_tokens = allowed_special != "all"

@@ -14,7 +14,7 @@ import torch
 
 import test_hf_tokenizer as tk
 from backends import cpu
-from clover import describe_base
+from clover import sizes_of
 from conftest import needs_compiler, random_prompts, refusal
 from hf import chat
 from hf.files import read_config
@@ -131,7 +131,7 @@ def test_a_file_of_every_architecture_is_the_model_of_its_folder(name, tmp_path)
     file = write(tmp_path / "m.gguf", architecture, theirs)
     ours, folder = (GPT.from_pretrained(path, torch.float32, "cpu", packed=False)
                     for path in (file, tmp_path / "folder"))
-    assert describe_base(ours) == describe_base(folder)
+    assert sizes_of(ours) == sizes_of(folder)
     assert all(map(torch.equal, ours.state_dict().values(), folder.state_dict().values()))
     with torch.no_grad():
         torch.testing.assert_close(ours.lm_head(ours(tokens)), theirs(tokens).logits, atol=1e-4, rtol=0)

@@ -1,19 +1,32 @@
-"""hf/tokenizer.py: ids equal those of the folder's own tokenizer, text round-trips, broken files are refused."""
+"""hf/tokenizer.py, hf/bpe.py: ids equal those of the folder's own tokenizer, with tiktoken or without it; text
+round-trips; broken files are refused."""
 
 import json
 import random
 import sys
+import unicodedata
+from pathlib import Path
 
 import pytest
 import tokenizers
 
 from conftest import refusal
+from hf.bpe import BYTES
 from hf.chat import end_of_text
-from hf.splits import BYTE_LEVEL, DIGITS, LLAMA3_PATTERN, QWEN_PATTERN, split_steps
-from hf.tokenizer import encode_prompt, load_encoding
+from hf.splits import (
+    BYTE_LEVEL,
+    CODE_PATTERN,
+    DIGITS,
+    GPT4O_PATTERN,
+    LLAMA3_PATTERN,
+    QWEN_PATTERN,
+    TEKKEN_PATTERN,
+    split_steps,
+)
+from hf.tokenizer import Encoding, encode_prompt, load_encoding
 
 EOT = "<|endoftext|>"
-BYTES = [*range(33, 127), *range(161, 173), *range(174, 256), *range(33), *range(127, 161), 173]  # in GPT-2's order
+BYTES_IN_ORDER = [*BYTES.values()]  # tiny_spec's ids are positions in this list
 
 
 def tiny_spec():
@@ -59,6 +72,11 @@ def test_the_hash_is_fixed_and_depends_on_all_tokens(tmp_path, tiny):
     turned = dict(reversed(tiny_spec().items())) | {"post_processor": BOS}  # with a BOS token
     (tmp_path / "tokenizer.json").write_text(json.dumps(turned, indent=1))
     assert load_encoding(tmp_path).hash == tiny.hash
+    padded = tiny_spec()  # as converters to GGUF do for an embedding with more rows
+    padded["added_tokens"] += [added(index, f"[PAD{index}]") for index in (262, 263)]
+    assert load_encoding(save(tmp_path, padded)).hash == tiny.hash
+    padded["added_tokens"][-1]["content"] = "[PAD7]"
+    assert load_encoding(save(tmp_path, padded)).hash != tiny.hash
     changed = [tiny_spec() for _ in range(2)]
     changed[0]["model"]["vocab"] |= {"!": 1, '"': 0}
     changed[1]["added_tokens"][0]["content"] = "</s>"
@@ -78,7 +96,7 @@ def test_a_stream_of_bytes_that_are_no_utf8_gives_what_decoding_them_at_once_giv
     rng = random.Random(2)
     for _ in range(300):
         raw = bytes(rng.choice(b"a\x80\xbf\xc3\xe2\x82\xf0\x9f\x91\xff") for _ in range(12))
-        assert "".join(streamed(tiny, *[[BYTES.index(byte)] for byte in raw])) == raw.decode(errors="replace")
+        assert "".join(streamed(tiny, *[[BYTES_IN_ORDER.index(byte)] for byte in raw])) == raw.decode(errors="replace")
     assert streamed(tiny, [64, 299, 64, -1, 2**40, 261]) == [f"aa{EOT}", ""]  # like transformers
     assert tiny.decode(tiny.encode("a\ud800b")) == "a\ufffdb"
 
@@ -182,29 +200,75 @@ STRIPS = [("<mask>", {"lstrip": True}), ("<end>", {"rstrip": True}), ("word", {"
 BOS = template([(EOT, 0)])
 
 
-KINDS = {  # name: corpus -> spec
+def every_split(corpus, **model):
+    """Like Llama 3's: merges are all splits of each token, and one token of three parts is made by none."""
+    spec = byte_level(corpus, split_form(LLAMA3_PATTERN), model=model)
+    vocab = spec["model"]["vocab"]
+    tokens = [token for token, index in vocab.items() if index > 1]
+    pairs = [(token[:i], token[i:]) for token in tokens for i in range(1, len(token))]
+    spec["model"]["merges"] = sorted((p for p in pairs if vocab.keys() >= set(p)), key=lambda p: vocab["".join(p)])
+    vocab["qzqzx"] = 700
+    return spec
+
+
+def tiny_with(merges, vocab=(), **model):
+    """tiny_spec without the special token, with other merges and ids."""
+    spec = tiny_spec() | {"added_tokens": []}
+    spec["model"] |= {"merges": merges.split(", "), "vocab": spec["model"]["vocab"] | dict(vocab)} | model
+    return spec
+
+
+def removed_form(split):
+    form = split_form(split)
+    form["pretokenizers"][0] |= {"behavior": "Removed", "invert": True}
+    return form
+
+
+FAMILIES = {  # those of published models: corpus -> spec
     "gpt2": lambda c: byte_level(c, BYTE_LEVEL, post_processor=BYTE_LEVEL),
+    "llama3": lambda c: every_split(c, ignore_merges=True) | {"post_processor": BOS},
+    "qwen": lambda c: byte_level(c, split_form(QWEN_PATTERN), CHAT, normalizer=NFC),
+    "smollm": lambda c: byte_level(c, split_form(DIGITS), CHAT),
+    "olmo2, phi4": lambda c: byte_level(c, removed_form(LLAMA3_PATTERN), [("|||IP|||", {"special": False})]),
+    "glm4": lambda c: byte_level(c, split_form(LLAMA3_PATTERN), [("[MASK]", {}), ("[gMASK]", {}), ("<sop>", {})]),
+    "gpt4o": lambda c: byte_level(c, removed_form(GPT4O_PATTERN)),
+    "tekken": lambda c: byte_level(c, split_form(TEKKEN_PATTERN), model={"ignore_merges": True}),
+    "demo": lambda c: byte_level(c, split_form(CODE_PATTERN)),
+}
+TIKTOKEN = FAMILIES | {
     "tokens after a text": lambda c: byte_level(c, BYTE_LEVEL, post_processor=template(
         [(EOT, 0), ("<|im_end|>", 1)], [(EOT, 0)])),
-    "llama3": lambda c: byte_level(c, split_form(LLAMA3_PATTERN), model={"ignore_merges": True}, post_processor=BOS),
-    "qwen": lambda c: byte_level(c, split_form(QWEN_PATTERN), CHAT, normalizer=NFC),
     "nested special tokens": lambda c: byte_level(c, split_form(LLAMA3_PATTERN), NESTED[:2]),
     "nested tokens": lambda c: byte_level(c, split_form(LLAMA3_PATTERN), NESTED),
-    "tokens in two rounds": lambda c: byte_level(c, BYTE_LEVEL, [("<a", {"normalized": True}), ("a>", {})]),
-    "stripping tokens": lambda c: byte_level(c, BYTE_LEVEL, STRIPS),
     "missing bytes": lambda c: byte_level([x.encode("ascii", "ignore").decode() for x in c], BYTE_LEVEL,
                                            alphabet=False),
-    "smollm": lambda c: byte_level(c, split_form(DIGITS), CHAT),
+    "a token by no merge": lambda c: tiny_with("h e, l l, Ġ w, Ġ Ġ"),
+    "new digits": lambda c: tiny_with("ł ð", {"łð": 261}) | {"pre_tokenizer": split_form(DIGITS)},  # bytes of two
+}
+TOKENIZERS = {  # where tiktoken would give other ids
+    "a piece of two parts": lambda c: tiny_with("h e, l l, Ġ w, Ġ Ġ", ignore_merges=True),
+    "merges out of order": lambda c: tiny_with("h e, l l, he ll, Ġ w, Ġ Ġ", dict(he=257, ll=256)),
+    "another splitting rule": lambda c: byte_level(c, split_form(LLAMA3_PATTERN.replace("{1,3}", "{1,2}"))),
+    "a space before": lambda c: byte_level(c, BYTE_LEVEL | {"add_prefix_space": True}),
+    "another normalizer": lambda c: byte_level(c, BYTE_LEVEL, normalizer={"type": "NFKC"}),
+    "missing bytes after NFC": lambda c: byte_level(
+        [x.encode("ascii", "ignore").decode() for x in c], BYTE_LEVEL, alphabet=False, normalizer=NFC),
+    "a token to normalize": lambda c: tiny_spec() | {
+        "normalizer": NFC, "added_tokens": [added(261, "e\u0301", normalized=True)]},
+    "tokens in two rounds": lambda c: byte_level(c, BYTE_LEVEL, [("<a", {"normalized": True}), ("a>", {})]),
+    "stripping tokens": lambda c: byte_level(c, BYTE_LEVEL, STRIPS),
     "llama2": lambda c: pieces(c, PREPEND, None, True),
     "mistral": lambda c: pieces(c, None, METASPACE, True),
     "gemma": lambda c: pieces(c, SPACE, None, False),
 }
+KINDS = TIKTOKEN | TOKENIZERS
 
 
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_tokenizer_json_gives_the_packages_ids_text_and_stream(name, corpus, tmp_path):
     spec = KINDS[name](corpus)
     encoding = load_encoding(save(tmp_path, spec))
+    assert bool(encoding.bpe) == (name in TIKTOKEN)
     whole, plain = (tokenizers.Tokenizer.from_str(json.dumps(spec)) for _ in range(2))
     plain.encode_special_tokens = True
     assert encoding.n_vocab - 1 == max(whole.get_vocab().values())
@@ -220,11 +284,64 @@ def test_every_kind_of_tokenizer_json_gives_the_packages_ids_text_and_stream(nam
         assert encoding.encode(text) == plain.encode(text, add_special_tokens=False).ids, ascii(text)
 
 
-def test_endless_runs_and_tokens_that_compose_with_what_follows(corpus, tmp_path):
-    spec = KINDS["qwen"](corpus)
+def check_tiktoken(encoding, texts):
+    """That tiktoken, where it encodes, gives the ids of the package that read the same file. Returns for how many."""
+    count = 0
+    for text in texts:
+        if encoding.bpe.suits(text):
+            count += 1
+            for special in (True, False):
+                encoding.package.encode_special_tokens = not special
+                want = encoding.package.encode(text, add_special_tokens=False).ids
+                assert encoding.bpe.encode(text, special) == want, ascii(text)
+    return count
+
+
+def assigned_characters():
+    return [c for c in map(chr, range(0x110000)) if unicodedata.category(c) not in ("Cn", "Co", "Cs")]
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", FAMILIES)
+def test_tiktokens_ids_equal_the_packages_on_20_000_texts_and_all_characters(name, corpus, tmp_path):
+    encoding = load_encoding(save(tmp_path, FAMILIES[name](corpus)))
+    assert check_tiktoken(encoding, random_texts(20_000, 5, encoding.special_tokens)) > 12_000
+    for around in ("{}", "a{}1", " {}{} '{}"):
+        text = "".join(around.replace("{}", c) for c in assigned_characters())
+        assert check_tiktoken(encoding, [text]) == 1
+    for run in (" ", "\n", "\r\n", " \n", "\u2003", "a", "Ab", "7", "!", "\u0301", "日", "'s", "é"):
+        assert check_tiktoken(encoding, ["x" + run * (40_000 // len(run)) + "x"]) == 1
+
+
+def test_tiktoken_encodes_no_vocabulary_that_it_merges_otherwise():
+    """Random merges, in any order, of several splits and of tokens that no merge makes: those accepted have equal
+    ids, and they are many."""
+    accepted = 0
+    for seed in range(400):
+        rng = random.Random(seed)
+        vocab, merges = {symbol: i for i, symbol in enumerate(BYTES)}, []
+        for _ in range(rng.randint(1, 14)):
+            pair = rng.choices([token for token in vocab if set(token) <= set("abc")], k=2)
+            vocab.setdefault("".join(pair), len(vocab))
+            if rng.random() < 0.9:
+                merges.append(pair)
+        merges.sort(key=lambda pair: vocab["".join(pair)] * (rng.random() < 0.98))
+        model = {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": seed % 2 == 1}
+        encoding = Encoding(Path("tokenizer.json"), {"pre_tokenizer": BYTE_LEVEL, "model": model})
+        if encoding.bpe:
+            accepted += 1
+            check_tiktoken(encoding, ("".join(rng.choices("abc", k=rng.randint(1, 30))) for _ in range(50)))
+    assert accepted > 100
+
+
+@pytest.mark.parametrize("name, text", [
+    ("qwen", "x" + EOT + " " * 1_050_000 + "x"), ("qwen", f"{EOT}\u0338 e\u0301{EOT}"), ("qwen", "[MAS\u212a] \u1fef"),
+    ("new digits", "a\U00011de0\U00011de1b")],
+    ids=["endless run", "token that composes with what follows", "ASCII after NFC", "digits of Unicode 17"])
+def test_texts_that_packages_treat_differently_give_the_packages_ids(name, text, corpus, tmp_path):
+    spec = KINDS[name](corpus)
     encoding, package = load_encoding(save(tmp_path, spec)), tokenizers.Tokenizer.from_str(json.dumps(spec))
-    for text in ("x" + EOT + "\n" * 1_050_000 + "x", f"{EOT}\u0338 e\u0301{EOT}"):
-        assert encoding.encode(text, allowed_special="all") == package.encode(text).ids
+    assert encoding.bpe and encoding.encode(text, allowed_special="all") == package.encode(text).ids
 
 
 REFUSED = {  # reason: a change to the tiny spec, or the file's content
