@@ -21,7 +21,6 @@ from generate import Decoder, generate
 from test_train_heads import measured
 from tools import cli, fields, timing
 from tools.flags import parse_folder, parse_generate, parse_serve
-from training import cli as training_cli
 from training import data
 from training.flags import parse_heads
 
@@ -110,7 +109,7 @@ def run_command(program, *argv):
     elif program == "model.py":
         cli.describe(argv)
     elif program == "train_heads.py":
-        training_cli.main([*argv, *TINY, "texts.jsonl"])
+        assert train_heads.main(parse_heads([*argv, *TINY, "texts.jsonl"])) == 0
     else:  # other tests run these
         check_command(program, *argv)
 
