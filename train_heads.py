@@ -11,8 +11,8 @@ uninterrupted run: bit for bit on a CPU, up to rounding on a GPU.
 import sys
 
 if __name__ == "__main__":  # parse the flags before loading torch, to report a typo at once
-    from training.cli import main
-    sys.exit(main())
+    from training.flags import parse_heads
+    args = parse_heads()
 
 import contextlib
 import signal
@@ -26,9 +26,9 @@ from backends import cpu, tensor_parallel
 from clover import CloverHeads, model_hash, preset
 from hf.chat import load_chat_template, stop_tokens
 from model import InputError, check, expect, human, warn
+from tools.errors import command
 from tools.load import load_model
-from training import common, data, writing
-from training.corpus import SPLITS
+from training import data, runs, writing
 from training.evaluate import measure, record
 from training.flags import SELF, STORED, SWITCHES, TRAINING, RunConfig
 from training.loss import window_losses
@@ -66,12 +66,12 @@ class Run:
         """Trains until the last step, Ctrl-C or SIGTERM. Returns the exit code."""
         config, group, heads = self.config, self.group, self.heads
         mine = slice(group.rank, None, group.size)  # this process's part of a batch
-        show = common.progress(self.step, config.steps, config.tokens_per_step, group.print)
-        with common.noted_signals() as signals:
+        show = runs.progress(self.step, config.steps, config.tokens_per_step, group.print)
+        with runs.noted_signals() as signals:
             while self.step < config.steps and not self.interrupted(signals):
-                seed = config.seed * 1_000_003 + self.step  # different windows in each step
-                windows = data.window_batch(corpus, config.batch_size, config.window, seed,
-                                            heads.model.device, mine, heads.model.dtype)
+                windows = data.window_batch(corpus, config.batch_size, config.block_size,
+                                            config.n_draft + 1, config.seed, self.step,
+                                            heads.model.device, mine)
                 loss, accuracies = self.train_step(*windows)
                 if self.step % SHOW_EVERY == 0 or self.step == config.steps:
                     self.check_finite(loss)
@@ -100,18 +100,17 @@ class Run:
         for parameter in self.heads.parameters():
             self.group.all_reduce(parameter.grad)
         torch.nn.utils.clip_grad_norm_(self.heads.parameters(), 1.0)
-        common.set_learning_rate(self.optimizer, self.config.lr, self.step, self.config.steps)
+        runs.set_learning_rate(self.optimizer, self.config.lr, self.step, self.config.steps)
         self.optimizer.step()
         self.optimizer.zero_grad(set_to_none=True)
         self.step += 1
         return loss.detach(), accuracies
 
-    def losses(self, ids, loss_mask, documents, teacher):
+    def losses(self, ids, loss_mask, documents):
         """The (losses in nats, head accuracies), each [K], of a batch over all processes. The
         gradient covers only this process's part of the batch."""
         group = self.group
-        sums, hits, guesses = window_losses(self.heads, ids, loss_mask, documents, teacher,
-                                            self.dtype)
+        sums, hits, guesses = window_losses(self.heads, ids, loss_mask, documents, self.dtype)
         count = group.all_reduce(guesses).clamp(min=1)
         losses = sums / count
         total = group.all_reduce(losses.detach().clone())
@@ -125,17 +124,17 @@ class Run:
         if self.group.rank:
             return
         config, heads = self.config, self.heads
-        path = self.out / common.STATE_FILE
+        path = self.out / runs.STATE_FILE
         training = dict(steps=self.step, tokens=self.step * config.tokens_per_step,
                         **config.select(TRAINING), **data_record(config.data, self.key))
         state = dict(identity=[model_hash(heads.model), self.key], step=self.step, log=self.log,
                      heads=heads.state_dict(), optimizer=self.optimizer.state_dict())
         advice = "make room and --resume" if path.exists() else "make room and start it again"
-        with common.saving(f"{self.out}: step {self.step} cannot be saved", advice):
+        with runs.saving(f"{self.out}: step {self.step} cannot be saved", advice):
             heads.save_pretrained(self.out, self.tokenizer, torch.bfloat16, training=training)
-            common.save_lines(self.out / "log.jsonl", self.log)
-            common.save_lines(self.out / common.RUN_FILE, [config.select(STORED)])
-            common.save_file(path, state)
+            runs.save_lines(self.out / "log.jsonl", self.log)
+            runs.save_lines(self.out / runs.RUN_FILE, [config.select(STORED)])
+            runs.save_file(path, state)
 
     def check_finite(self, *tensors):
         finite = all(x.isfinite().all() for x in tensors)
@@ -162,7 +161,7 @@ def data_record(paths, key):
 
 def read_config(args, out, group):
     """The `RunConfig` from the flags and the preset. Raises InputError for bad values."""
-    config = replace(common.run_config(args, out), device=group.device)
+    config = replace(runs.run_config(args, out), device=group.device)
     check("lr", config.lr, 0, 10, above=True)
     check("seed", config.seed, 0, 2**31, whole=True)
     expect(config.draft_vocabulary in (None, 0) or config.draft_vocabulary >= MIN_VOCABULARY,
@@ -176,7 +175,7 @@ def read_config(args, out, group):
 def prepare(config, out, group, resume):
     """Loads the model, data and saved state, and checks them -> (Run, training Tokens)."""
     keys = ("identity", "step", "heads", "optimizer", "log")
-    state = common.load_file(out / common.STATE_FILE, keys) if resume else None
+    state = runs.load_file(out / runs.STATE_FILE, keys) if resume else None
     if config.data == [SELF] or (config.data is None and load_chat_template(config.model)):
         config = replace(config, data=[write_texts(config, out, group)])
     dtype = torch.bfloat16 if config.device.startswith("cuda") else torch.float32
@@ -185,7 +184,7 @@ def prepare(config, out, group, resume):
     heads = CloverHeads(preset(config.preset, **config.select(SWITCHES)), model)
     config = replace(config, block_size=pick_block_size(config, heads))
     base = model_hash(model)
-    home = out  # the folder of tokens and states; runs on the model's own text share them
+    home = out  # the folder of the tokens; runs on the model's own text share them
     if config.data and len(config.data) == 1 and writing.written_by(config.data[0]) == base:
         home = Path(config.data[0])
 
@@ -197,15 +196,11 @@ def prepare(config, out, group, resume):
                                    model.config.vocab_size)
         for leftover in {*out.glob("*.tmp*"), *home.glob("*.tmp*")}:  # from a killed run
             leftover.unlink()
-        for split in SPLITS:  # raises if there is too little text
-            data.window_batch(stored[split], 1, config.window, 0, "cpu")
+        for split in data.SPLITS:  # raises if there is too little text
+            data.window_batch(stored[split], 1, config.block_size, config.n_draft + 1, 0, 0)
         return key
     run = Run(config, out, heads, encoding.hash, group.on_first(prepare_text), group, state)
     corpus = data.open_tokens(home / data.FILE)["train"]
-    rounded = f"-{config.quantize}" if config.quantize else ""  # not part of the model's hash
-    file = home / f"states-{base}{rounded}.npy"
-    if file.exists() or config.steps * config.tokens_per_step >= 2 * len(corpus.ids):
-        corpus = corpus._replace(states=data.store_states(file, model, corpus, group, run.dtype))
     if not state:
         data.set_draft_vocabulary(heads, corpus.ids[corpus.loss_mask], config.draft_vocabulary,
                                   group.print)
@@ -216,7 +211,7 @@ def write_texts(config, out, group):
     """Generates text with the model and returns its folder."""
     model, encoding = load_model(config)
     folder = out / SELF
-    goal = config.self_tokens or config.steps * config.batch_size * (config.block_size or 256) // 4
+    goal = config.self_tokens or config.steps * config.batch_size * (config.block_size or 256)
     group.print(f"generating {human(goal)} tokens of training text with the model, in {folder}")
     stop = stop_tokens(config.model, encoding)
     writer = writing.Writer(folder, model, encoding, stop, config.seed, group.print)
@@ -262,6 +257,21 @@ def heldout_tokens(config, out, heads, encoding):
     return data.load_tokens(config.data, encoding, "heldout"), about
 
 
+def train(config, out, group, resume):
+    """Trains heads -> (the `RunConfig` with all defaults resolved, the exit code)."""
+    run, corpus = prepare(config, out, group, resume)
+    parameters = sum(p.numel() for p in run.heads.parameters())
+    group.print(f"{config.preset} heads: {human(parameters)} parameters; "
+                f"{human(len(corpus.ids))} training tokens")
+    if not run.step:
+        run.save()  # so that --resume has a state to start from
+    code = run.train(corpus)
+    run.save()  # before the evaluation, so that Ctrl-C there loses nothing
+    if code:
+        group.print(f"\ninterrupted at step {run.step}; --resume continues from here")
+    return run.config, code
+
+
 def main(args):
     """Trains and evaluates heads, or only evaluates them. Returns the exit code."""
     group = tensor_parallel.start(args.device)
@@ -276,16 +286,7 @@ def main(args):
     return code
 
 
-def train(config, out, group, resume):
-    """Trains heads -> (the `RunConfig` with all defaults resolved, the exit code)."""
-    run, corpus = prepare(config, out, group, resume)
-    parameters = sum(p.numel() for p in run.heads.parameters())
-    group.print(f"{config.preset} heads: {human(parameters)} parameters; "
-                f"{human(len(corpus.ids))} training tokens")
-    if not run.step:
-        run.save()  # so that --resume has a state to start from
-    code = run.train(corpus)
-    run.save()  # before the evaluation, so that Ctrl-C there loses nothing
-    if code:
-        group.print(f"\ninterrupted at step {run.step}; --resume continues from here")
-    return run.config, code
+if __name__ == "__main__":
+    with command():
+        if code := main(args):
+            sys.exit(code)

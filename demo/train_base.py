@@ -12,9 +12,8 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from backends import cpu
 from hf.tokenizer import load_encoding
 from model import GPT, GPTConfig
-from training.common import progress, set_learning_rate
-from training.corpus import split_records
-from training.data import load_tokens, window_batch
+from training.data import load_tokens, split_records, window_batch
+from training.runs import progress, set_learning_rate
 
 OUT = Path("out/base")
 DATA = None                         # None: the standard library; else a list of files and folders
@@ -60,7 +59,7 @@ show = progress(0, STEPS, SHORT[0] * SHORT[1], print)
 try:
     for step in range(STEPS):
         n, length = SHORT if step < LONG_FROM else LONG
-        ids, *_ = window_batch(tokens, n, length + 1, seed=step, device="cpu")
+        ids, *_ = window_batch(tokens, n, length, ahead=1, seed=1, step=step)
         loss = loss_fn(model, ids)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)

@@ -15,7 +15,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from backends import cpu
 from clover import PRESETS, CloverHeads
 from model import GPT, GPTConfig, InputError, read_json
-from training.corpus import builtin_corpus
+from training.data import builtin_corpus
 
 torch.set_num_threads(1)  # the models are too small for a second thread
 needs_compiler = pytest.mark.skipif(cpu.library() is None, reason="there is no C compiler")

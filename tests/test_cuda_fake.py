@@ -390,7 +390,7 @@ def test_losses_of_training_on_a_fake_gpu(name, kind, start, monkeypatch):
           patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True)):
         run = SimpleNamespace(heads=heads, group=Group(), dtype=BF16)
         ids = torch.zeros(2, 40, dtype=torch.int64, device="cuda")
-        total, accuracies = Run.losses(run, ids, ids.bool(), ids, None)
+        total, accuracies = Run.losses(run, ids, ids.bool(), ids)
     assert total.shape == accuracies.shape == (heads.config.n_draft,)
     assert total.dtype == FP32 and total.is_cuda and products == {BF16}
     assert allowed and torch.nn.attention.SDPBackend.CUDNN_ATTENTION not in allowed

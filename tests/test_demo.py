@@ -14,7 +14,7 @@ from hf.chat import end_of_text, sampling_defaults, stop_tokens
 from hf.tokenizer import encode_prompt, load_encoding
 from model import GPT
 from tools.flags import DEMO
-from training.corpus import builtin_corpus
+from training.data import builtin_corpus
 
 STARTS = [  # the README's prompts and 20 others, each the start of a file
     "def fibonacci(n):", "class TestRead(unittest.TestCase):", "class Stack:", "import os\n", "def is_prime(n):",

@@ -23,7 +23,6 @@ from test_train_heads import measured
 from tools import fields
 from tools.flags import parse_generate, parse_serve
 from tools.run import main as generate_main
-from training import cli as training_cli
 from training import data
 from training.flags import parse_heads
 
@@ -110,7 +109,7 @@ def run_command(program, *argv):
     elif program == "generate.py":
         generate_main(parse_generate([*argv, "--device", "cpu", "--max-new-tokens", "3"]))
     elif program == "train_heads.py":
-        training_cli.main([*argv, *TINY, "texts.jsonl"])
+        assert train_heads.main(parse_heads([*argv, *TINY, "texts.jsonl"])) == 0
     else:  # other tests run these
         check_command(program, *argv)
 

@@ -16,8 +16,8 @@ from hf.tokenizer import load_encoding
 from model import GPT, InputError
 from tools.flags import parse_generate, parse_serve
 from tools.load import load_model, sampling_flags
-from training.common import run_config
 from training.flags import parse_heads
+from training.runs import run_config
 
 SHA = "0123456789abcdef0123456789abcdef01234567"
 READ = ["chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",

@@ -25,7 +25,7 @@ from test_backends_tensor_parallel import run_ranks
 from test_clover import random_heads
 from test_hf_tokenizer import added
 from tools.errors import command
-from training import common, data, evaluate, writing
+from training import data, evaluate, runs, writing
 from training.data import load_tokens
 from training.flags import RunConfig, parse_heads
 
@@ -277,7 +277,7 @@ def test_a_full_disk_ends_the_run(file, saved, advice, checkpoint, texts, tmp_pa
         chmod(name, *mode)
     with monkeypatch.context() as patch:
         patch.setattr(os, "chmod", full_chmod)
-        patch.setattr(common, "open", lambda name, mode: open("/dev/full" if full(name) else name, mode), raising=False)
+        patch.setattr(runs, "open", lambda name, mode: open("/dev/full" if full(name) else name, mode), raising=False)
         said = refusal(lambda: run(checkpoint, texts, tmp_path, "--steps", "4"))
         assert said.endswith(f" (No space left on device); make room and {advice}")
     assert not list(tmp_path.glob("*.tmp*")) and path.exists() == (saved >= 0)
@@ -319,24 +319,25 @@ def test_where_the_first_process_cannot_go_on_all_end_in_one_line(forks, checkpo
     assert (code, said, second) == (2, "", (2, "", "")) and ": a batch size of 7 " in error and error.count("\n") == 1
 
 
-def test_the_model_writes_its_own_data_and_another_preset_reads_them_and_their_states(
-        checkpoint, tmp_path, monkeypatch, unmeasured):
-    """Catches texts generated twice, states recomputed for each preset, states that belong to other tokens."""
+def test_the_model_writes_its_own_data_and_another_preset_reads_them(checkpoint, tmp_path, monkeypatch, unmeasured):
+    """Catches texts generated twice, tokens of another folder, and less text by default than one pass reads."""
     monkeypatch.setattr(writing, "ROUND", (120, 120))
     monkeypatch.setattr(writing, "TEMPERATURES", (1.0,))
-    monkeypatch.setattr(train_heads, "SHOW_EVERY", 1)
-    flags = ["--model", checkpoint, "--dtype", "float32", "--steps", "45"]
-    train(*flags, "--data", "self", "--self-tokens", "2000", "--out", tmp_path / "one")
+    write, goals = writing.Writer.write, []
+    monkeypatch.setattr(writing.Writer, "write", lambda self, tokens, *part: (goals.append(tokens),
+                                                                              write(self, tokens, *part))[1])
+    flags = ["--model", checkpoint, "--steps", "6"]
+    train(*flags, "--data", "self", "--out", tmp_path / "one")
     folder = tmp_path / "one" / "self"
-    assert len([*folder.glob("states-*.npy")]) == 1 and (folder / "tokens.pt").exists() and record(tmp_path / "one")[
-        "training"]["data"] == ["self"]
+    assert (folder / "tokens.pt").exists() and record(tmp_path / "one")["training"]["data"] == ["self"]
     with monkeypatch.context() as patch:
         patch.setattr(writing.Writer, "round", None)
-        patch.setattr(data, "write_states", None)
-        train(*flags, "--data", "self", "--self-tokens", "2000", "--steps", "46", "--out", tmp_path / "one", "--resume")
+        patch.setattr(data, "encode_splits", None)
+        train(*flags, "--data", "self", "--steps", "7", "--out", tmp_path / "one", "--resume")
         train(*flags, "--data", folder, "--preset", "medusa", "--out", tmp_path / "two")
-    train(*flags, "--data", folder, "--quantize", "int8", "--out", tmp_path / "rounded")
-    assert len([*folder.glob("states-*.npy")]) == 2  # quantised weights have their own states
+    assert record(tmp_path / "one")["training"]["key"] == record(tmp_path / "two")["training"]["key"]
+    train(*flags, "--data", "self", "--self-tokens", "900", "--quantize", "int8", "--out", tmp_path / "rounded")
+    assert goals == [6 * 8 * 40, 900]
     CloverHeads.from_pretrained(tmp_path / "rounded", GPT.from_pretrained(checkpoint, device="cpu"))
 
 
@@ -382,14 +383,14 @@ def test_losses_equal_cross_entropy_against_the_shifted_teacher(tmp_path):
     heads, ids = random_heads(model), torch.tensor(random_prompts([25, 25]))
     T, loss_mask = 25 - 4 - 1, torch.ones(2, 25, dtype=torch.bool)
     run = train_heads.Run(RunConfig(dtype="float32"), tmp_path, heads.requires_grad_(), "", "", Group())
-    losses, accuracy = run.losses(ids, loss_mask, None, None)
+    losses, accuracy = run.losses(ids, loss_mask, None)
     hidden = model(ids)
     whole = model.lm_head(hidden)
     for i, out in enumerate(heads(hidden[:, :T], ids[:, 1:])):  # the model predicts token t + 2 + i at t + 1 + i
         logs, teacher = model.lm_head(out).log_softmax(-1), whole[:, i + 1:i + 1 + T]
         torch.testing.assert_close(losses[i], -(teacher.softmax(-1) * logs).sum(-1).mean(), atol=1e-4, rtol=1e-4)
         assert accuracy[i] == (logs.argmax(-1) == teacher.argmax(-1)).float().mean()
-    loss, _ = run.train_step(ids, loss_mask, None, None)
+    loss, _ = run.train_step(ids, loss_mask, None)
     torch.testing.assert_close(loss, losses.detach() @ torch.tensor([1, 0.7, 0.49, 0.343]))
 
 
@@ -402,7 +403,7 @@ def test_products_are_in_the_faster_dtype(fast, flag, want, tmp_path, monkeypatc
     config = RunConfig(dtype=flag, device="cpu")
     run = train_heads.Run(config, tmp_path, heads.requires_grad_(), "", "", Group())
     with Operations(lambda name, args, _: seen.update(x.dtype for x in args if name in ("mm", "addmm"))):
-        run.train_step(torch.tensor(random_prompts([25, 25])), torch.ones(2, 25, dtype=torch.bool), None, None)
+        run.train_step(torch.tensor(random_prompts([25, 25])), torch.ones(2, 25, dtype=torch.bool), None)
     assert seen == {want}
 
 

@@ -1,4 +1,4 @@
-"""training/corpus.py and training/data.py: documents are complete, splits never overlap, the loss mask is exact."""
+"""training/data.py: documents are complete, splits never overlap, the loss mask is exact."""
 
 import gzip
 import json
@@ -15,7 +15,7 @@ from conftest import refusal
 from hf.chat import ChatTemplate
 from hf.tokenizer import load_encoding
 from test_hf_tokenizer import write
-from training import corpus, data
+from training import data
 
 EOT = tk.EOT
 CHATML = ChatTemplate("chatml", (
@@ -50,7 +50,7 @@ def chatty(tmp_path):
 
 
 def documents_in(paths, **options):
-    return [record.text for record in corpus.read_records(paths, **options)]
+    return [record.text for record in data.read_records(paths, **options)]
 
 
 PAIR = {"prompt": "he", "completion": "ll"}
@@ -66,13 +66,13 @@ def messages(turns):
 
 
 def test_builtin_corpus_splits_by_name_and_leaves_out_what_is_not_the_librarys_own(tmp_path, monkeypatch):
-    monkeypatch.setattr(corpus.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
-    refusal(lambda: corpus.builtin_corpus("train"), tmp_path)
+    monkeypatch.setattr(data.sysconfig, "get_paths", lambda: {"stdlib": str(tmp_path)})
+    refusal(lambda: data.builtin_corpus("train"), tmp_path)
     kept = {f"lib/m{i}.py": "x = 1\n" for i in range(60)} | {"database/a.py": ""}
     left_out = ("site-packages/a.py", "lib/dist-packages/b.py", "__pycache__/c.py", "notes.txt",
                 "encodings/a.py", "test/xmltestdata/c.py", "data/d.py")
     write(tmp_path, kept | dict.fromkeys(left_out, "x"))
-    train, heldout = corpus.builtin_corpus("train"), corpus.builtin_corpus("heldout")
+    train, heldout = data.builtin_corpus("train"), data.builtin_corpus("heldout")
     assert sorted(train + heldout) == sorted(tmp_path / name for name in kept)
     # Fixed names: a split that changed between runs would put held-out files into training.
     assert [file.name for file in heldout] == "m0.py m2.py m25.py m37.py".split()
@@ -98,12 +98,12 @@ def test_a_line_holds_a_text_or_a_prompt_and_its_completion_or_messages_gzipped_
     lines = jsonl([{"text": "t"}, PAIR, CHAT, PAIR | {"text": None}, CHAT | {"prompt": "p"}, {"text": ""},
                    {"text": "t"} | PAIR, messages([("user", "not answered")])])
     write(tmp_path, {"plain/a.jsonl": lines, "packed/a.jsonl.gz": gzip.compress(lines.encode())})
-    found = list(corpus.read_records([tmp_path / "plain"], CHATML))
+    found = list(data.read_records([tmp_path / "plain"], CHATML))
     assert [record.kind for record in found] == "text completion chat completion chat text".split()
     assert found[0].parts == (("t", True),)
     assert found[1].parts == (("he", False), ("ll", True)) and found[1].text == "hell"
     for path in ("packed", "packed/a.jsonl.gz"):
-        assert list(corpus.read_records([tmp_path / path], CHATML)) == found
+        assert list(data.read_records([tmp_path / path], CHATML)) == found
 
 
 def test_a_json_file_is_read_as_lines_are(tmp_path):
@@ -116,10 +116,10 @@ def test_a_json_file_is_read_as_lines_are(tmp_path):
                      "array.json": json.dumps(chats, indent=1), "b.txt": "\ufefftext",
                      "one.json": json.dumps(CHAT, indent=1),
                      "raw.jsonl": "\ufeff" + "\n".join(json.dumps(one, ensure_ascii=False) for one in chats)})
-    want = list(corpus.read_records([tmp_path / "a.jsonl"], CHATML))
+    want = list(data.read_records([tmp_path / "a.jsonl"], CHATML))
     for name in ("array.json", "lines.json", "raw.jsonl"):
-        assert list(corpus.read_records([tmp_path / name], CHATML)) == want, name
-    assert list(corpus.read_records([tmp_path / "one.json"], CHATML)) == want[:1]
+        assert list(data.read_records([tmp_path / name], CHATML)) == want, name
+    assert list(data.read_records([tmp_path / "one.json"], CHATML)) == want[:1]
     assert documents_in([tmp_path / "b.txt"]) == ["text"]
     write(tmp_path, {"a.json": '[{"text": "t"}, {"text": 7}]', "b.json": "[1, 2]", "c.json": '["half'})
     for name, where in (("a.json", "element 2"), ("b.json", "element 1"), ("c.json", "line 1")):
@@ -130,12 +130,12 @@ def test_a_few_chats_that_the_template_refuses_are_left_out(tmp_path, capsys):
     """Bug: one odd chat in a million ends the run, or half of the data is dropped with only a warning."""
     bad = messages([("refused", "q"), ("assistant", "a")])
     write(tmp_path, {"a.jsonl": jsonl([CHAT] * 4 + [bad] + [CHAT] * 14 + [bad] + [PAIR] * 99)})
-    found = list(corpus.read_records([tmp_path / "a.jsonl"], CHATML))
+    found = list(data.read_records([tmp_path / "a.jsonl"], CHATML))
     assert [record.kind for record in found] == ["chat"] * 18 + ["completion"] * 99
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and f"2 of 20 chats; the first is {tmp_path}/a.jsonl, line 5: " in said
     write(tmp_path, {"b.jsonl": jsonl([bad] + [CHAT] * 6)})
-    refusal(lambda: list(corpus.read_records([tmp_path], CHATML)), "3 of 27 chats", tmp_path / "a.jsonl", "line 5")
+    refusal(lambda: list(data.read_records([tmp_path], CHATML)), "3 of 27 chats", tmp_path / "a.jsonl", "line 5")
 
 
 @pytest.mark.parametrize("line", [
@@ -148,7 +148,7 @@ def test_a_broken_line_is_refused_by_its_number(line, tmp_path):
     line = json.dumps(line) if isinstance(line, dict) else line
     line = line if isinstance(line, bytes) else line.encode()
     write(tmp_path, {"a.jsonl": b'{"text": "fine"}\n\n' + line + b"\n"})
-    refusal(lambda: list(corpus.read_records([tmp_path], CHATML)), tmp_path / "a.jsonl", "line 3")
+    refusal(lambda: list(data.read_records([tmp_path], CHATML)), tmp_path / "a.jsonl", "line 3")
 
 
 def test_messages_without_a_template_odd_templates_and_damaged_files_are_refused(tmp_path):
@@ -173,7 +173,7 @@ def test_messages_without_a_template_odd_templates_and_damaged_files_are_refused
 def test_exactly_what_the_assistant_says_counts(template, turns, counted, forgotten, chatty, tmp_path):
     """Catches heads trained on the user's text, the template's, or an answer that the template cuts later."""
     write(tmp_path, {"a.jsonl": jsonl([messages(turns)])})
-    [record] = corpus.read_records([tmp_path / "a.jsonl"], template)
+    [record] = data.read_records([tmp_path / "a.jsonl"], template)
     ids, loss_mask = data.encode_record(record, chatty)
     expected = [], []
     for i, (role, content) in enumerate(turn for turn in turns if turn[1] != "bye"):
@@ -204,21 +204,21 @@ def test_documents_are_split_by_their_text_alone(library, tiny, tmp_path):
 
 def test_prompts_with_completions_are_in_one_split_whole_and_texts_in_pieces(tmp_path, monkeypatch):
     """Catches a completion split in two, a shifted loss mask, or neighbouring pieces that are not joined."""
-    monkeypatch.setattr(corpus, "PIECE", 10)
+    monkeypatch.setattr(data, "PIECE", 10)
     long = "".join(random.Random(0).choices("abcdefgijk", k=995))
     write(tmp_path, {"a.jsonl": jsonl([{"prompt": long, "completion": long[::-1]}, {"text": long}])})
-    found = list(corpus.split_records([tmp_path / "a.jsonl"], corpus.SPLITS))
+    found = list(data.split_records([tmp_path / "a.jsonl"], data.SPLITS))
     assert [record.text for _, record in found if record.kind == "completion"] == [long + long[::-1]]
     texts = [(split, record.text) for split, record in found if record.kind == "text"]
     assert "".join(text for _, text in texts) == long and len(texts) > 3
     assert all(one != next for (one, _), (next, _) in zip(texts, texts[1:]))
-    assert {split for split, _ in texts} == set(corpus.SPLITS)
+    assert {split for split, _ in texts} == set(data.SPLITS)
 
 
 def test_texts_and_completions_have_a_prefix_and_an_end_and_special_text_only_where_it_is_meant(tiny):
     """Catches a BOS in the loss, an end that is not, and text that is encoded to special tokens."""
     tiny.prefix = [7, 8]
-    encoded = lambda *record: [array.tolist() for array in data.encode_record(corpus.Record(*record), tiny)]
+    encoded = lambda *record: [array.tolist() for array in data.encode_record(data.Record(*record), tiny)]
     ids, counts = encoded(((f"he{EOT}", True),))
     assert ids == [7, 8, *tiny.encode(f"he{EOT}"), 261] and counts == [False] * 2 + [True] * (len(ids) - 2)
     ids, counts = encoded((("he", False), (f"ll{EOT}", True)), "completion")
@@ -238,7 +238,7 @@ def paths(library, tmp_path):
 
 
 def same(tokens, other):
-    return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in zip(tokens[:3], other[:3], strict=True))
+    return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in zip(tokens, other, strict=True))
 
 
 def store(file, paths, encoding):
@@ -248,8 +248,8 @@ def store(file, paths, encoding):
 def test_stored_tokens_are_those_of_the_documents(paths, chatty, tmp_path):
     """Catches mixed-up splits, lost or reordered documents, a loss mask of another document."""
     stored = store(tmp_path / "out" / "tokens.pt", paths, chatty)
-    for split in corpus.SPLITS:
-        records = corpus.split_records(paths, [split], CHATML)
+    for split in data.SPLITS:
+        records = data.split_records(paths, [split], CHATML)
         ids, masks = zip(*(data.encode_record(record, chatty) for _, record in records))
         assert stored[split].ids.tolist() == [token for document in ids for token in document]
         assert stored[split].loss_mask.tolist() == [in_loss for mask in masks for in_loss in mask]
@@ -264,7 +264,7 @@ def test_stored_tokens_are_used_again_until_what_they_are_of_changes(paths, chat
     calls, encode = [], data.encode_splits
     monkeypatch.setattr(data, "encode_splits", lambda *given: calls.append(1) or encode(*given))
     again = store(file, [str(path) for path in paths], chatty)
-    assert all(same(first[split], again[split]) for split in corpus.SPLITS) and not calls
+    assert all(same(first[split], again[split]) for split in data.SPLITS) and not calls
     os.utime(paths[0] / "001.txt", ns=(0, 0))
     store(file, paths, chatty)
     store(file, paths[:1], chatty)
@@ -298,28 +298,46 @@ def test_a_draft_vocabulary_covers_most_of_the_text_with_few_ids():
         assert draft_vocabulary([2] * 1000 + [0] * (V - 1000), None) == list(range(size))
 
 
+@pytest.mark.parametrize("N, n", [(300, 4), (12 * 16 + 3, 3), (17, 3)])
+def test_a_pass_reads_all_windows_once_in_an_order_of_the_seed(N, n):
+    """Catches windows that repeat or overlap within a pass, an order that depends on earlier steps or never changes."""
+    tokens = data.Tokens(np.arange(N).astype(np.uint32), np.ones(N, bool), np.zeros(1, np.int64))
+    per_pass = N // 16
+    batch = lambda step, seed=3, **part: data.window_batch(tokens, n, 16, 1, seed, step, **part)[0]
+    rows = torch.cat([batch(step) for step in range(20)])
+    passes = rows[:3 * per_pass].view(3, per_pass, 17)
+    assert ((rows.diff(dim=1) - 1) % N == 0).all()
+    for one in passes:
+        assert len(one[:, :16].unique()) == per_pass * 16 > N - 16
+    assert per_pass < 9 or not torch.equal(passes[0, :, 0].argsort(), passes[1, :, 0].argsort())
+    data.window_starts.cache_clear()  # as in a resumed run
+    assert torch.equal(batch(2), rows[2 * n:3 * n]) and not torch.equal(batch(2), batch(2, seed=4))
+    assert torch.equal(batch(1, mine=slice(1, None, 2)), rows[n:2 * n][1::2])
+    refusal(lambda: data.window_batch(tokens, 1, 16, N - 15, 3, 0), N + 1, N)
+
+
 def test_windows_carry_their_loss_masks_and_the_numbers_of_their_documents():
-    """Catches a first or last token that is never in a window, and wrong document indices."""
+    """Catches wrong document indices, and the last document read as one with the first, which follows it."""
     rng = np.random.default_rng(0)
     starts = np.append(True, rng.random(299) < 0.2)
     tokens = data.Tokens(np.arange(300).astype(np.uint32), rng.random(300) < 0.5, np.flatnonzero(starts))
-    ids, loss_mask, numbers, teacher = data.window_batch(tokens, 5000, 17, 3, "cpu")
-    assert (ids.dtype, loss_mask.dtype, numbers.dtype, teacher) == (torch.int64, torch.bool, torch.int64, None)
-    assert (ids.diff(dim=1) == 1).all() and set(ids[:, 0].tolist()) == set(range(284))
-    for window, mask, documents in zip(ids[:50].tolist(), loss_mask.tolist(), numbers.tolist()):
+    ids, loss_mask, numbers = data.window_batch(tokens, 90, 15, 2, 3, 0)
+    assert (ids.dtype, loss_mask.dtype, numbers.dtype) == (torch.int64, torch.bool, torch.int64)
+    assert any(0 in window[1:] for window in ids.tolist())
+    for window, mask, documents in zip(ids.tolist(), loss_mask.tolist(), numbers.tolist()):
         assert mask == tokens.loss_mask[window].tolist()
-        assert documents == [sum(starts[window[0] + 1 : i + 1].tolist()) for i in window]
+        begins = [documents[i] != documents[i - 1] for i in range(1, 17)]
+        assert documents[0] == 0 and begins == starts[window[1:]].tolist()
     one = tokens._replace(starts=np.zeros(1, np.int64))
-    assert data.window_batch(one, 50, 17, 3, "cpu")[2] is None
-    assert data.window_batch(tokens, 1, 300, 3, "cpu")[0].tolist() == [list(range(300))]
-    refusal(lambda: data.window_batch(tokens, 1, 301, 3, "cpu"), 301, 300)
+    for window, documents in zip(ids, [data.window_batch(one, 1, 15, 2, 3, step)[2] for step in range(90)]):
+        assert (documents is None) == (0 not in window[1:])
 
 
 def test_prompts_of_texts_are_windows_of_single_documents_one_of_each_while_they_last(library, tiny):
     """Catches prompts that span documents or end with a text's last token, and documents used twice."""
     tiny.prefix = [7]
     tokens = data.load_tokens([library], tiny, "heldout")
-    texts = [[7, *tiny.encode(record.text)] for _, record in corpus.split_records([library], ["heldout"])]
+    texts = [[7, *tiny.encode(record.text)] for _, record in data.split_records([library], ["heldout"])]
     long = [i for i, text in enumerate(texts) if len(text) >= 33]
     assert 2 < len(long) < len(texts)
     found = data.prompts(tokens, 2 * len(long), 33)

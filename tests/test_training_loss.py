@@ -9,7 +9,7 @@ import torch
 from clover import CloverHeads, preset
 from conftest import SHAPES, Operations, random_prompts, toy_model
 from training import loss
-from training.loss import Teacher, guess_masks, head_losses, run_heads, run_model
+from training.loss import guess_masks, head_losses, run_heads, run_model
 
 K, B, T = 3, 3, 11
 
@@ -43,16 +43,18 @@ def test_loss_gradient_and_accuracy_equal_the_plain_computation(chunk, ids, monk
     model = toy_model()
     heads = CloverHeads(preset("clover"), model)
     heads.set_vocabulary([] if len(ids) == 97 else ids)
-    outputs, teacher, guess_mask = inputs(model)
+    outputs, hidden, guess_mask = inputs(model)
     kept = guess_mask.clone()
     weights = torch.tensor([1.0, 0.7, 0.49])
-    want, hits = plain(model, outputs, teacher.hidden, guess_mask, list(ids))
+    want, hits = plain(model, outputs, hidden, guess_mask, list(ids))
     (weights * want).sum().backward()
     wanted = [out.grad.clone() for out in outputs]
     for out in outputs:
         out.grad = None
-    got, counted = head_losses(heads, outputs, teacher, guess_mask)
+    got, counted = head_losses(heads, hidden, outputs, guess_mask)
     (weights * got).sum().backward()
+    with torch.no_grad():  # as when heads are measured
+        torch.testing.assert_close(head_losses(heads, hidden, outputs, guess_mask), (got, counted))
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-5)
     assert torch.equal(counted, hits) and torch.equal(guess_mask, kept)
     for out, grad in zip(outputs, wanted):
@@ -84,7 +86,6 @@ def test_guesses_across_a_border_and_of_tokens_that_do_not_count_are_left_out():
             assert guess_mask[i, b].tolist() == want
 
 
-
 def test_memory_does_not_grow_with_heads_tokens_and_vocabulary(monkeypatch):
     """Real sizes on the meta device: 5 heads, 4096 tokens, V = 152,000, C = 4096."""
     V, C, N, heads, chunk = 152_000, 4096, 4096, 5, 2**24
@@ -93,7 +94,6 @@ def test_memory_does_not_grow_with_heads_tokens_and_vocabulary(monkeypatch):
         weight, hidden = torch.empty(V, C), torch.empty(1, N + heads, C)
         outputs = [torch.empty(1, N, C, requires_grad=True) for _ in range(heads)]
         guess_mask = torch.empty(heads, 1, N, dtype=torch.bool)
-        teacher = Teacher(hidden, torch.empty(1, N + heads), torch.empty(1, N + heads, dtype=torch.int64))
 
     live, peaks = WeakValueDictionary(), []
 
@@ -109,7 +109,7 @@ def test_memory_does_not_grow_with_heads_tokens_and_vocabulary(monkeypatch):
         norm = staticmethod(lambda x: x * 1.0)
         head = type("Head", (), dict(weight=weight))
     with Operations(note):
-        losses, _ = head_losses(SimpleNamespace(model=Model, vocabulary=None), outputs, teacher, guess_mask)
+        losses, _ = head_losses(SimpleNamespace(model=Model, vocabulary=None), hidden, outputs, guess_mask)
         losses.sum().backward()
     kept = 4 * C * (3 * heads + 1) * (N + heads)  # per head: the norm's output, its gradient, and the outputs' gradient
     assert max(peaks) < kept + 6 * 4 * chunk < 4 * V * N

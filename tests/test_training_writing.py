@@ -1,18 +1,14 @@
-"""training/writing.py: the model's own text; and the stored states of training/data.py."""
+"""training/writing.py: the model's own text."""
 
 import json
 from types import SimpleNamespace
 
-import numpy as np
 import pytest
-import torch
 
-from backends.tensor_parallel import Group
 from conftest import refusal, toy_model
 from model import InputError
 from test_training_data import CHATML, EOT, save
-from training import data, writing
-from training.loss import run_model
+from training import writing
 
 END = 263  # <|im_end|>
 
@@ -129,36 +125,3 @@ def test_a_base_model_writes_from_its_first_token(encoding, tmp_path, monkeypatc
     made.write(1)
     assert lines(tmp_path / "self") == [dict(text=f"text {i}") for i in range(8)]
     assert set(script.calls[0][0]) == {EOT} and script.calls[0][1] > 0
-
-
-def test_stored_states_are_those_of_each_document_alone(tmp_path, monkeypatch):
-    """Catches rows stored for another document, padding that is stored, the lost end of a long document."""
-    monkeypatch.setattr(data, "BATCH", 40)
-    model, rng = toy_model(), np.random.default_rng(0)
-    sizes = [5, 1, 30, 7, 7, 12]
-    tokens = data.pack([(rng.integers(0, 97, n), np.ones(n, bool)) for n in sizes])
-    monkeypatch.setattr(data, "SPAN", 16)
-    file = tmp_path / "states-0.npy"
-    rows = data.store_states(file, model, tokens, Group(), torch.float32)
-    assert rows.shape == (62, 64 + 4) and rows.nbytes + 128 == file.stat().st_size
-    stored = tokens._replace(states=rows)
-    spans = [(a, b) for batch in data.span_batches(tokens, 16) for a, b in batch]
-    assert sorted(spans) == [(0, 5), (5, 6), (6, 22), (22, 36), (36, 43), (43, 50), (50, 62)]
-    for start, end in spans:
-        ids = torch.from_numpy(tokens.ids[start:end].astype(np.int64))[None]
-        want = run_model(model, torch.nn.functional.pad(ids, (0, 1)))
-        got = data.unpack_teacher(torch.tensor(rows[None, start:end]), torch.float32)
-        torch.testing.assert_close(got.hidden, want.hidden, atol=0.02, rtol=0.01)
-        torch.testing.assert_close(got.logsumexp, want.logsumexp, atol=0.02, rtol=0.01)
-        assert (got.greedy == want.greedy).float().mean() > 0.8
-    ids, _, _, teacher = data.window_batch(stored, 20, 9, 0, "cpu")
-    assert teacher.hidden.shape == (20, 8, 64) and teacher.greedy.shape == (20, 8)
-    first = next(i for i in range(54) if (tokens.ids[i:i + 9] == ids[0].numpy()).all())
-    whole = data.unpack_teacher(torch.tensor(rows[None, first:first + 8]), torch.float32)
-    assert torch.equal(teacher.hidden[0], whole.hidden[0]) and torch.equal(teacher.logsumexp[0], whole.logsumexp[0])
-    monkeypatch.setattr(data, "write_states", None)  # not called: they exist
-    data.store_states(file, model, tokens, Group(), torch.float32)
-    monkeypatch.setattr(data.shutil, "disk_usage", lambda folder: SimpleNamespace(free=1000))
-    more = tmp_path / "states-1.npy"
-    refusal(lambda: data.store_states(more, model, tokens, Group(), torch.float32), "hidden states take", "are free on")
-    assert [path.name for path in tmp_path.iterdir()] == ["states-0.npy"]

@@ -1,35 +1,174 @@
-"""Training data: tokens and the model's hidden states, their files, training windows, prompts."""
+"""Training data: documents of text and chat files, their splits, their tokens, and what is drawn
+from them: training windows and prompts."""
 
 import contextlib
 import hashlib
 import itertools
-import shutil
+import sysconfig
+from functools import lru_cache
+from pathlib import Path
 from typing import NamedTuple
 
 import numpy as np
 import torch
 
 from hf.chat import end_of_text
-from model import InputError, check_memory, expect
-from training import corpus
-from training.common import load_file, progress, save_file, saving
-from training.corpus import SPLITS, builtin_corpus, find_files, split_records
-from training.loss import Teacher, hidden_states, teach
+from hf.text import OBJECTS, messages_of, read_objects, read_text
+from model import InputError, expect, warn
+from training.runs import STATE_FILE, load_file, save_file, saving
 
 FILE = "tokens.pt"      # in --out, or beside the text that the model wrote
+TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".go",
+                 ".rs", ".jsonl", ".jsonl.gz")
+SPLITS = ("train", "heldout")
+NO_CODE = {"site-packages", "dist-packages", "__pycache__", "encodings"}  # and *data
+MOST_REFUSED = 0.1  # share of the chats that the template may refuse; more are an error
+PIECE = 4096  # characters; longer texts are cut into pieces, each of which goes to either split
 COVERAGE = 0.97         # share of the training tokens that an "auto" draft vocabulary covers
 VOCABULARY_STEP = 1024  # its size is a multiple of this
-SPAN = 2048             # for stored states, longer documents are read in parts of this many tokens
-BATCH = 8192            # maximum tokens per forward pass
-EXTRA = 4               # int16 values after each state: logsumexp (float32), greedy token (int32)
 
+
+# --------------------------------------------------------------------------------------------------
+# Documents
+
+class Record(NamedTuple):
+    """A document as (text, in_loss) pairs; in_loss: its tokens are training targets. kind: "text",
+    "completion" (the loss covers all but the prompt) or "chat" (only the assistant's turns)."""
+    parts: tuple
+    kind: str = "text"
+
+    @property
+    def text(self):
+        return "".join(text for text, _ in self.parts)
+
+
+def builtin_corpus(split):
+    """The source files of Python's standard library in a split, which need no download."""
+    root = Path(sysconfig.get_paths()["stdlib"])
+    is_code = lambda path: not any(part in NO_CODE or part.endswith("data") for part in path.parts)
+    files = [file for file in sorted(root.rglob("*.py")) if is_code(file.relative_to(root))
+             and split_of(file.relative_to(root).as_posix()) == split]
+    expect(files, f"{root}: no code for the {split} split; use --data")
+    return files
+
+
+def find_files(path):
+    """The file at a path, or the text files in a folder, except in folders of training runs."""
+    path = Path(path)
+    expect(path.exists(), f"{path}: no such file or folder")
+    if path.is_file():
+        return [path]
+    runs = {state.parent for state in path.rglob(STATE_FILE)}
+    return [file for file in sorted(path.rglob("*")) if file.name.endswith(TEXT_SUFFIXES)
+            and file.is_file() and not runs & set(file.parents)]
+
+
+def read_records(paths, template=None):
+    """Yields a `Record` for each non-empty document. template: the `ChatTemplate` for chats; those
+    it refuses are skipped with a warning. Raises InputError for a path without documents, a
+    malformed line, and if more than MOST_REFUSED of the chats are refused."""
+    chats = 0
+    refused = []
+    for path in paths:
+        empty = True
+        for file in find_files(path):
+            for where, record in read_file(file):
+                if record.kind == "chat":
+                    expect(template, f"{file}, {where}: messages need a model with a chat template")
+                    chats += 1
+                    try:
+                        record = Record(chat_parts(record.parts, template), "chat")
+                    except InputError as error:
+                        refused.append(f"{file}, {where}: {error}")
+                        empty = False
+                        continue
+                if record.text:
+                    empty = False
+                    yield record
+        expect(not empty, f"{path}: expected UTF-8 text, got none; check the path")
+    if refused:
+        problem = (f"the chat template refuses {len(refused)} of {chats} chats; the first is "
+                   f"{refused[0]}")
+        expect(len(refused) <= MOST_REFUSED * chats, f"{problem}; correct or remove them")
+        warn(f"{problem}; skipping these")
+
+
+def read_file(file):
+    """Yields (position, `Record`) for each document of a file; nothing if it is not UTF-8 text. The
+    parts of a chat are its messages, not rendered yet."""
+    if not file.name.endswith(OBJECTS):
+        with contextlib.suppress(InputError):
+            yield "", Record(((read_text(file), True),))
+        return
+    expected = 'an object with "text", "prompt" and "completion", "messages" or "conversations"'
+    yield from read_objects(file, parse_record, expected)
+
+
+def parse_record(value):
+    """The Record of an object with "text", else "prompt" and "completion", else chat messages."""
+    text, prompt, completion = map(value.get, ("text", "prompt", "completion"))
+    if text is not None:
+        record = Record(((text, True),))
+    elif prompt is not None and completion is not None:
+        record = Record(((prompt, False), (completion, True)), "completion")
+    else:
+        return Record(messages_of(value), "chat")
+    valid = all(isinstance(part, str) for part, _ in record.parts)
+    expect(valid, f"its {record.kind} is not a string")
+    return record
+
+
+def chat_parts(messages, template):
+    """The (text, in_loss) pairs of a chat up to the assistant's last turn. The loss covers what
+    rendering an assistant turn adds to its prompt."""
+    # skip an assistant's first message: many templates refuse the empty chat before it
+    turns = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
+    # if the template drops the reasoning of earlier turns, only the last turn is as generated
+    for answers in (turns, turns[-1:]):
+        texts = [""]  # each must be a prefix of the next
+        for i in answers:
+            texts.append(template.render(messages[:i], add_generation_prompt=True))
+            texts.append(template.render(messages[:i + 1], add_generation_prompt=False))
+        pairs = list(itertools.pairwise(texts))
+        if all(text.startswith(before) for before, text in pairs):
+            return tuple((text[len(before):], i % 2 > 0) for i, (before, text) in enumerate(pairs))
+    raise InputError("the chat template does not render a prefix of a chat as a prefix of its text")
+
+
+def split_of(text):
+    """The split of a text, by its hash: 1 in 20 is held out."""
+    digest = hashlib.sha256(text.encode("utf-8", "surrogatepass")).digest()
+    return "heldout" if int.from_bytes(digest[:8], "big") % 20 == 0 else "train"
+
+
+def split_records(paths, splits, template=None):
+    """Yields (split, Record) for the documents in some of SPLITS. paths None: the built-in corpus.
+    Texts are cut, so that one file can fill both splits; neighbours in a split are joined again."""
+    if paths is None:
+        for split in splits:
+            for file in builtin_corpus(split):
+                yield from ((split, record) for _, record in read_file(file) if record.text)
+        return
+    missing = set(splits)
+    for record in read_records(paths, template):
+        whole = record.kind != "text"  # completions and chats are not cut
+        pieces = [record.text[i:i + PIECE] for i in range(0, len(record.text), PIECE)]
+        for split, run in itertools.groupby([record.text] if whole else pieces, split_of):
+            if split in splits:
+                missing.discard(split)
+                yield split, record if whole else Record((("".join(run), True),))
+    expect(not missing, f"{' '.join(map(str, paths))}: too little text, none is in the split "
+           f"{' or '.join(missing)}; give more, or a larger --self-tokens")
+
+
+# --------------------------------------------------------------------------------------------------
+# Tokens
 
 class Tokens(NamedTuple):
     """Concatenated documents."""
     ids: np.ndarray        # uint32 [N]
     loss_mask: np.ndarray  # bool [N]: the token is a training target
     starts: np.ndarray     # int64, ascending: offset of each document's first token
-    states: np.ndarray | None = None  # int16 [N, C + EXTRA] from `store_states`, if stored
 
 
 def pack(documents):
@@ -71,7 +210,7 @@ def tokens_key(paths, encoding):
     files = sorted((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns)
                    for file in itertools.chain(*groups))
     template = encoding.template and (encoding.template.source, encoding.template.tokens)
-    parts = (encoding.hash, encoding.prefix, template, files, corpus.TEXT_SUFFIXES, corpus.PIECE)
+    parts = (encoding.hash, encoding.prefix, template, files, TEXT_SUFFIXES, PIECE)
     return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
@@ -85,9 +224,7 @@ def store_tokens(file, key, paths, encoding, vocab_size):
     tokens = encode_splits(paths, SPLITS, encoding)
     expect(all((tokens[split].ids < vocab_size).all() for split in SPLITS), "--data has token "
            f"ids of {vocab_size} and up, for which the model has no embeddings; remove them")
-    for states in file.parent.glob("states-*.npy"):  # they belong to the old tokens
-        states.unlink()
-    arrays = {split: list(map(torch.from_numpy, tokens[split][:3])) for split in SPLITS}
+    arrays = {split: list(map(torch.from_numpy, tokens[split])) for split in SPLITS}
     with saving(f"{file}: cannot be written", "make room, or use another --out"):
         save_file(file, dict(key=key) | arrays)
     return open_tokens(file)
@@ -115,24 +252,36 @@ def set_draft_vocabulary(heads, ids, n, log=print):
     heads.set_vocabulary(order[:n].tolist())
 
 
-def window_batch(tokens, n, length, seed, device, mine=slice(None), dtype=torch.float32):
-    """Draws n random windows of `Tokens` and returns the slice `mine` of them: ids int64, loss_mask
-    bool, documents int64 (0, 1, ... in each window; None if no window has two), each [windows,
-    length]; a `Teacher` of all but the last position in a dtype, None if no states are stored."""
-    last = len(tokens.ids) - length
-    expect(last >= 0, f"expected {length} tokens or more in each split, got {len(tokens.ids)}; "
-           "give more text, or a smaller --block-size")
-    starts = torch.randint(last + 1, (n, 1), generator=torch.Generator().manual_seed(seed))
-    columns = (starts.numpy() + np.arange(length))[mine]
-    documents = np.searchsorted(tokens.starts, columns, side="right")
+# --------------------------------------------------------------------------------------------------
+# Windows and prompts
+
+def window_batch(tokens, n, block_size, ahead, seed, step, device="cpu", mine=slice(None)):
+    """The n windows of a step, block_size tokens and the `ahead` after them, and of these windows
+    the slice `mine`: ids int64, loss_mask bool, documents int64 (one number per document; None if
+    no window has two), each [windows, block_size + ahead]. Steps 0, 1, ... pass over the tokens
+    again and again, each time in another order. Raises InputError for too few tokens."""
+    N = len(tokens.ids)
+    length = block_size + ahead
+    expect(N >= length, f"expected {length} tokens or more in each split, got {N}; give more text, "
+           "or a smaller --block-size")
+    numbers = np.arange(step * n, step * n + n)[mine]
+    starts = [window_starts(N, block_size, seed, i // (N // block_size))[i % (N // block_size)]
+              for i in numbers.tolist()]
+    laps, columns = np.divmod(np.array(starts)[:, None] + np.arange(length), N)
+    documents = np.searchsorted(tokens.starts, columns, side="right") + laps * len(tokens.starts)
     documents -= documents[:, :1]
     crosses = documents.any()
     arrays = tokens.ids[columns].astype(np.int64), tokens.loss_mask[columns], documents
     ids, loss_mask, documents = (to_device(array, device) for array in arrays)
-    teacher = None
-    if tokens.states is not None:
-        teacher = unpack_teacher(to_device(tokens.states[columns[:, :-1]], device), dtype)
-    return ids, loss_mask, documents if crosses else None, teacher
+    return ids, loss_mask, documents if crosses else None
+
+
+@lru_cache(maxsize=2)  # a step reads one or two
+def window_starts(N, block_size, seed, number):
+    """Where the windows of pass `number` over N tokens begin, in their order: int64
+    [N // block_size]. They follow one another from a random token on, and around the end."""
+    rng = np.random.default_rng((seed, number))
+    return (rng.integers(N) + block_size * rng.permutation(N // block_size)) % N
 
 
 def to_device(array, device):
@@ -168,63 +317,3 @@ def prompts(tokens, n, length, seed=0):
     expect(chosen, "prompts need documents of two tokens or more; give more text")
     again = itertools.islice(itertools.cycle(chosen), n - len(chosen))
     return [*chosen.values(), *map(prompt_of, again)]
-
-
-# Hidden states of the frozen model are computed once and stored, with the logsumexp of the logits:
-# then the probabilities of a draft vocabulary need only its rows of the LM head.
-
-def unpack_teacher(rows, dtype):
-    """Unpacks rows of `store_states`, int16 [B, T, C + EXTRA] -> `Teacher`, hidden in a dtype."""
-    hidden, logsumexp, greedy = rows.split((rows.shape[-1] - EXTRA, 2, 2), dim=-1)
-    return Teacher(hidden.view(torch.bfloat16).to(dtype),
-                   logsumexp.contiguous().view(torch.float32)[..., 0],
-                   greedy.contiguous().view(torch.int32)[..., 0].long())
-
-
-def span_batches(tokens, longest):
-    """Cuts documents into spans (start, end) of up to `longest` tokens, batched by length."""
-    ends = np.append(tokens.starts[1:], len(tokens.ids))
-    spans = [(first, min(first + longest, end)) for start, end in zip(tokens.starts, ends)
-             for first in range(start, end, longest)]
-    spans.sort(key=lambda span: span[0] - span[1])
-    n = max(1, BATCH // longest)
-    return [spans[i:i + n] for i in range(0, len(spans), n)]
-
-
-def store_states(file, model, tokens, group, dtype):
-    """The model's states for `Tokens`, int16 [N, C + EXTRA], memory-mapped from a file. If it does
-    not exist, all processes of the group write it together."""
-    shape = (len(tokens.ids), model.config.n_embd + EXTRA)
-    if not file.exists():
-        temporary = file.with_name(f"{file.name}.tmp")
-        group.on_first(lambda: create(temporary, shape))
-        rows = np.load(temporary, mmap_mode="r+")
-        batches = span_batches(tokens, min(SPAN, model.config.block_size))
-        show = progress(0, len(batches), shape[0] // len(batches), group.print)
-        for i in range(group.rank, len(batches), group.size):
-            write_states(rows, model, tokens, batches[i], dtype)
-            if i // group.size % 10 == 0:
-                show(i + 1, f"step {i + 1}/{len(batches)}  hidden states")
-        rows.flush()
-        group.barrier()
-        group.on_first(lambda: temporary.rename(file))
-    return np.load(file, mmap_mode="r")
-
-
-def create(file, shape):
-    """Creates a .npy file of int16 zeros. Raises InputError if the disk has too little space."""
-    check_memory("hidden states take", 2 * shape[0] * shape[1],
-                 shutil.disk_usage(file.parent).free, file.parent, "use less text")
-    with saving(f"{file}: cannot be written", "make room and start it again"):
-        np.lib.format.open_memmap(file, "w+", np.int16, shape)
-
-
-def write_states(rows, model, tokens, spans, dtype):
-    texts = [torch.from_numpy(tokens.ids[start:end].astype(np.int64)) for start, end in spans]
-    ids = torch.nn.utils.rnn.pad_sequence(texts, batch_first=True)
-    hidden = hidden_states(model, ids.to(model.device), dtype=dtype)
-    hidden, logsumexp, greedy = teach(model, hidden.bfloat16(), dtype)
-    parts = hidden, logsumexp.float()[..., None], greedy.int()[..., None]
-    states = torch.cat([x.view(torch.int16) for x in parts], dim=-1).cpu().numpy()
-    for state, (start, end) in zip(states, spans):
-        rows[start:end] = state[:end - start]

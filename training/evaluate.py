@@ -5,9 +5,9 @@ import torch
 from backends import cpu
 from generate import prepare
 from kernels import BINS
-from training.common import saving
 from training.data import prompts, window_batch
 from training.loss import window_losses
+from training.runs import saving
 
 PROMPTS = 32       # held-out prompts to decode
 DECODED = 64       # new tokens per prompt
@@ -18,10 +18,10 @@ BATCHES = 8        # batches of held-out windows for head accuracy
 @torch.no_grad()
 def head_accuracy(heads, heldout, batch_size, block_size):
     """For each head, the share of held-out positions where its top-1 token is the greedy token."""
-    length = block_size + heads.config.n_draft + 1
+    ahead = heads.config.n_draft + 1
     hits = guesses = 0
-    for seed in range(BATCHES):
-        batch = window_batch(heldout, batch_size, length, seed, heads.model.device)
+    for step in range(BATCHES):
+        batch = window_batch(heldout, batch_size, block_size, ahead, 0, step, heads.model.device)
         _, batch_hits, batch_guesses = window_losses(heads, *batch, dtype=torch.float32)
         hits = hits + batch_hits
         guesses = guesses + batch_guesses

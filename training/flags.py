@@ -35,11 +35,6 @@ class RunConfig:
     device: str | None = None
 
     @property
-    def window(self):
-        """Tokens per training window: block_size that the heads read, and the tokens after them."""
-        return self.block_size + self.n_draft + 1
-
-    @property
     def tokens_per_step(self):
         return self.batch_size * self.block_size
 
@@ -66,7 +61,8 @@ def parse_heads(argv=None):
                        "Python's standard library")
     add = run.add_argument
     count = dict(type=at_least(1), metavar="N")
-    add("--self-tokens", **count, help="tokens of --data self; default: 1/4 of the training tokens")
+    add("--self-tokens", **count, help="tokens of --data self; default: steps x batch size x block "
+        "size, for one pass")
     add("--steps", **count, help=f"default: {RunConfig.steps}")
     add("--batch-size", **count, help=f"sequences per step; default: {RunConfig.batch_size}")
     add("--block-size", **count, help="tokens per sequence; default: 256, if the context allows")

@@ -13,7 +13,7 @@ from hf.chat import end_of_text
 from hf.text import read_lines
 from hf.tokenizer import encode_prompt
 from model import InputError, expect, human, read_json
-from training.common import progress, save_lines
+from training.runs import progress, save_lines
 
 ABOUT = "written_by.json"            # records the model's hash beside the texts
 ROUND = 16, 384                      # fewest and most chats per file, before bad ones are dropped

@@ -1,4 +1,4 @@
-"""Shared by training programs: run config, files, learning rate schedule, progress, signals."""
+"""What a training run needs beside its data: config, files, schedule, progress, signals."""
 
 import contextlib
 import json
