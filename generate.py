@@ -26,10 +26,25 @@ from typing import NamedTuple
 import torch
 
 from clover import DEFAULT_BEAMS, MAX_BEAMS, Tree, root_tree
-from kernels import BINS, HAS_TRITON, SOURCES, accept_path, best_tree, commit_path, ngram_lookup
+from kernels import (
+    BINS,
+    HAS_TRITON,
+    SOURCES,
+    accept_path,
+    best_tree,
+    commit_path,
+    ngram_lookup,
+    prompt_chain,
+)
 from model import MAX_TREE, InputError, KVCache, check, expect
 
 PREFILL_CHUNK = 512  # prompt tokens per forward pass; bounds its memory and the wait between steps
+# where steps read prompts: a prompt with more unread tokens than LONG is prefilled up to its last
+# REST; READ_SIZES are the T that a fixed size competes with while something is unread
+LONG = 128
+REST = 64
+READ_SIZES = 16, 64
+READ_STEPS = 32  # most steps to read a prompt in
 DEFAULT_BATCH = 8    # sequences
 MAX_CHAIN = 15       # most tokens that lookup proposes
 # sampling modes, cheapest first; a batch runs in its costliest one, which changes no tokens
@@ -138,6 +153,10 @@ class Policy:
             self.options = [(1, 0), *((T, min(K, T - 1)) for T in sizes if K),
                             *((T, 0) for T in sizes if lookup)]
         self.largest = max(T or LARGEST for T, _ in self.options)
+        # where steps read prompts
+        self.reading_options = self.options
+        if self.tree_size:
+            self.reading_options = [(T, min(K, T - 1)) for T in (self.tree_size, *READ_SIZES)]
         self.group = model.group
         self.known = known_counts(self.heads)  # [2, SOURCES, 2]: accepted, proposed
         # totals, to which steps add; in float32 they would stop at 2^24
@@ -161,10 +180,13 @@ class Policy:
         self.trial = []  # options to try in the next steps
         self.elapsed = self.trial_seconds = 0.0
 
-    def select(self, B, unread=lambda: 0):
+    def select(self, B, unread=lambda: 0, reading=()):
         """The option of the next step of B sequences. unread(): how many committed rows the heads
-        have not read."""
+        have not read. reading: of each sequence with unread prompt tokens their number, if steps
+        read prompts."""
         self.steps += 1
+        if reading:
+            return self.select_reading(B, reading)
         if self.tree_size:
             return self.tree_size, min(self.depth, self.tree_size - 1)
         is_due = B != self.B or self.steps % PERIOD == 0 or self.steps in (2, 4, 8)
@@ -179,6 +201,18 @@ class Policy:
         self.last = option
         self.last_use[option] = self.steps
         return option
+
+    def select_reading(self, B, reading):
+        """The option with the most tokens per second, known ones included, among those that read
+        the longest prompt in at most READ_STEPS steps."""
+        def rate(option):
+            T, depths = option
+            tokens = 1 + sum(extended(self.means[depths > 0][0], T - 1))
+            read = sum(min(T, unread) for unread in reading)
+            return (read + (B - len(reading)) * tokens) / self.times.seconds(B, T, depths)
+        least = max(reading) / READ_STEPS
+        fast = [option for option in self.reading_options if option[0] >= least]
+        return max(fast or [max(self.reading_options)], key=rate)
 
     def begin_trial(self, unread):
         """Tries the option that was not used for longest, if time is left for it."""
@@ -365,22 +399,17 @@ class Slots:
     root: torch.Tensor              # int64 [B]: the newest token, not yet in the cache
     state: torch.Tensor             # [B, C]: what the heads draft from
     history: torch.Tensor           # int32 [B, > capacity]: all tokens up to the root, for lookup
+    ends: torch.Tensor              # int32 [B]: index of the prompt's last token
     sequence: torch.Tensor          # int64 [B]: the sequence's index, an argument of its noise
     active: torch.Tensor            # int32 [B]: 0 for an idle slot
     sampling: dict                  # {field of `Sampling`: float32 or int64 [B]}
 
-    def view(self, first, count):
-        """Slots first, first + 1, ...; they share memory with these."""
-        rows = slice(first, first + count)
-        tensors = self.root, self.state, self.history, self.sequence, self.active
-        return Slots(self.cache.slots(first, count), self.heads_cache.slots(first, count),
-                     *(x[rows] for x in tensors),
-                     {name: x[rows] for name, x in self.sampling.items()})
-
-    def set_sampling(self, samplings):
-        """Sets the `Sampling` of each slot."""
-        for name, rows in self.sampling.items():
-            rows.copy_(to_device([getattr(s, name) for s in samplings], rows.device, rows.dtype))
+    def set(self, slot, sampling, **values):
+        """Sets a slot's `Sampling` and other numbers. The host does not wait for the copies."""
+        tensors = {name: getattr(self, name) for name in values} | self.sampling
+        for name, value in (values | vars(sampling)).items():
+            x = tensors[name]
+            x[slot:slot + 1].copy_(to_device([value], x.device, x.dtype), non_blocking=True)
 
 
 def new_slots(model, heads, batch_size, capacity, max_tree, max_path):
@@ -396,6 +425,7 @@ def new_slots(model, heads, batch_size, capacity, max_tree, max_path):
         root=zeros(batch_size, dtype=torch.int64),
         state=zeros(batch_size, model.config.n_embd, dtype=model.dtype),
         history=zeros(batch_size, capacity + 2 * max_path + 1, dtype=torch.int32),  # 1: the root
+        ends=zeros(batch_size, dtype=torch.int32),
         sequence=zeros(batch_size, dtype=torch.int64),
         active=zeros(batch_size, dtype=torch.int32),
         sampling={name: zeros(batch_size, dtype=torch.float32 if kind is float else torch.int64)
@@ -447,13 +477,14 @@ class Decoder:
 
     policy: a `Policy`, which names the drafters. Its heads read every accepted token, even in steps
     that they do not draft. capacity: most tokens of a sequence, prompt included; default: the
-    model's context. sampling: for sequences without their own. beams, graph: as in `prepare`.
-    Raises InputError for sizes out of range and for caches that do not fit in memory."""
+    model's context. sampling: for sequences without their own. reads_in_steps: whether steps read
+    prompts, beside sequences that generate; default: on CUDA. beams, graph: as in `prepare`. Raises
+    InputError for sizes out of range and for caches that do not fit in memory."""
     chooses_size = False  # whether `draft` chooses the tree size, if it is None
 
     @torch.inference_mode()
     def __init__(self, model, *, policy, batch_size=1, capacity=None, beams=None, sampling=None,
-                 graph=True):
+                 graph=True, reads_in_steps=None):
         check("batch size", batch_size, 1, 2**16, whole=True)
         heads = policy.heads
         max_beams = heads.max_beams if heads else MAX_BEAMS
@@ -471,14 +502,22 @@ class Decoder:
         check("capacity", self.capacity, 1, model.config.block_size, whole=True)
         self.context = model.blocks.decoding_context
         self.inference_mode = torch.inference_mode()  # creating one takes as long as a stage
-        P = self.path_limit(policy.largest)
+        is_cuda = model.device.type == "cuda"
+        self.reads_in_steps = is_cuda if reads_in_steps is None else reads_in_steps
+        largest = max(policy.largest, *READ_SIZES) if self.reads_in_steps else policy.largest
+        P = self.path_limit(largest)
         # captured graphs hold addresses: these tensors are allocated once and changed in place
         self.offsets = torch.arange(P, device=model.device)
         self.path_ancestors = (2 << self.offsets) - 1  # a path has no branches: j sees nodes 0..j
-        self.slots = new_slots(model, heads, batch_size, self.capacity, policy.largest, P)
-        self.slots.set_sampling([self.sampling] * batch_size)
+        self.slots = new_slots(model, heads, batch_size, self.capacity, largest, P)
+        for slot in range(batch_size):
+            self.slots.set(slot, self.sampling)
         self.root_tree = root_tree(self.slots.root)
-        is_cuda = model.device.type == "cuda"
+        # arguments of `prompt_chain` and `accept_path`
+        self.known = None
+        if self.reads_in_steps:
+            self.known = self.slots.history, self.slots.cache.lengths, self.slots.ends
+            self.no_chain = torch.zeros(batch_size, 1, dtype=torch.int64, device=model.device)
         self.steps_ahead = 1 if is_cuda else 0  # steps in flight while the host reads an older one
         self.graphs = {}  # (arguments of `step`, sampling mode) -> function that replays, or None
         self.pool = None  # memory shared by the graphs; None: steps run eagerly
@@ -486,8 +525,10 @@ class Decoder:
             self.pool = torch.cuda.graph_pool_handle()
 
     def path_limit(self, tree_size):
-        """P: a path ends at the heads' last depth or at the end of the longest chain."""
-        return min(tree_size, 1 + max(self.policy.depth, MAX_CHAIN))
+        """P: a path ends with the heads' last depth, or with the longest chain: of lookup, or of a
+        prompt's tokens."""
+        return tree_size if self.reads_in_steps else min(tree_size, 1 + max(self.policy.depth,
+                                                                            MAX_CHAIN))
 
     # One step of all slots: fixed shapes, state changed in place, no host synchronisation.
 
@@ -513,8 +554,13 @@ class Decoder:
         if self.policy.lookup:
             n = min(tree_size - 1, MAX_CHAIN)
             chain = ngram_lookup(slots.history, slots.cache.lengths, n)
-        return Tree(*best_tree(slots.root, candidates, chain, self.policy.chances,
-                               slots.sampling["temperature"], tree_size)), chain
+        elif self.reads_in_steps:
+            chain = None if depths else self.no_chain
+        *tree, probabilities = best_tree(slots.root, candidates, chain, self.policy.chances,
+                                         slots.sampling["temperature"], tree_size)
+        if self.reads_in_steps:
+            prompt_chain(*self.known, tree, probabilities, chain)
+        return Tree(*tree, probabilities), chain
 
     def positions(self, tree):
         return self.slots.cache.lengths[:, None] + tree.depths
@@ -547,7 +593,7 @@ class Decoder:
         slots = self.slots
         P = self.path_limit(tree.tokens.shape[1])
         packed = accept_path(*tree[:5], target, slots.active, P, slots.sampling["temperature"],
-                             self.policy.counts, chain)
+                             self.policy.counts, chain, self.known)
         return Accepted(packed, P)
 
     def commit(self, tree, hidden, accepted):
@@ -611,57 +657,58 @@ class Decoder:
 
     def warm_up(self):
         """Compiles and captures every option of the policy, while all slots are idle."""
-        for option in self.policy.options:
+        policy = self.policy
+        for option in policy.reading_options if self.reads_in_steps else policy.options:
             with self.context():
                 self.launch(*option).wait()
 
+    def prefill_end(self, length, start):
+        """How many tokens of a prompt to read by `prefill`, from token `start` on; steps read the
+        rest. Without `reads_in_steps` all but the last, which is the root of the first step."""
+        last = length - 1
+        if not self.reads_in_steps:
+            return last
+        return last - REST if last - start > LONG else start
+
     @torch.inference_mode()
-    def prefill(self, sequences, start):
-        """Reads the next chunk of prompts, from token `start`, into adjacent slots, and returns the
-        chunk's end; after the last chunk the slots are active. sequences: {slot: Sequence}, one, or
-        several whose prompts fit in one chunk.
+    def prefill(self, slot, prompt, start, end):
+        """Reads the prompt's tokens start, ..., end - 1 into a slot. Steps between two calls write
+        their trees where the next call will write."""
+        tokens = to_device([prompt[start:end + 1]], self.device)  # (1, end + 1 - start)
+        hidden = self.model.prefill(tokens[:, :-1], self.slots.cache.slots(slot), start)
+        if self.heads:
+            self.read_prompt(slot, hidden, tokens[:, 1:], start)
 
-        A prompt's last token is not read here: it is the root of the first step. Steps between two
-        chunks write their trees where the next chunk will go."""
-        device = self.model.device
-        first = min(sequences)
-        slots = self.slots.view(first, len(sequences))
-        sequences = list(sequences.values())
-        longest = max(len(s.prompt) for s in sequences) - 1
-        end = min(start + PREFILL_CHUNK, longest)
-        padded = [[*s.prompt[start:end + 1], *[0] * (end + 1 - len(s.prompt))] for s in sequences]
-        tokens = to_device(padded, device)  # (n, end + 1 - start)
-        last = to_device([[min(end, len(s.prompt) - 1)] for s in sequences], device)  # (n, 1)
-        if end > start:
-            hidden = self.model.prefill(tokens[:, :-1], slots.cache, start)
-            if self.heads:
-                self.read_prompts(first, hidden, tokens[:, 1:], start, last)
-        elif self.heads:
-            slots.state.zero_()
-        if self.policy.largest > 1:  # there is a drafter
-            slots.history[:, start:end + 1] = tokens
-        torch.gather(tokens, 1, last - start, out=slots.root[:, None])
-        slots.cache.lengths.copy_(last[:, 0])
-        if end == longest:
-            slots.sequence.copy_(to_device([s.index for s in sequences], device))
-            slots.set_sampling([s.sampling for s in sequences])
-            slots.active.fill_(1)  # [:] = 1 would wait for the GPU
-        return end
+    def read_prompt(self, slot, hidden, tokens, start):
+        """Lets the heads read hidden states of a prompt [1, T, C]. tokens: those that follow."""
+        states = self.heads.augment(hidden, tokens, cache=self.slots.heads_cache.slots(slot),
+                                    start=start)
+        self.slots.state[slot:slot + 1] = states[:, -1]
 
-    def read_prompts(self, first, hidden, tokens, start, last):
-        """Lets the heads read hidden states of prompts [n, T, C]. tokens: those that follow [n, T];
-        last: each prompt's last position so far [n, 1]."""
-        slots = self.slots.view(first, len(hidden))
-        states = self.heads.augment(hidden, tokens, cache=slots.heads_cache, start=start)
-        # a one-token prompt has no state: beside longer prompts it gets an arbitrary one
-        at = (last - start - 1).clamp(min=0)[:, :, None].expand(-1, 1, states.shape[2])
-        torch.gather(states, 1, at, out=slots.state[:, None])
+    @torch.inference_mode()
+    def begin(self, slot, sequence, start):
+        """Makes a slot run a sequence. The slot's cache holds the first `start` prompt tokens."""
+        prompt = sequence.prompt
+        slots = self.slots
+        if self.reads_in_steps or self.policy.largest > 1:  # else nobody reads the history
+            tokens = to_device(prompt, self.device, torch.int32)
+            slots.history[slot, :len(prompt)].copy_(tokens, non_blocking=True)
+        if start == 0:
+            slots.state[slot:slot + 1].zero_()
+        slots.set(slot, sequence.sampling, root=prompt[start], ends=len(prompt) - 1,
+                  sequence=sequence.index, active=1)
+        self.set_length(slot, start)
+
+    def set_length(self, slot, rows):
+        self.slots.cache.lengths[slot:slot + 1].copy_(
+            to_device([rows], self.device, torch.int32), non_blocking=True)
 
     @torch.inference_mode()
     def release(self, slot, rows=0):
         """Makes a slot, or a slice of slots, idle. Steps may still compute it and write their trees
         after the first `rows` rows of its cache."""
         self.slots.active[slot].zero_()
+        self.slots.ends[slot].zero_()
         self.slots.cache.lengths[slot].fill_(rows)
 
 
@@ -724,10 +771,10 @@ class Engine:
         self.waiting = deque()
         # free slot -> tokens in its cache
         self.cached_prefix = dict.fromkeys(range(self.decoder.batch_size), ())
-        self.prefilling = {}      # slot -> sequence, of the prefill in progress
-        self.prefill_start = 0    # its next token
+        self.prefilling = None    # (slot, sequence, next token, end) of the prefill in progress
         self.running = {}         # slot -> sequence
-        self.in_flight = deque()  # ({row: (slot, sequence)}, `InFlight`) of steps not read yet
+        # ({row: (slot, sequence, its unread prompt tokens)}, `InFlight`) of steps not read yet
+        self.in_flight = deque()
 
     @property
     def busy(self):
@@ -748,80 +795,92 @@ class Engine:
 
     def step(self, with_trees=False):
         """Admits prompts, runs one step of all slots and returns its `StepResult`s; on a GPU those
-        of the previous step, which the host reads while this one runs."""
+        of the previous step, which the host reads while this one runs. A sequence whose step only
+        read its prompt has none."""
         decoder = self.decoder
         with decoder.context():
             self.admit()
             if self.running:
                 slots = decoder.run_slots(self.running)
-                option = self.policy.select(len(slots), decoder.unread)
-                decoder.sampling_mode = max(s.sampling.mode for s in self.running.values())
-                sequences = {row: (slot, self.running[slot]) for row, slot in enumerate(slots)
-                             if slot in self.running}
+                running = self.running.values()
+                reading = [s.unread for s in running if s.unread]
+                option = self.policy.select(len(slots), decoder.unread, reading)
+                decoder.sampling_mode = max(s.sampling.mode for s in running)
+                sequences = {row: (slot, self.running[slot], self.running[slot].unread)
+                             for row, slot in enumerate(slots) if slot in self.running}
                 self.in_flight.append((sequences, decoder.launch(*option, with_trees)))
+                for sequence in running:
+                    sequence.unread -= min(sequence.unread, option[0] or 0)
         if not self.in_flight or (self.running and len(self.in_flight) <= decoder.steps_ahead):
             return []
         return self.retire()
 
     def admit(self):
-        """Reads prompts into free slots, about PREFILL_CHUNK tokens between two steps."""
+        """Moves prompts into free slots. Prefills about PREFILL_CHUNK tokens between two steps."""
+        decoder = self.decoder
         budget = PREFILL_CHUNK
         while budget > 0 and (self.prefilling or (self.waiting and self.cached_prefix)):
             if not self.prefilling:
-                self.next_prompts()
-            start = self.prefill_start
-            self.prefill_start = self.decoder.prefill(self.prefilling, start)
-            budget -= max(self.prefill_start - start, 1) * len(self.prefilling)
-            if self.prefill_start == max(len(s.prompt) for s in self.prefilling.values()) - 1:
-                self.running |= self.prefilling
-                self.prefilling = {}
-
-    def next_prompts(self):
-        """Starts the prefill of the next prompt. A GPU reads several short prompts as fast as one:
-        if this one starts at 0, the following prompts join it, in the next slots, while all fit in
-        one chunk."""
-        slot, self.prefill_start = best_slot(self.cached_prefix, self.waiting[0].prompt)
-        may_share = self.decoder.steps_ahead > 0 and self.prefill_start == 0
-        while self.waiting and slot in self.cached_prefix:
-            sequences = [*self.prefilling.values(), self.waiting[0]]
-            fits = len(sequences) * max(len(s.prompt) - 1 for s in sequences) <= PREFILL_CHUNK
-            if self.prefilling and not (may_share and fits):
-                break
-            self.prefilling[slot] = self.waiting.popleft()
-            del self.cached_prefix[slot]
-            slot += 1
+                sequence = self.waiting.popleft()
+                slot, start = best_slot(self.cached_prefix, sequence.prompt)
+                del self.cached_prefix[slot]
+                end = decoder.prefill_end(len(sequence.prompt), start)
+                self.prefilling = slot, sequence, start, end
+            slot, sequence, start, end = self.prefilling
+            stop = min(start + PREFILL_CHUNK, end)
+            if start < stop:
+                decoder.prefill(slot, sequence.prompt, start, stop)
+                budget -= stop - start
+            self.prefilling = slot, sequence, stop, end
+            if stop == end:
+                decoder.begin(slot, sequence, end)
+                sequence.unread = len(sequence.prompt) - 1 - end
+                self.running[slot] = sequence
+                self.prefilling = None
 
     def retire(self):
         """Reads the oldest step in flight and frees the slots of the sequences that it ends."""
         sequences, in_flight = self.in_flight.popleft()
         step = in_flight.wait()
         results = []
-        for row, (slot, sequence) in sequences.items():
-            if sequence.ended:
-                continue  # it ended while this step was in flight
-            tokens, path, sources = step.accepted[row]
+        decoded = []  # the results that are no prompts
+        for row, (slot, sequence, unread) in sequences.items():
+            read = min(unread, step.tree_size)  # known tokens, which the step accepted
+            if sequence.ended or read == step.tree_size:
+                continue  # it ended while this step was in flight, or emits nothing
+            tokens, path, sources = (values[read:] for values in step.accepted[row])
             tree = step.trees and step.trees[row]
+            if tree and unread:
+                tree = Tree(*([value] for value in (0, 0, 0, 1, -1, 1.0)))
             if tree:  # plain decoding's tree is a view of the root, which is the next one by now
                 tree.tokens[0] = (sequence.tokens or sequence.prompt)[-1]
-            results.append(StepResult(sequence, sequence.take(tokens), path, sources,
-                                      step.tree_size, tree))
+            size = 1 if unread else step.tree_size
+            result = StepResult(sequence, sequence.take(tokens), path, sources, size, tree)
+            results.append(result)
+            if not unread:
+                decoded.append(result)
             if sequence.ended:
                 self.free(slot)
-        self.policy.update(step, results)
+        self.policy.update(step, decoded)
         return results
 
     def free(self, slot):
         """Frees a slot. Its cache keeps the sequence except for the last token."""
-        self.prefilling.pop(slot, None)
-        sequence = self.running.pop(slot, None)
-        self.cached_prefix[slot] = [*sequence.prompt, *sequence.tokens] if sequence else ()
-        self.decoder.release(slot, max(len(self.cached_prefix[slot]) - 1, 0))
+        tokens = ()
+        if sequence := self.running.pop(slot, None):
+            tokens = [*sequence.prompt, *sequence.tokens]
+            tokens = tokens[:len(sequence.prompt) - sequence.unread] if sequence.unread else tokens
+        self.cached_prefix[slot] = tokens
+        self.decoder.release(slot, max(len(tokens) - 1, 0))
 
     def cancel(self, sequence):
         """Ends a sequence, waiting or in a slot, between two steps."""
         if sequence in self.waiting:
             self.waiting.remove(sequence)
-        for slot, other in [*self.running.items(), *self.prefilling.items()]:
+        if self.prefilling and self.prefilling[1] is sequence:
+            self.free(self.prefilling[0])
+            self.prefilling = None
+        for slot, other in [*self.running.items()]:
             if other is sequence:
                 self.free(slot)
         sequence.ended = sequence.ended or "cancelled"
@@ -880,6 +939,7 @@ class Sequence:
         self.index = index
         self.prompt = prompt
         self.sampling = sampling
+        self.unread = 0  # prompt tokens that the steps launched so far leave unread
         self.tokens = []
         self.ended = None
         self.limit = min(max_new_tokens, context - len(prompt))

@@ -1394,11 +1394,79 @@ def best_tree_reference(root, candidates, lookup, chances, temperature, tree_siz
 
 
 # --------------------------------------------------------------------------------------------------
+# prompt_chain: the draft of a sequence with unread prompt tokens
+#
+#   node j is history[lengths + j], the child of node j - 1, up to the prompt's last token
+#
+# The tokens that follow are known, so `accept_path` accepts the whole chain.
+
+@triton.jit(do_not_specialize=["S", "n", "T"])
+def _prompt_chain_kernel(
+    history_ptr, lengths_ptr, ends_ptr, tokens_ptr, parents_ptr, depths_ptr, ancestors_ptr,
+    sources_ptr, probabilities_ptr, lookup_ptr, S, n, T, BLOCK_T: tl.constexpr,
+):
+    """Program b: the tree of one sequence."""
+    b = tl.program_id(0).to(tl.int64)
+    start = tl.load(lengths_ptr + b)
+    unread = tl.load(ends_ptr + b) - start
+    node = tl.arange(0, BLOCK_T)
+    mask = (node < T) & (unread > 0)
+    known = mask & (node <= unread)
+    offsets = b * T + node
+    index = node.to(tl.int64)
+    token = tl.load(history_ptr + b * S + start + node, mask=known, other=0)
+    ancestors = (tl.full([BLOCK_T], 2, tl.int64) << index) - 1
+    tl.store(tokens_ptr + offsets, token.to(tl.int64), mask=mask)
+    tl.store(parents_ptr + offsets, tl.where(known & (node > 0), index - 1, 0), mask=mask)
+    tl.store(depths_ptr + offsets, tl.where(known, index, 0), mask=mask)
+    tl.store(ancestors_ptr + offsets, tl.where(known, ancestors, 0), mask=mask)
+    tl.store(sources_ptr + offsets, tl.full([BLOCK_T], -1, tl.int64), mask=mask)
+    tl.store(probabilities_ptr + offsets, tl.where(known, 1.0, 0.0), mask=mask)
+    if lookup_ptr is not None:
+        tl.store(lookup_ptr + b * (n + 1), 0, mask=unread > 0)
+
+
+def prompt_chain(history, lengths, ends, tree, probabilities, lookup=None):
+    """Replaces, in place, the trees of the sequences with unread prompt tokens: lengths < ends.
+    history: int32 [B, S], with the whole prompts. lengths: index of each root, int32 [B]. ends:
+    index of the prompt's last token, int32 [B]. tree, probabilities, lookup: as from `best_tree`
+    and `ngram_lookup`; a replaced tree has no sources and no match."""
+    B, S = _sizes("history", history, 2, INT32)
+    _, T = _sizes("tokens", tree[0], 2, INT64)
+    n = _sizes("lookup", lookup, 2, INT64)[1] - 1 if lookup is not None else 0
+    _check(T <= 64, "T <= 64", tree[0])
+    _check_tensors("lengths, ends", (B,), history, INT32, lengths, ends)
+    _check_tensors("the tree", (B, T), history, INT64, *tree)
+    _check_tensors("probabilities", (B, T), history, FLOAT32, probabilities)
+    outputs = *tree, probabilities, *(() if lookup is None else (lookup,))
+    _check(all(x.is_contiguous() for x in outputs), "contiguous trees and lookup", *outputs)
+    if not runs_triton(history):
+        return prompt_chain_reference(history, lengths, ends, tree, probabilities, lookup)
+    inputs = map(_contiguous, (history, lengths, ends))
+    _launch(_prompt_chain_kernel, (B,), *inputs, *tree, probabilities, lookup, S, n, T,
+            BLOCK_T=triton.next_power_of_2(T), num_warps=1)
+
+
+def prompt_chain_reference(history, lengths, ends, tree, probabilities, lookup=None):
+    node = torch.arange(tree[0].shape[1], device=history.device)
+    unread = (ends - lengths)[:, None]  # (B, 1)
+    known = node <= unread
+    index = (lengths[:, None] + node).clamp(max=history.shape[1] - 1).long()
+    columns = (history.gather(1, index), (node - 1).clamp(min=0), node, (2 << node) - 1)
+    values = *(known * column for column in columns), torch.tensor(-1), known
+    for out, value in zip((*tree, probabilities), values):
+        out.copy_(torch.where(unread > 0, value.to(out), out))
+    if lookup is not None:
+        lookup[:, :1] *= unread <= 0
+
+
+# --------------------------------------------------------------------------------------------------
 # accept_path
 #
 #   a node is accepted if its parent is and its token is its parent's target token; the root always
 #
-# Children of one parent have different tokens, so the accepted nodes form a path.
+# Children of one parent have different tokens, so the accepted nodes form a path. In a prompt, the
+# target token is the known one, whatever the model would have sampled.
 #
 # counts[mode, source] += (right, proposed), from which `chances` are estimated. Heads: accepted and
 # proposed nodes. Chain: its tokens that were emitted; these and the first wrong one.
@@ -1406,8 +1474,8 @@ def best_tree_reference(root, candidates, lookup, chances, temperature, tree_siz
 @triton.jit(do_not_specialize=["T", "P", "n"])
 def _accept_path_kernel(
     tokens_ptr, parents_ptr, depths_ptr, ancestors_ptr, sources_ptr, target_ptr, active_ptr,
-    temperature_ptr, lookup_ptr, counts_ptr, out_ptr, T, P, n,
-    BINS: tl.constexpr, SOURCES: tl.constexpr, BLOCK_T: tl.constexpr,
+    temperature_ptr, lookup_ptr, history_ptr, lengths_ptr, ends_ptr, counts_ptr, out_ptr,
+    T, P, n, S, BINS: tl.constexpr, SOURCES: tl.constexpr, BLOCK_T: tl.constexpr,
 ):
     """Program b: the path of one sequence."""
     b = tl.program_id(0).to(tl.int64)
@@ -1419,8 +1487,16 @@ def _accept_path_kernel(
     depth = tl.load(depths_ptr + offsets, mask=mask, other=0)
     ancestors = tl.load(ancestors_ptr + offsets, mask=mask, other=0)
     target = tl.load(target_ptr + offsets, mask=mask, other=0)
-    mismatch = mask & (depth > 0)
-    mismatch &= token != tl.load(target_ptr + b * T + parent, mask=mask, other=0)
+    expected = tl.load(target_ptr + b * T + parent, mask=mask, other=0)
+    if history_ptr is not None:
+        index = tl.load(lengths_ptr + b) + depth
+        end = tl.load(ends_ptr + b)
+        history_ptr += b * S + index
+        known = tl.load(history_ptr, mask=mask & (index <= end), other=0).to(tl.int64)
+        expected = tl.where(index <= end, known, expected)
+        known = tl.load(history_ptr + 1, mask=mask & (index < end), other=0).to(tl.int64)
+        target = tl.where(index < end, known, target)
+    mismatch = mask & (depth > 0) & (token != expected)
     rejected = tl.sum(mismatch.to(tl.int64) << node.to(tl.int64), 0)  # bitmask of nodes
     on_path = (ancestors != 0) & ((ancestors & rejected) == 0) & (depth < P)
     active = tl.load(active_ptr + b)
@@ -1431,7 +1507,7 @@ def _accept_path_kernel(
     zero = tl.zeros([BLOCK_T], tl.int64)
     tl.store(out_ptr + depth, target, mask=on_path)
     tl.store(out_ptr + P + depth, node.to(tl.int64), mask=on_path)
-    tl.store(out_ptr + node, zero + tl.load(target_ptr + b * T), mask=rest)
+    tl.store(out_ptr + node, zero + tl.sum(tl.where(node == 0, target, 0), 0), mask=rest)
     tl.store(out_ptr + P + node, zero, mask=rest)
     source = tl.load(sources_ptr + offsets, mask=mask, other=-1)
     tl.store(out_ptr + 2 * P + depth, source, mask=on_path)
@@ -1457,12 +1533,13 @@ def _accept_path_kernel(
 
 
 def accept_path(tokens, parents, depths, ancestors, sources, target, active, max_path, temperature,
-                counts, lookup=None):
+                counts, lookup=None, known=None):
     """The accepted path of each tree of `best_tree`, at most P = max_path nodes -> int64 [B, 3 P +
     2]: the path's target tokens, which are emitted (P), its nodes, root first (P), their sources
     (P), their number, and the index of the last. A shorter path is padded with the root. target:
     the model's own next token at each node. active: 1, or 0 for an idle sequence, whose number and
-    index are 0. temperature: [B]. counts [2, SOURCES, 2] is updated in place, see above."""
+    index are 0. temperature: [B]. counts [2, SOURCES, 2] is updated in place, see above. known:
+    (history, lengths, ends) as in `prompt_chain`, of prompts that may have unread tokens."""
     B, T = _sizes("tokens", tokens, 2, INT64)
     n = _sizes("lookup", lookup, 2, INT64)[1] - 1 if lookup is not None else 0
     _check(T <= 64 and 1 <= max_path <= 64, "T <= 64 and 1 <= max_path <= 64", tokens, max_path)
@@ -1473,17 +1550,28 @@ def accept_path(tokens, parents, depths, ancestors, sources, target, active, max
     _check_tensors("temperature", (B,), tokens, FLOAT32, temperature)
     _check_tensors("counts", (2, SOURCES, 2), tokens, (torch.float64,), counts)
     _check(counts.is_contiguous(), "contiguous counts", counts)
+    if known:
+        _check_tensors("history", known[0].shape, tokens, INT32, known[0])
+        _check_tensors("lengths, ends", (B,), tokens, INT32, *known[1:])
     if not runs_triton(tokens):
-        return accept_path_reference(*tree, target, active, max_path, temperature, counts, lookup)
+        return accept_path_reference(*tree, target, active, max_path, temperature, counts, lookup,
+                                     known)
     out = tokens.new_empty(B, 3 * max_path + 2)
-    inputs = map(_contiguous, (*tree, target, active, temperature, lookup))
-    _launch(_accept_path_kernel, (B,), *inputs, counts, out, T, max_path, n, BINS=BINS,
+    history, lengths, ends = known or (None, None, None)
+    S = history.shape[1] if known else 0
+    inputs = map(_contiguous, (*tree, target, active, temperature, lookup, history, lengths, ends))
+    _launch(_accept_path_kernel, (B,), *inputs, counts, out, T, max_path, n, S, BINS=BINS,
             SOURCES=SOURCES, BLOCK_T=triton.next_power_of_2(max(T, max_path)), num_warps=1)
     return out
 
 
 def accept_path_reference(tokens, parents, depths, ancestors, sources, target, active, max_path,
-                          temperature, counts, lookup=None):
+                          temperature, counts, lookup=None, known=None):
+    if known:
+        history, lengths, ends = known
+        index = lengths[:, None] + 1 + depths
+        next_token = history.gather(1, index.clamp(max=history.shape[1] - 1)).long()
+        target = torch.where(index <= ends[:, None], next_token, target)
     rows = []
     rows_of = zip(*(x.tolist() for x in (tokens, parents, ancestors, sources, target, active)))
     for b, (tokens, parents, ancestors, sources, target, active) in enumerate(rows_of):

@@ -779,14 +779,20 @@ class CompiledDecoder(Decoder):
         step.catches_up = self.struct.behind > 1 + MAX_CHAIN
         return step
 
-    @torch.inference_mode()
-    def prefill(self, sequences, start):
-        for slot in sequences:
-            self.slots.heads_cache.lengths[slot].clamp_(max=start)  # later rows get other tokens
-        return super().prefill(sequences, start)
+    def prefill(self, slot, prompt, start, end):
+        self.forget(slot, start)
+        super().prefill(slot, prompt, start, end)
 
-    def read_prompts(self, first, hidden, tokens, start, last):
+    def read_prompt(self, slot, hidden, tokens, start):
         """Stores the hidden states. The heads read them when they first draft."""
-        slots = slice(first, first + len(hidden))
-        self.hidden_rows[slots, start:start + hidden.shape[1]] = hidden
-        self.slots.state[slots] = 0
+        self.hidden_rows[slot, start:start + hidden.shape[1]] = hidden[0]
+        self.slots.state[slot] = 0
+
+    def begin(self, slot, sequence, start):
+        self.forget(slot, start)
+        super().begin(slot, sequence, start)
+
+    @torch.inference_mode()
+    def forget(self, slot, start):
+        """Lets the heads read a slot's rows from `start` on again, which get other tokens."""
+        self.slots.heads_cache.lengths[slot].clamp_(max=start)

@@ -114,7 +114,9 @@ def test_output_is_that_of_plain_decoding(drafter, tree_size, batch_size, sampli
     preset = drafter.removesuffix("lookup").rstrip("+").removesuffix("plain")
     model, heads, given = load(preset, dtype, name)
     policy = Cycling(model, heads) if preset == "cycling" else Policy(model, heads, "lookup" in drafter, tree_size)
-    engine = new_engine(model, policy=policy, batch_size=batch_size, capacity=max(map(len, given)) + N)
+    reads_in_steps = bool(ahead and dtype in BY_TORCH)
+    engine = new_engine(model, policy=policy, batch_size=batch_size, capacity=max(map(len, given)) + N,
+                        reads_in_steps=reads_in_steps)
     engine.decoder.steps_ahead = ahead
     plain = decode_plainly(sampling, dtype, name)
     want, samplings = [sequence.tokens for sequence in plain], [sequence.sampling for sequence in plain]
