@@ -207,7 +207,8 @@ class Policy:
         the longest prompt in at most READ_STEPS steps."""
         def rate(option):
             T, depths = option
-            tokens = 1 + sum(extended(self.means[depths > 0][0], T - 1))
+            drafted = min(T, self.tree_size or T)
+            tokens = 1 + sum(extended(self.means[depths > 0][0], drafted - 1))
             read = sum(min(T, unread) for unread in reading)
             return (read + (B - len(reading)) * tokens) / self.times.seconds(B, T, depths)
         least = max(reading) / READ_STEPS
@@ -658,7 +659,8 @@ class Decoder:
     def warm_up(self):
         """Compiles and captures every option of the policy, while all slots are idle."""
         policy = self.policy
-        for option in policy.reading_options if self.reads_in_steps else policy.options:
+        reading = policy.reading_options if self.reads_in_steps else []
+        for option in dict.fromkeys([*policy.options, *reading]):
             with self.context():
                 self.launch(*option).wait()
 
