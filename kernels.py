@@ -433,23 +433,24 @@ def _pack_entries(scores, columns):
 
 @triton.jit
 def _take_best(entries, best):
-    """Replaces the smallest entries of each row's list by larger ones of a tile, largest first."""
+    """Merges a tile's entries [rows, n] into each row's list of its best, [rows, k], in any order.
+    A round replaces the least of a list by the largest of the tile; the first tile takes k."""
     largest = tl.max(entries, 1)
     if best.shape[1] == 1:
         return tl.maximum(best, largest[:, None])
     least = tl.min(best, 1)
     while tl.max((largest > least).to(tl.int32), 0) > 0:
-        best = tl.where(best == least[:, None], tl.maximum(largest, least)[:, None], best)
+        best = tl.where(best == least[:, None], tl.maximum(best, largest[:, None]), best)
         largest = tl.max(tl.where(entries < largest[:, None], entries, NO_ENTRY), 1)
         least = tl.min(best, 1)
     return best
 
 
-@triton.jit(do_not_specialize=["M", "T", "V", "programs", "k"])
+@triton.jit(do_not_specialize=["M", "T", "V", "programs"])
 def _project_kernel(
     hidden_ptr, weight_ptr, vocab_ids_ptr, temperature_ptr, seed_ptr, sequence_ptr, position_ptr,
     entries_ptr, lse_ptr, stride_hm, stride_hc, stride_wv, stride_wc,
-    k, programs, M, T, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    programs, M, T, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
     """Program (tile of rows; p): the k best and the log-sum-exp of vocabulary tiles p, p +
@@ -460,9 +461,8 @@ def _project_kernel(
     row = tl.minimum(m, M - 1)[:, None]
     hidden_ptrs = hidden_ptr + row.to(tl.int64) * stride_hm
     slots = tl.arange(0, BLOCK_K).to(tl.int64)[None, :]
-    # Empty slots differ, or one entry would replace them all. Slots from k on are never replaced.
-    empty = tl.where(slots < k, slots + NO_ENTRY, -1 - NO_ENTRY)
-    best = tl.zeros([BLOCK_M, BLOCK_K], tl.int64) + empty
+    # Empty slots hold NO_ENTRY, NO_ENTRY + 1, ...: a round finds the slot to replace by its entry.
+    best = tl.full([BLOCK_M, BLOCK_K], NO_ENTRY, tl.int64) + slots
     row_max = tl.full([BLOCK_M], FINITE_MIN, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if sequence_ptr is not None:
@@ -512,22 +512,20 @@ def _project_kernel(
             best = _take_best(_pack_entries(scores, column[None, :]), best)
 
     lists = m * programs + program
-    tl.store(entries_ptr + lists[:, None] * k + slots, best, mask=row_mask[:, None] & (slots < k))
     if lse_ptr is not None:
         tl.store(lse_ptr + lists, row_max + tl.log(row_sum), mask=row_mask)
+    tl.store(entries_ptr + lists[:, None] * BLOCK_K + slots, best, mask=row_mask[:, None])
 
 
-@triton.jit(do_not_specialize=["programs", "k"])
+@triton.jit(do_not_specialize=["programs", "n", "k"])
 def _merge_lists_kernel(
-    entries_ptr, lse_ptr, vocab_ids_ptr, logprobs_ptr, tokens_ptr, programs, k,
+    entries_ptr, lse_ptr, vocab_ids_ptr, logprobs_ptr, tokens_ptr, programs, n, k,
     BLOCK_ENTRIES: tl.constexpr,
 ):
-    """Program m: the k best of all lists of row m; ties go to the lowest column."""
+    """Program m: the k best of the n entries of row m's lists; ties go to the lowest column."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK_ENTRIES)
-    # [BLOCK_ENTRIES]
-    entries = tl.load(entries_ptr + row * programs * k + index, mask=index < programs * k,
-                      other=NO_ENTRY)
+    entries = tl.load(entries_ptr + row * n + index, mask=index < n, other=NO_ENTRY)
     if lse_ptr is not None:
         # [BLOCK_ENTRIES], one per program
         lse = tl.load(lse_ptr + row * programs + index, mask=index < programs, other=float("-inf"))
@@ -559,16 +557,17 @@ def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(Non
     tiles = triton.cdiv(V, blocks["BLOCK_V"])
     at_once = min(max(2 * multiprocessors // m_tiles, 1), 512)  # the merge takes up to 512 lists
     programs = triton.cdiv(tiles, triton.cdiv(tiles, at_once))  # tile counts differ by at most 1
-    entries = hidden.new_empty((M, programs, k), dtype=torch.int64)
+    BLOCK_K = triton.next_power_of_2(k)  # entries of a list
+    entries = hidden.new_empty((M, programs, BLOCK_K), dtype=torch.int64)
     tokens = hidden.new_empty((M, k), dtype=torch.int64)
     lse = None if logprobs is None else logprobs.new_empty(M, programs)
-    BLOCK_K = 1 if k == 1 else 8 if k <= 8 else 32
-    BLOCK_ENTRIES = triton.next_power_of_2(programs * k)
+    n = programs * BLOCK_K
+    BLOCK_ENTRIES = triton.next_power_of_2(n)
     _launch(_project_kernel, (m_tiles, programs),
             hidden, weight, vocab_ids, *noise, entries, lse, *_strides(hidden),
-            *_strides(weight), k, programs, M, T, V, C=C, BLOCK_K=BLOCK_K, **blocks)
+            *_strides(weight), programs, M, T, V, C=C, BLOCK_K=BLOCK_K, **blocks)
     _launch(_merge_lists_kernel, (M,),
-            entries, lse, vocab_ids, logprobs, tokens, programs, k,
+            entries, lse, vocab_ids, logprobs, tokens, programs, n, k,
             BLOCK_ENTRIES=BLOCK_ENTRIES, num_warps=_num_warps(BLOCK_ENTRIES, 512))
     return tokens
 
