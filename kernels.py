@@ -1306,15 +1306,15 @@ def _best_tree_kernel(
         chance = tl.where(better, power, chance)
         source = tl.where(better, BINS + match, source)
 
-    rank = (chance.to(tl.int32, bitcast=True).to(tl.int64) << 12) - depth
+    rank = _pack_entries(chance, depth)
     node = _places(rank, token, entries_ptr + b * 2 * BLOCK_N, BLOCK_J)
     parent = tl.gather(node, above, 0)
-    ancestors = tl.full([BLOCK_N], 1, tl.int64) << (node & 63).to(tl.int64)
-    for _ in tl.static_range(6):  # each round doubles how far up the tree the masks reach
-        ancestors |= tl.gather(ancestors, above, 0)
-        above = tl.gather(above, above, 0)
     used = chance >= 0
     mask = node < T
+    deepest = tl.max(tl.where(used & mask, depth, 0), 0)
+    ancestors = tl.full([BLOCK_N], 1, tl.int64) << (node & 63).to(tl.int64)
+    for level in range(1, deepest + 1):  # ancestors[node] = ancestors[parent] | 1 << node
+        ancestors |= tl.where(depth == level, tl.gather(ancestors, above, 0), 0)
     plane = tl.num_programs(0).to(tl.int64) * T
     tree_ptr += b * T + node
     tl.store(tree_ptr, token, mask=mask)
