@@ -1517,14 +1517,11 @@ def accept_path_reference(tokens, parents, depths, ancestors, sources, target, a
 #   times the largest mass (arXiv 2407.01082). Among the kept tokens take
 #   argmax(x + gumbel(seed, sequence, position, token)); at temperature 0 argmax(logits).
 #
-# Bytes: M * V float32 logits, read once for the mass and the largest x of up to 1,024 groups. These
-# give a floor below which no token is kept, and then only groups that reach it are read: few, if
-# the distribution is peaked. The top_k cut is found by bisection. The best token from the floor up
-# wins if less than top_p of the mass is above it. Otherwise all kept tokens are above it, and the
-# floor rises above it: -ln(s) times on average, if a share s of the first floor's mass is kept.
-
-MASS_UNIT = tl.constexpr(2.0 ** 40)  # masses are integers, so sums of up to 2^22 tokens are exact
-
+# Bytes: M * V float32 logits, read once for the mass and the largest x of up to 1,024 groups. All
+# later reads are of the groups that reach a floor, a bound below which no token is kept: few, if
+# the distribution is peaked. top-k raises the floor by bisection. top-p needs no exact bound: if
+# the best token from the floor up is kept, it is the answer; otherwise all kept tokens are above
+# it. If a share s of the floor's mass is kept, that takes 1 - ln(s) reads on average.
 
 @triton.jit
 def _load_logits(logits_ptr, columns, V, temperature):
@@ -1535,22 +1532,28 @@ def _load_logits(logits_ptr, columns, V, temperature):
 
 
 @triton.jit
+def _column(entry, V):
+    """The column of an entry, or V - 1 for NO_ENTRY, which is all that a row of NaN has."""
+    return tl.minimum(entry.to(tl.int32) ^ NO_TOKEN, V - 1)
+
+
+@triton.jit
 def _look(row, groups, floor, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The number, the mass and the best entry of the tokens with _order(x) >= floor; a result that
     the caller ignores is compiled away. groups: sorted entries of each group's largest x."""
     logits_ptr, V, temperature, low, high, row_max = row
     column = tl.arange(0, COLUMNS)[None, :]
-    number = tl.zeros([ROWS, COLUMNS], tl.int64)
-    mass = number
-    best = number + NO_ENTRY
+    number = tl.zeros([ROWS, COLUMNS], tl.int32)
+    mass = tl.zeros([ROWS, COLUMNS], tl.float32)
+    best = tl.full([ROWS, COLUMNS], NO_ENTRY, tl.int64)
     for start in range(0, tl.sum((groups >> 32 >= floor).to(tl.int32), 0), ROWS):
         group = tl.gather(groups, start + tl.arange(0, ROWS), 0).to(tl.int32) ^ NO_TOKEN
         columns = (column // 8 * groups.shape[0] + group[:, None]) * 8 + column % 8
         x = _load_logits(logits_ptr, columns, V, temperature)
         scores = _add_noise(x, temperature, low, high, columns.to(tl.uint32))
         above = _order(x) >= floor
-        number += above.to(tl.int64)
-        mass += tl.where(above, tl.exp(x - row_max) * MASS_UNIT, 0.0).to(tl.int64)
+        number += above.to(tl.int32)
+        mass += tl.where(above, tl.exp(x - row_max), 0.0)
         best = tl.maximum(best, tl.where(above, _pack_entries(scores, columns), NO_ENTRY))
     return tl.sum(number), tl.sum(mass), tl.max(best)
 
@@ -1576,7 +1579,7 @@ def _filtered_sample_kernel(
         largest = tl.maximum(largest, tl.max(x, 1))
         mass = mass * tl.exp(before - largest) + tl.sum(tl.exp(x - largest[:, None]), 1)
     row_max = tl.max(largest, 0)
-    mass = (tl.sum(mass * tl.exp(largest - row_max), 0) * MASS_UNIT).to(tl.int64)
+    mass = tl.sum(mass * tl.exp(largest - row_max), 0)
     low, high = _load_key(seed_ptr, sequence_ptr, position_ptr, b, m)
     row = logits_ptr, V, temperature, low, high, row_max
     groups = tl.sort(_pack_entries(largest, group), descending=True)
@@ -1584,33 +1587,41 @@ def _filtered_sample_kernel(
 
     floor = tl.full([], -2147483648, tl.int64)
     top_k = tl.load(top_k_ptr + b)
-    if (top_k > 0) & (top_k < V):  # bisects between the top_k-th largest group and `end`
+    if (top_k > 0) & (top_k < V):
+        # At least top_k tokens reach `floor`, at first the top_k-th largest group; at most top_k
+        # reach `end`. The search ends where they meet, or once exactly top_k reach `floor`.
         floor = tl.max(tl.where(group >= top_k - 1, orders, floor), 0)
         end = tl.max(orders, 0) + 1
         middle = floor
         while middle < end:
             number, part, _ = _look(row, groups, middle, ROWS, COLUMNS)
-            end = tl.where(number > top_k, end, middle + (number == top_k).to(tl.int64))
-            floor = tl.where(number >= top_k, middle, floor)
-            mass = tl.where(number >= top_k, part, mass)
+            if number >= top_k:
+                floor = middle
+                mass = part
+            if number <= top_k:
+                end = middle
             middle = (floor + end + 1) >> 1
 
     top_p = tl.load(top_p_ptr + b)
-    wanted = tl.maximum((mass.to(tl.float32) * top_p).to(tl.int64), 1)
-    masses = (tl.exp(_value(orders.to(tl.int32)) - row_max) * MASS_UNIT).to(tl.int64)
-    reached = tl.cumsum(masses, 0) >= tl.where(top_p < 1, wanted, 2**62)  # by the largest x alone
+    wanted = tl.where(top_p < 1, tl.maximum(mass * top_p, 1e-37), float("inf"))  # above 0 for NaN
+    masses = tl.exp(_value(orders.to(tl.int32)) - row_max)
+    reached = tl.cumsum(masses, 0) >= wanted  # by the largest of each group alone
     floor = tl.maximum(floor, tl.max(tl.where(reached, orders, floor), 0))
     reach = tl.log(tl.maximum(tl.load(min_p_ptr + b), 2e-9))  # noise spans < 20: lower x never win
     least = row_max + tl.where(temperature > 0, reach, 0.0)
     floor = tl.maximum(floor, _order(least).to(tl.int64))
-    above = wanted
-    while above >= wanted:
-        _, _, best = _look(row, groups, floor, ROWS, COLUMNS)
-        token = tl.minimum(best.to(tl.int32) ^ NO_TOKEN, V - 1)  # a valid id even if all are NaN
-        tl.store(tokens_ptr + m, token.to(tl.int64))
-        x = _load_logits(logits_ptr, token, V, temperature)
-        floor = tl.where(top_p < 1, _order(x), NO_TOKEN).to(tl.int64) + 1
-        _, above, _ = _look(row, groups, floor, ROWS, COLUMNS)
+    best = _look(row, groups, floor, ROWS, COLUMNS)[2]
+    if top_p < 1:
+        # All kept tokens reach `floor`, and `best` is the best of those that do. If the tokens
+        # above it have the mass that is wanted, `best` is not kept: look again, above it.
+        above = wanted
+        following = best
+        while above >= wanted:
+            best = following
+            x = _load_logits(logits_ptr, _column(best, V), V, temperature)
+            floor = _order(x).to(tl.int64) + 1
+            number, above, following = _look(row, groups, floor, ROWS, COLUMNS)
+    tl.store(tokens_ptr + m, _column(best, V).to(tl.int64))
 
 
 def filtered_sample(logits, *, temperature, top_k, top_p, min_p, seed, sequence, position):
