@@ -269,8 +269,8 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     lengths, ancestors, slopes = map(_contiguous, (lengths, ancestors, slopes))
     scale = math.log2(math.e) * (D ** -0.5 if scale is None else scale)  # for base-2 exponentials
     window = window if window < S else 0
-    aligned = _aligned(q, k_cache, v_cache)
-    blocks = _attention_blocks(T * G, D, q.dtype, aligned, slopes is not None, window > 0)
+    biased = slopes is not None or window > 0
+    blocks = _attention_blocks(T * G, D, q.dtype, _aligned(q, k_cache, v_cache), biased)
     BLOCK_Q, BLOCK_S, BLOCK_D = blocks["BLOCK_Q"], blocks["BLOCK_S"], blocks["BLOCK_D"]
     grid_rows = B * Hkv * triton.cdiv(T * G, BLOCK_Q)
     rows = min(S, window - 1 + T) if window else S  # the most that a sequence reads
@@ -742,25 +742,32 @@ def _num_warps(elements, per_warp):
     return min(max(elements // per_warp, 1), 16)
 
 
-def _attention_blocks(rows, D, dtype, aligned, alibi, windowed):
-    """Tile sizes and launch options by shape class; `pytest -m static` compiles every class.
-    maxnreg keeps ptxas from spilling a few registers to fit one more program. From D = 64 on, a
-    tile of keys or values is 8 kB; a program has two or three pairs of tiles in flight, and with up
-    to 64 query rows of D = 128 a multiprocessor runs two programs, enough to hide memory latency.
-    float32 and unaligned loads need small tiles; ALiBi or a window needs half the keys or rows."""
+ATTENTION_TILES = {
+    # case: BLOCK_Q, BLOCK_S, num_stages, maxnreg, the outputs (rows times D) that four warps hold
+    "slow loads": (16, 16, 2, None, 2048),  # float32, unaligned rows: loads take more registers
+    "16 rows": (16, 64, 4, 168, 8192),      # three programs per multiprocessor
+    "32 rows": (32, 64, 4, 255, 8192),      # two
+    "64 rows": (64, 64, 3, 255, 8192),      # two; 128 rows would leave one
+    "biased": (64, 32, 4, 255, 4096),       # positions take registers, so half the scores
+}
+
+
+def _attention_blocks(rows, D, dtype, aligned, biased):
+    """Tile sizes and launch options; `pytest -m static` compiles every case. A tile of keys has at
+    most 4096 elements, 8 kB. biased: by ALiBi or a window."""
     BLOCK_D = max(16, triton.next_power_of_2(D))
+    BLOCK_Q = min(max(16, triton.next_power_of_2(rows)), 64)
+    case = f"{BLOCK_Q} rows"
     if dtype == torch.float32 or not aligned:
-        return dict(BLOCK_Q=16, BLOCK_S=16, BLOCK_D=BLOCK_D, num_warps=4 if BLOCK_D <= 128 else 8,
-                    num_stages=2, TAIL_STAGES=2, maxnreg=224 if aligned or BLOCK_D <= 64 else None)
-    biased = alibi or windowed
-    largest = 32 if biased and BLOCK_D == 256 else 64
-    BLOCK_Q = min(max(16, triton.next_power_of_2(rows)), largest)
-    BLOCK_S = min(64, 4096 // BLOCK_D)
-    halved = biased and BLOCK_Q * BLOCK_S > 1024
-    return dict(BLOCK_Q=BLOCK_Q, BLOCK_S=BLOCK_S // 2 if halved else BLOCK_S, BLOCK_D=BLOCK_D,
-                num_warps=4 if BLOCK_Q <= 64 and BLOCK_Q * BLOCK_D <= 8192 >> windowed else 8,
-                num_stages=4 if BLOCK_Q <= 32 or halved else 3, TAIL_STAGES=1,
-                maxnreg=168 if BLOCK_Q == 16 and not windowed else 255)
+        case = "slow loads"
+    elif biased and BLOCK_Q > 16:
+        case = "biased"
+    most_rows, BLOCK_S, num_stages, maxnreg, four_warps = ATTENTION_TILES[case]
+    BLOCK_Q = min(BLOCK_Q, most_rows)
+    return dict(BLOCK_Q=BLOCK_Q, BLOCK_S=min(BLOCK_S, 4096 // BLOCK_D), BLOCK_D=BLOCK_D,
+                num_warps=4 if BLOCK_Q * BLOCK_D <= four_warps else 8, num_stages=num_stages,
+                TAIL_STAGES=2 if case == "slow loads" else 1,  # with 1 they would spill
+                maxnreg=maxnreg)
 
 
 def _programs_at_once(blocks, itemsize, gpu):
@@ -784,27 +791,39 @@ def _splits(rows, min_split, BLOCK_Q, grid_rows, at_once, fewest):
     return min(range(fewest, triton.cdiv(rows, min_split) + 1), key=time)
 
 
+PROJECT_TILES = {
+    # case: BLOCK_M, BLOCK_V, BLOCK_C, num_stages
+    "slow loads": (64, 64, 32, 3),          # float32, unaligned rows
+    "vocabulary": (64, 128, 64, 4),         # 16 kB of weights
+    "small vocabulary": (64, 64, 64, 6),    # 8 kB, so that all multiprocessors have a tile
+    "draft vocabulary": (64, 64, 64, 7),    # a stage more: gathered rows wait for their indices
+    "many rows": (128, 128, 64, 3),         # compute-bound
+    "many rows, narrow": (128, 64, 64, 3),  # the argmax of 128 rows is faster; noise would spill
+}
+
+
 def _project_blocks(M, k, dtype, aligned, gathered, small_vocabulary, noisy):
-    """A tile of weights is 16 kB, or 8 kB if a small vocabulary would give few tiles. Gathered rows
-    wait for their indices, so they get one more stage. Above 64 rows arithmetic matters: tiles are
-    128 rows by 128 tokens, or by 64 for the argmax of 128 rows, which is faster on an H100, and for
-    noise, which would spill on an A100. Two programs of 8 warps fit on a multiprocessor with 128
-    registers each; with gathered rows or longer lists they would spill."""
+    """Tile sizes and launch options; `pytest -m static` compiles every case."""
     rows = max(16, triton.next_power_of_2(M))
-    BLOCK_M = min(rows, 64)
-    num_warps = 8 if BLOCK_M == 64 else 4
+    case = "vocabulary"
     if dtype == torch.float32 or not aligned:
-        return dict(BLOCK_M=BLOCK_M, BLOCK_V=64, BLOCK_C=32, num_warps=num_warps,
-                    num_stages=3 if dtype == torch.float32 else 2, maxnreg=168)
-    fits_twice = 1 < k <= 8 and not gathered
-    if rows > 64:
+        case = "slow loads"
+    elif rows > 64:
         narrow = small_vocabulary or noisy or (k == 1 and rows == 128)
-        return dict(BLOCK_M=128, BLOCK_V=64 if narrow else 128, BLOCK_C=64, num_warps=8,
-                    num_stages=3, maxnreg=128 if narrow and fits_twice else None)
-    return dict(BLOCK_M=BLOCK_M, BLOCK_V=64 if small_vocabulary else 128, BLOCK_C=64,
-                num_warps=num_warps,
-                num_stages=(3 if BLOCK_M == 64 else 4) + 2 * small_vocabulary + gathered,
-                maxnreg=255 if BLOCK_M < 64 else 128 if fits_twice else None)
+        case = "many rows, narrow" if narrow else "many rows"
+    elif gathered:
+        case = "draft vocabulary"
+    elif small_vocabulary:
+        case = "small vocabulary"
+    most_rows, BLOCK_V, BLOCK_C, num_stages = PROJECT_TILES[case]
+    BLOCK_M = min(rows, most_rows)
+    if BLOCK_M == 64 and case != "slow loads":
+        num_stages -= 1  # for the hidden states of 64 rows
+    maxnreg = 168 if case == "slow loads" else 255 if BLOCK_M < 64 else None
+    if maxnreg is None and BLOCK_M * BLOCK_V <= 8192 and 1 < k <= 8 and not gathered:
+        maxnreg = 128  # two programs of 8 warps share a multiprocessor
+    return dict(BLOCK_M=BLOCK_M, BLOCK_V=BLOCK_V, BLOCK_C=BLOCK_C, num_stages=num_stages,
+                num_warps=8 if BLOCK_M >= 64 else 4, maxnreg=maxnreg)
 
 
 def _pair_blocks(n, tokens):
