@@ -252,14 +252,13 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     sees may hold anything. ancestors: bit j of node i is set if j is i or an ancestor of i. A node
     that sees nothing gives zeros. scale: default D ** -0.5. slopes [Hq]: for ALiBi. window: how
     many positions a node sees, its own included; 0: all. float64 caches take the reference."""
-    B, T, Hq, D = _sizes("q", q, 4, FLOATS)
-    _, Hkv, S, _ = _sizes("k_cache", k_cache, 4, (q.dtype, torch.float64))
-    _check(T <= min(S, 64) and 16 <= D <= 256 and Hq % Hkv == 0 and window >= 0,
-           "T <= min(S, 64), 16 <= D <= 256, Hq % Hkv == 0, window >= 0", q, k_cache, window)
-    _check_tensors("k_cache, v_cache", (B, Hkv, S, D), q, (k_cache.dtype,), k_cache, v_cache)
-    _check_tensors("lengths", (B,), q, INT32, lengths)
-    _check_tensors("ancestors", (B, T), q, INT64, ancestors)
-    _check_tensors("slopes", (Hq,), q, FLOAT32, slopes)
+    B, T, Hq, D, Hkv, S = _sizes(
+        "q B T Hq D float, k_cache/v_cache B Hkv S D same|float64, lengths B int32, "
+        "ancestors B T int64, slopes Hq float32",
+        q, k_cache, v_cache, lengths, ancestors, slopes)
+    _check(T <= min(S, 64) and 16 <= D <= 256 and Hq % Hkv == 0 and window >= 0
+           and k_cache.dtype == v_cache.dtype, "T <= min(S, 64), 16 <= D <= 256, Hq % Hkv == 0, "
+           "window >= 0, caches of one dtype", q, k_cache, v_cache, window)
     if not runs_triton(k_cache, v_cache, q):
         return tree_attention_reference(
             q, k_cache, v_cache, lengths, ancestors, scale, slopes, window)
@@ -572,17 +571,22 @@ def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(Non
     return tokens
 
 
+def _check_head(hidden, weight, temperature, seed, sequence, position, vocab_ids=None):
+    M, *_ = _sizes(
+        "hidden M C float, weight V C same, sequence B int, position M int, temperature B float32, "
+        "seed B int64, vocab_ids n int32",
+        hidden, weight, sequence, position, temperature, seed, vocab_ids)
+    _check(sequence is None or M % len(sequence) == 0, "M / B rows per sequence", hidden, sequence)
+
+
 def project_topk(hidden, weight, k, vocab_ids=None, noise=None):
     """The k most likely tokens of each row of hidden [M, C], best first, ties by lower id ->
     (logprobs float32 [M, k], tokens int64 [M, k]). weight: [V, C]. vocab_ids int32 [n]: a draft
     vocabulary (FR-Spec, arXiv 2502.14856): only these rows of weight count; ties go to the one
     listed first. noise: (temperature, seed, sequence, position) as in `project_sample`: adds
     temperature * noise to the logits, which favours the tokens that the sampler will choose."""
-    _check_head(hidden, weight)
-    if noise is not None:
-        _check_rows(hidden, *noise[2:], *noise[:2])
+    _check_head(hidden, weight, *([None] * 4 if noise is None else noise), vocab_ids)
     V = len(weight if vocab_ids is None else vocab_ids)
-    _check_tensors("vocab_ids", (V,), hidden, INT32, vocab_ids)
     _check(1 <= k <= min(V, 32), "1 <= k <= 32, and k <= V", k, V)
     if not runs_triton(hidden):
         return project_topk_reference(hidden, weight, k, vocab_ids, noise)
@@ -611,8 +615,7 @@ def project_sample(hidden, weight, temperature, seed, sequence, position):
     """The model's next token for each row of hidden [M, C] -> int64 [M]: argmax at temperature 0,
     otherwise a sample; ties go to the lowest id. weight: [V, C]. temperature: a number or float32
     [B]. The rest as in `gumbel`."""
-    _check_head(hidden, weight)
-    _check_rows(hidden, sequence, position, temperature, seed)
+    _check_head(hidden, weight, temperature, seed, sequence, position)
     if not runs_triton(hidden):
         return project_sample_reference(hidden, weight, temperature, seed, sequence, position)
     if not isinstance(temperature, torch.Tensor) and temperature == 0:
@@ -672,12 +675,9 @@ def _commit_path_kernel(
 def commit_path(kv, lengths, path, count):
     """Moves the accepted nodes' keys and values to the front of their tree, in place, in all layers
     of kv [L, 2, B, Hkv, S, D]. path [B, P]: ascending nodes from 0; the first count[b] are used."""
-    L, sides, B, Hkv, S, D = _sizes("kv", kv, 6, REALS)
-    _, P = _sizes("path", path, 2, INTS)
-    _check(sides == 2 and P <= 64, "kv [L, 2, B, Hkv, S, D], path [B, P], P <= 64", kv, path)
-    _check_tensors("lengths", (B,), kv, INT32, lengths)
-    _check_tensors("path", (B, P), kv, INTS, path)
-    _check_tensors("count", (B,), kv, INTS, count)
+    L, B, Hkv, S, D, P = _sizes("kv L 2 B Hkv S D real, lengths B int32, path B P int, count B int",
+                                kv, lengths, path, count)
+    _check(P <= 64, "a path of at most 64 nodes", path)
     if not runs_triton(kv):
         return commit_path_reference(kv, lengths, path, count)
     BLOCK_P, BLOCK_D = map(triton.next_power_of_2, (P, D))
@@ -876,10 +876,8 @@ def _add_norm_kernel(
 def add_norm(x, delta, weight, bias=None, eps=1e-5):
     """Residual add, then norm -> (norm(x + delta), x + delta), each [..., C]. delta: None for 0.
     weight [C]: None for ones. bias [C]: selects LayerNorm; None: RMSNorm."""
-    C = x.shape[-1]
-    _check(x.dtype in REALS and C <= 16384 and x.numel(), "x of 1 to 16384 real channels", x)
-    _check_tensors("delta", x.shape, x, (x.dtype,), delta)
-    _check_tensors("weight, bias", (C,), x, (x.dtype, torch.float32), weight, bias)
+    _, C = _sizes("x/delta ... C same, weight/bias C same|float32", x, delta, weight, bias)
+    _check(x.is_floating_point() and C <= 16384, "real x of at most 16384 channels", x)
     if not runs_triton(x, delta, weight, bias):
         return add_norm_reference(x, delta, weight, bias, eps)
     x, delta, weight, bias = map(_contiguous, (x, delta, weight, bias))
@@ -973,15 +971,12 @@ def rope_cache(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5):
     1, ... -> the queries [B, T, Hq, D], a view of qkv. qkv [B, T, H, D]: H = Hq + 2 Hkv query, key
     and value heads in this order, overwritten. rope: as in `rotate`, or None. kv [2, B, Hkv, S, D]:
     a layer's cache; float64 takes the reference. q_weight, k_weight [D]: RMSNorm, or None."""
-    B, T, H, D = _sizes("qkv", qkv, 4, REALS)
-    _, _, Hkv, S, _ = _sizes("kv", kv, 5, (qkv.dtype, torch.float64))
-    _check(H > 2 * Hkv and T <= S and (rope is None or D % 2 == 0),
-           "H > 2 Hkv, T <= S, even D for a rotation", qkv, kv)
-    _check((q_weight is None) == (k_weight is None), "both weights or none", q_weight, k_weight)
-    _check_tensors("kv", (2, B, Hkv, S, D), qkv, (kv.dtype,), kv)
-    _check_tensors("rope", (B, T, 2, D), qkv, (qkv.dtype,), rope)
-    _check_tensors("lengths", (B,), qkv, INTS, lengths)
-    _check_tensors("q_weight, k_weight", (D,), qkv, (qkv.dtype,), q_weight, k_weight)
+    B, T, H, D, Hkv, S = _sizes(
+        "qkv B T H D real, kv 2 B Hkv S D same|float64, rope B T 2 D same, lengths B int, "
+        "q_weight/k_weight D same", qkv, kv, rope, lengths, q_weight, k_weight)
+    _check(H > 2 * Hkv and T <= S and (rope is None or D % 2 == 0)
+           and (q_weight is None) == (k_weight is None), "H > 2 Hkv, T <= S, even D for a "
+           "rotation, both weights or none", qkv, kv, q_weight, k_weight)
     if not runs_triton(kv, qkv):
         return rope_cache_reference(qkv, rope, kv, lengths, q_weight, k_weight, eps)
     tables = map(_contiguous, (rope, q_weight, k_weight))
@@ -1032,12 +1027,12 @@ def _glu_kernel(x_ptr, out_ptr, N, GELU: tl.constexpr, BLOCK_N: tl.constexpr):
 
 def glu(x, activation="silu"):
     """act(gate) * up for x [..., 2 N] = [gate, up] -> [..., N]. activation: "silu" or "gelu"."""
-    _check(x.dtype in REALS and x.numel() and x.shape[-1] % 2 == 0, "x [..., 2 N] of reals", x)
-    _check(activation in ("silu", "gelu"), "silu or gelu", activation)
+    _, C = _sizes("x ... C real", x)
+    _check(C % 2 == 0 and activation in ("silu", "gelu"), "even C, silu or gelu", x, activation)
     if not runs_triton(x):
         return glu_reference(x, activation)
     x = x.contiguous()
-    N = x.shape[-1] // 2
+    N = C // 2
     out = x.new_empty(*x.shape[:-1], N)
     _launch(_glu_kernel, (out.numel() // N, triton.cdiv(N, 1024)),
             x, out, N, GELU=activation == "gelu", BLOCK_N=1024, num_warps=4)
@@ -1075,12 +1070,10 @@ def _cosine_mix_kernel(z_ptr, q_ptr, kv_ptr, out_ptr, C, D: tl.constexpr, BLOCK_
 
 def cosine_mix(z, q, kv, n_head):
     """z + cos(q, k) * v per head -> [..., C]. z, q: [..., C]; kv [..., 2 C] = [k, v]."""
-    C = z.shape[-1]
+    _, C, C2 = _sizes("z/q ... C same, kv ... C2 same", z, q, kv)
     D = C // max(n_head, 1)
-    _check(z.dtype in REALS and z.numel() and D * n_head == C and D <= 16384,
-           "z [..., C] in n_head parts of at most 16384 channels", z, n_head)
-    _check_tensors("q", z.shape, z, (z.dtype,), q)
-    _check_tensors("kv", (*z.shape[:-1], 2 * C), z, (z.dtype,), kv)
+    _check(z.is_floating_point() and D * n_head == C and D <= 16384 and C2 == 2 * C,
+           "real z [..., C] in n_head parts of at most 16384, kv [..., 2 C]", z, n_head, kv)
     if not runs_triton(z, q, kv):
         return cosine_mix_reference(z, q, kv, n_head)
     z = z.contiguous()
@@ -1165,11 +1158,12 @@ def select_candidates(logprobs, tokens, candidates, depth):
     """Fills [:, depth] of `Candidates` with the best proposals. logprobs, tokens [B, w, W]: the W
     best next tokens of w beams; a logprob above 0 counts as 0, NaN as -inf. Beams: the root, then
     the first W candidates of the previous depth; w = 1 if all of these propose the same."""
-    B, w, W = _sizes("logprobs", logprobs, 3, FLOAT32)
-    K, n = _check_candidates(candidates, B, logprobs)
+    B, w, W, K, n = _sizes(f"logprobs B w W float32, tokens B w W int64, {CANDIDATES}",
+                           logprobs, tokens, *candidates)
     _check((w == 1 or w == W and depth > 0) and W <= min(n, 32) and 0 <= depth < K, "w = 1 or, "
            "below depth 0, w = W; W <= min(n, 32), 0 <= depth < K", logprobs, depth, K, n)
-    _check_tensors("tokens", (B, w, W), logprobs, INT64, tokens)
+    _check(K * n < 2048 and all(x.is_contiguous() for x in candidates),
+           "K * n < 2048, contiguous candidates", *candidates)
     if not runs_triton(logprobs):
         return select_candidates_reference(logprobs, tokens, candidates, depth)
     count = W * W if depth else W
@@ -1236,9 +1230,8 @@ def ngram_lookup(history, lengths, n):
     """Proposes n tokens by n-gram lookup -> int64 [B, 1 + n]: the length of the match, 0 to 4, then
     the tokens, which are -1 if there is no match. history: int32 [B, S]. lengths: the index of the
     newest token, int32 [B]."""
-    B, S = _sizes("history", history, 2, INT32)
+    B, S = _sizes("history B S int32, lengths B int32", history, lengths)
     _check(S < 2**28 and 1 <= n <= 63, "texts under 2^28 tokens and 1 <= n <= 63", history, n)
-    _check_tensors("lengths", (B,), history, INT32, lengths)
     if not runs_triton(history):
         return ngram_lookup_reference(history, lengths, n)
     chain = history.new_empty(B, 1 + n, dtype=torch.int64)
@@ -1350,15 +1343,14 @@ def best_tree(root, candidates, lookup, chances, temperature, tree_size):
     likeliest; padding is 0 in all but sources. ancestors: as in `tree_attention`. sources: a bin
     for heads, BINS + match for the chain, -1 for the root and padding. candidates: from
     `select_candidates`; lookup: from `ngram_lookup`; one may be None. chances: [2, SOURCES]."""
-    B, = _sizes("root", root, 1, INT64)
+    _sizes(f"root B int64, {CANDIDATES}, lookup B m int64, chances 2 {SOURCES} float32, "
+           "temperature B float32", root, *(candidates or [None] * 3), lookup, chances, temperature)
+    B = len(root)
+    K, n = candidates.joint.shape[1:] if candidates else (0, 1)
+    n_chain = 0 if lookup is None else lookup.shape[1] - 1
     _check(candidates or lookup is not None, "candidates or lookup", candidates, lookup)
-    K, n = _check_candidates(candidates, B, root) if candidates else (0, 1)
-    n_chain = _sizes("lookup", lookup, 2, INT64)[1] - 1 if lookup is not None else 0
     _check(2 <= tree_size <= 64 and n_chain <= 63 and K * n + n_chain < 2048, "2 <= tree_size <= "
            "64, a chain of at most 63, less than 2048 candidates", tree_size, n_chain, K * n)
-    _check_tensors("lookup", (B, 1 + n_chain), root, INT64, lookup)
-    _check_tensors("chances", (2, SOURCES), root, FLOAT32, chances)
-    _check_tensors("temperature", (B,), root, FLOAT32, temperature)
     if not runs_triton(chances):
         return best_tree_reference(root, candidates, lookup, chances, temperature, tree_size)
     candidates = candidates or Candidates.empty(root, 0, 1)
@@ -1481,16 +1473,14 @@ def accept_path(tokens, parents, depths, ancestors, sources, target, active, max
     (P), their number, and the index of the last. A shorter path is padded with the root. target:
     the model's own next token at each node. active: 1, or 0 for an idle sequence, whose number and
     index are 0. temperature: [B]. counts [2, SOURCES, 2] is updated in place, see above."""
-    B, T = _sizes("tokens", tokens, 2, INT64)
-    n = _sizes("lookup", lookup, 2, INT64)[1] - 1 if lookup is not None else 0
-    _check(T <= 64 and 1 <= max_path <= 64, "T <= 64 and 1 <= max_path <= 64", tokens, max_path)
     tree = tokens, parents, depths, ancestors, sources
-    _check_tensors("the tree, target", (B, T), tokens, INT64, *tree[1:], target)
-    _check_tensors("active", (B,), tokens, INT32, active)
-    _check_tensors("lookup", (B, 1 + n), tokens, INT64, lookup)
-    _check_tensors("temperature", (B,), tokens, FLOAT32, temperature)
-    _check_tensors("counts", (2, SOURCES, 2), tokens, (torch.float64,), counts)
-    _check(counts.is_contiguous(), "contiguous counts", counts)
+    B, T, *_ = _sizes(
+        "tokens/parents/depths/ancestors/sources/target B T int64, active B int32, temperature B "
+        f"float32, counts 2 {SOURCES} 2 float64, lookup B m int64", *tree, target, active,
+        temperature, counts, lookup)
+    n = 0 if lookup is None else lookup.shape[1] - 1
+    _check(T <= 64 and 1 <= max_path <= 64 and counts.is_contiguous(),
+           "T <= 64, 1 <= max_path <= 64, contiguous counts", tokens, max_path, counts)
     if not runs_triton(tokens):
         return accept_path_reference(*tree, target, active, max_path, temperature, counts, lookup)
     out = tokens.new_empty(B, 3 * max_path + 2)
@@ -1647,13 +1637,15 @@ def filtered_sample(logits, *, temperature, top_k, top_p, min_p, seed, sequence,
     """The model's next token for each row of logits [M, V] -> int64 [M]: a sample of softmax(logits
     / temperature) over the tokens that `filter_logits` keeps, with the noise of `project_sample`;
     argmax at temperature 0. sequence, position: as in `gumbel`. Others: numbers or tensors [B]."""
-    M, V = _sizes("logits", logits, 2, (torch.float32, torch.float64))
-    _check_rows(logits, sequence, position, temperature, seed, top_k, top_p, min_p)
+    M, V, B = _sizes(
+        "logits M V float32|float64, sequence B int, position M int, temperature/top_p/min_p B "
+        "float32, top_k/seed B int64", logits, sequence, position, temperature, top_p, min_p,
+        top_k, seed)
+    _check(M % B == 0, "M / B rows per sequence", logits, sequence)
     parameters = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
                       sequence=sequence, position=position)
     if not runs_triton(logits):
         return filtered_sample_reference(logits, **parameters)
-    B = len(sequence)
     parameters = [filled(x, logits, B) for x in parameters.values()]
     tokens = logits.new_empty(M, dtype=torch.int64)
     GROUPS = min(max(64, triton.next_power_of_2(V // 32)), 1024)
@@ -1709,14 +1701,11 @@ def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0):
 
 
 # --------------------------------------------------------------------------------------------------
-# Input checks (ValueError). A step runs about a hundred, so messages are built only on failure.
+# Input checks: ValueError. A step runs about a hundred, so messages are built only on failure.
 
-FLOATS = torch.float32, torch.float16, torch.bfloat16
-REALS = *FLOATS, torch.float64
-INTS = torch.int32, torch.int64
-FLOAT32 = (torch.float32,)
-INT32 = (torch.int32,)
-INT64 = (torch.int64,)
+DTYPES = dict(float="float32|float16|bfloat16", real="float32|float16|bfloat16|float64",
+              int="int32|int64")
+CANDIDATES = "joint B K n float32, tokens/parents B K n int64"
 
 
 def _check(condition, expected, *got):
@@ -1726,48 +1715,33 @@ def _check(condition, expected, *got):
         raise ValueError(f"expected {expected}, got {', '.join(got)}".replace("torch.", ""))
 
 
-def _sizes(name, x, rank, dtypes):
-    """The shape of x, which must have this rank and one of these dtypes, and not be empty."""
-    if x.dim() != rank or x.dtype not in dtypes or 0 in x.shape:
-        kinds = " or ".join(map(str, dtypes))
-        _check(False, f"{name} of {rank} dimensions of {kinds}, not empty", x)
-    return x.shape
+@lru_cache
+def _parse(spec, dtype):
+    """Name, letters and dtypes of each tensor of a spec of `_sizes`. dtype: the first one's."""
+    parsed = []
+    for part in spec.split(", "):
+        names, *letters, dtypes = part.split()
+        dtypes = DTYPES.get(dtypes, dtypes).replace("same", str(dtype).removeprefix("torch."))
+        dtypes = [getattr(torch, name) for name in dtypes.split("|")]
+        parsed += [(name, letters, dtypes) for name in names.split("/")]
+    return parsed
 
 
-def _check_tensors(names, shape, like, dtypes, *tensors):
-    """Each tensor has this shape, one of the dtypes, and like's device. None and numbers pass."""
-    for x in tensors:
-        if isinstance(x, torch.Tensor) and (
-                x.shape != shape or x.dtype not in dtypes or x.device != like.device):
-            kinds = " or ".join(map(str, dtypes))
-            _check(False, f"{names} {list(shape)} of {kinds} on {like.device}", x)
-
-
-def _check_head(hidden, weight):
-    """Checks hidden [M, C] and an LM head [V, C]."""
-    _, C = _sizes("hidden", hidden, 2, FLOATS)
-    _check_tensors("weight", (len(weight), C), hidden, (hidden.dtype,), weight)
-
-
-def _check_rows(rows, sequence, position, temperature, seed, top_k=0, top_p=1.0, min_p=0.0):
-    """Checks position [M]; sequence [B], where B divides M; the others, [B] or numbers."""
-    B = max(sequence.numel(), 1)
-    _check(len(rows) % B == 0, f"sequence [B], where B divides {len(rows)}", sequence)
-    _check_tensors("sequence", (B,), rows, INTS, sequence)
-    _check_tensors("position", (len(rows),), rows, INTS, position)
-    _check_tensors("temperature, top_p, min_p", (B,), rows, FLOAT32, temperature, top_p, min_p)
-    _check_tensors("top_k, seed", (B,), rows, INT64, top_k, seed)
-    limits = (("temperature", temperature, 0, 3e38), ("top_k", top_k, 0, 2**63 - 1),
-              ("top_p", top_p, 1e-37, 1), ("min_p", min_p, 0, 1), ("seed", seed, -2**63, 2**64 - 1))
-    for name, x, low, high in limits:
-        _check(isinstance(x, torch.Tensor) or low <= x <= high, f"{name} from {low} to {high}", x)
-
-
-def _check_candidates(candidates, B, like):
-    """Checks `Candidates` of B sequences, on like's device -> (K, n)."""
-    _, K, n = _sizes("candidates", candidates.joint, 3, FLOAT32)
-    for x, dtypes in zip(candidates, (FLOAT32, INT64, INT64)):
-        _check_tensors("candidates", (B, K, n), like, dtypes, x)
-        _check(x.is_contiguous(), "contiguous candidates", x.stride())
-    _check(K * n < 2048, "K * n < 2048", K, n)
-    return K, n
+def _sizes(spec, *tensors):
+    """The sizes of tensors, in the order of their letters. spec: "q B T float, k/v B S same" has
+    the names, sizes and dtypes. ...: any leading sizes; same: the first tensor's dtype. A tensor
+    must not be empty, and be on the first one's device. None and numbers pass."""
+    sizes = {}
+    for (name, letters, dtypes), x in zip(_parse(spec, tensors[0].dtype), tensors):
+        if isinstance(x, torch.Tensor):
+            shape = [*x.shape]
+            if letters[0] == "...":
+                leading = max(len(shape) - len(letters) + 1, 0)
+                shape = [shape[:leading], *shape[leading:]]
+            expected = [int(letter) if letter.isdigit() else sizes.setdefault(letter, size)
+                        for letter, size in zip(letters, shape)]
+            if (shape != expected or len(shape) != len(letters) or x.dtype not in dtypes
+                    or x.device != tensors[0].device or x.numel() == 0):
+                wanted = ", ".join(f"{letter}={sizes.get(letter, '?')}" for letter in letters)
+                _check(False, f"{name} [{wanted}] of {dtypes} on {tensors[0].device}", x)
+    return sizes.values()
