@@ -405,10 +405,11 @@ class Slots:
     active: torch.Tensor            # int32 [B]: 0 for an idle slot
     sampling: dict                  # {field of `Sampling`: float32 or int64 [B]}
 
-    def set(self, slot, sampling, **values):
-        """Sets a slot's `Sampling` and other numbers. The host does not wait for the copies."""
-        tensors = {name: getattr(self, name) for name in values} | self.sampling
-        for name, value in (values | vars(sampling)).items():
+    def set(self, slot, **values):
+        """Sets numbers of a slot, by name: those below `history`, root, fields of `Sampling`, and
+        length. They are copied to the device; the host does not wait."""
+        tensors = vars(self) | self.sampling | dict(length=self.cache.lengths)
+        for name, value in values.items():
             x = tensors[name]
             x[slot:slot + 1].copy_(to_device([value], x.device, x.dtype), non_blocking=True)
 
@@ -512,7 +513,7 @@ class Decoder:
         self.path_ancestors = (2 << self.offsets) - 1  # a path has no branches: j sees nodes 0..j
         self.slots = new_slots(model, heads, batch_size, self.capacity, largest, P)
         for slot in range(batch_size):
-            self.slots.set(slot, self.sampling)
+            self.slots.set(slot, **vars(self.sampling))
         self.root_tree = root_tree(self.slots.root)
         # arguments of `prompt_chain` and `accept_path`
         self.known = None
@@ -695,23 +696,16 @@ class Decoder:
         if self.reads_in_steps or self.policy.largest > 1:  # else nobody reads the history
             tokens = to_device(prompt, self.device, torch.int32)
             slots.history[slot, :len(prompt)].copy_(tokens, non_blocking=True)
-        if start == 0:
-            slots.state[slot:slot + 1].zero_()
-        slots.set(slot, sequence.sampling, root=prompt[start], ends=len(prompt) - 1,
-                  sequence=sequence.index, active=1)
-        self.set_length(slot, start)
-
-    def set_length(self, slot, rows):
-        self.slots.cache.lengths[slot:slot + 1].copy_(
-            to_device([rows], self.device, torch.int32), non_blocking=True)
+        if len(prompt) == 1:  # no token before it gives a state
+            slots.state[slot].zero_()
+        slots.set(slot, root=prompt[start], ends=len(prompt) - 1, sequence=sequence.index,
+                  length=start, active=1, **vars(sequence.sampling))
 
     @torch.inference_mode()
     def release(self, slot, rows=0):
-        """Makes a slot, or a slice of slots, idle. Steps may still compute it and write their trees
-        after the first `rows` rows of its cache."""
-        self.slots.active[slot].zero_()
-        self.slots.ends[slot].zero_()
-        self.slots.cache.lengths[slot].fill_(rows)
+        """Makes a slot idle. Steps may still compute it and write their trees after the first
+        `rows` rows of its cache."""
+        self.slots.set(slot, active=0, ends=0, length=rows)
 
 
 def to_device(values, device, dtype=torch.int64):
@@ -769,7 +763,8 @@ class Engine:
 
     def clear(self):
         """Drops all sequences."""
-        self.decoder.release(slice(None))
+        for slot in range(self.decoder.batch_size):
+            self.decoder.release(slot)
         self.waiting = deque()
         # free slot -> tokens in its cache
         self.cached_prefix = dict.fromkeys(range(self.decoder.batch_size), ())

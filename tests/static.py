@@ -86,7 +86,7 @@ def step_launches(model, heads=None, lookup=False, tree_size=1, **options):
     """Counts the launches of a Decoder's step by operation. The modules must be on the meta device."""
     policy = Policy(model, heads, lookup, tree_size)
     with recorded() as launches:
-        decoder = Decoder(model, policy=policy, graph=False, **options)
+        decoder = Decoder(model, policy=policy, graph=False, reads_in_steps=True, **options)
         step = partial(decoder.step, *policy.select(1))
         step()  # also does what only the first step does
         launches.clear()
@@ -138,6 +138,8 @@ TENSORS = dict(
     best_tree=dict(root="B int64", temperature="B float32", lookup="B 1+m int64 ?", chances="modes SOURCES float32"),
     accept_path=TREE | dict(target="B T int64", active="B int32", temperature="B float32",
                             counts="modes SOURCES modes float64", lookup="B 1+m int64 ?"),
+    prompt_chain=dict(history="B S int32", lengths="B int32", ends="B int32", probabilities="B T float32",
+                      lookup="B 1+m int64 ?"),
     filtered_sample=dict(logits="M V float32") | PLACE)
 DIMENSIONS = dict(B=2, L=2, M=3, T=3, H=12, Hq=8, Hkv=2, S=4096, C=4096, V=32000, n=32000, k=8, n_head=8,
                   temperature=0.8, seed=0, top_k=0, top_p=0.9, min_p=0.0, m=15, modes=2, SOURCES=kernels.SOURCES)
@@ -158,6 +160,11 @@ def arguments(name, dtype=BF16, present="", aligned=True, device="meta", **given
         made[argument] = None if spec.endswith("?") and argument not in present.split() else x
     if "noise" in present.split():
         made["noise"] = [torch.zeros(scope["M"], dtype=dtype, device=device) for dtype in (FP32, *[torch.int64] * 3)]
+    int64, int32 = (partial(torch.zeros, dtype=kind, device=device) for kind in (torch.int64, torch.int32))
+    if name == "prompt_chain":
+        made["tree"] = [int64(scope["B"], scope["T"]) for _ in TREE]
+    if "known" in present.split():
+        made["known"] = int32(scope["B"], scope["S"]), int32(scope["B"]), int32(scope["B"])
     if name in ("select_candidates", "best_tree") and "candidates" not in given:
         root = torch.zeros(scope["B"], dtype=torch.int64, device=device)
         candidates = kernels.Candidates.empty(root, scope["K"], scope["n"])
@@ -202,7 +209,8 @@ GATE = dict(  # every shape class that kernels.py chooses; lists are alternative
     select_candidates=[dict(w=32, W=32, n=63, K=32, depth=31)], ngram_lookup=[dict(n=[1, 63])],
     best_tree=[dict(K=[1, 2, 4, 8, 16, 32], n=63, tree_size=64, present="lookup"),
                dict(candidates=None, m=63, tree_size=64, present="lookup")],
-    accept_path=[dict(T=[2, 64], max_path=5, present=["", "lookup"])],
+    prompt_chain=[dict(T=[2, 64], present=["", "lookup"])],
+    accept_path=[dict(T=[2, 64], max_path=5, present=["", "lookup", "known", "lookup known"])],
     filtered_sample=[dict(V=[100, 8000, 50257, 128256, 262144])])  # tiles of 64 groups x 8 to 16 x 256
 
 

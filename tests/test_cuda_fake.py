@@ -302,6 +302,25 @@ def test_sequences_with_different_sampling_share_a_step_on_a_fake_gpu(start):
         assert ("_filtered_sample_kernel" in world.launches) == (mode == 2) != ("_project_kernel" in world.launches)
 
 
+def test_prompts_are_read_by_replays_on_a_fake_gpu(start):
+    """Bug: an operation, an eager pass or a capture for a prompt, while which the other sequences wait."""
+    world, model, heads = start()
+    engine = Engine(model, policy=Policy(model, heads, True), batch_size=32, capacity=200)
+    engine.decoder.warm_up()
+    graphs = len(world.graphs)
+    world.launches.clear()
+    seen = set()
+
+    def note(name, args, result):
+        if any(x.is_cuda for x in tensors((args, result))):
+            seen.add(name)
+    with Operations(note):
+        output = engine.generate([[*range(2 + n % 90)] for n in range(400)], 5)
+    assert output.emitted == 400 * 5 and not world.launches and len(world.graphs) == graphs
+    # views, and the results' copies to the host
+    assert seen <= {"as_strided", "expand", "device", "to"}, seen
+
+
 def test_steps_and_stages_are_timed_on_a_fake_gpu(start):
     """Bug: an inference tensor filled outside inference mode, or a stage that cannot be captured by itself."""
     world, model, heads = start()

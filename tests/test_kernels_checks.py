@@ -17,7 +17,8 @@ GIVEN = dict(  # arguments of each function, optional tensors included
     add_norm=dict(C=8, present="delta weight bias"),
     rope_cache=dict(B=2, T=3, H=4, Hkv=1, D=16, S=10, present="rope q_weight k_weight"),
     select_candidates=dict(w=2, W=2, K=3, n=5, depth=1), ngram_lookup=dict(S=8, n=3),
-    best_tree=dict(K=3, n=5, tree_size=6, present="lookup"), accept_path=dict(T=3, max_path=3, present="lookup"),
+    best_tree=dict(K=3, n=5, tree_size=6, present="lookup"), prompt_chain=dict(S=8, T=3, present="lookup"),
+    accept_path=dict(S=8, T=3, max_path=3, present="lookup known"),
     filtered_sample=dict(M=2, V=8))
 NAMES = [name.removesuffix("_reference") for name in vars(kernels) if name.endswith("_reference")]
 
@@ -72,7 +73,9 @@ FURTHER = dict(  # more invalid arguments: changed sizes, or functions of the va
                lambda _: lists(parents=lambda x: x.to("meta")),
                dict(m=64), dict(K=32, n=63, m=32), dict(SOURCES=41), dict(modes=1), dict(candidates=None, present="")],
     ngram_lookup=[dict(n=0), dict(n=64), lambda made: dict(history=made["history"][:, :1].expand(2, 2**28))],
-    accept_path=[dict(T=65), dict(max_path=0), dict(max_path=65), dict(SOURCES=41),
+    prompt_chain=[dict(T=65), lambda made: dict(probabilities=made["probabilities"].mT.contiguous().mT)],
+    accept_path=[dict(T=65), lambda made: dict(known=[x.long() for x in made["known"]]),
+                 dict(max_path=0), dict(max_path=65), dict(SOURCES=41),
                  lambda made: dict(counts=made["counts"].mT.contiguous().mT)],
     filtered_sample=[lambda _: dict(top_k=torch.ones(2)), lambda _: dict(top_p=torch.ones(2).double()),
                      lambda made: dict(logits=made["logits"].half())])

@@ -378,6 +378,44 @@ def test_paths_and_counts_are_those_of_a_plain_walk(n_chain, device):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# prompt_chain
+
+@pytest.mark.parametrize("T", [1, 2, 13, 64])
+@pytest.mark.parametrize("n_chain", [None, 0, 15])
+def test_a_prompt_is_a_chain_that_is_accepted(T, n_chain, device):
+    """Bug: a known token that is rejected or replaced by a sample, padding that is accepted, another sequence's tree
+    changed, a prompt's tokens counted as guesses."""
+    rng = random.Random(T)
+    starts, ends = [0, 5, 0, 40, 7, 90], [70, 5, 0, 41, 7 + T, 3]  # the second, the third and the last have been read
+    texts = torch.randint(0, 99, (6, 200))
+    trees = [as_int64(x) for x in zip(*(random_tree(rng, T) for _ in starts))]
+    trees.append(torch.randint(0, kernels.SOURCES, (6, T)))
+    chances = torch.rand(6, T)
+    lookup = None if n_chain is None else torch.randint(1, 5, (6, 1 + n_chain))
+    target, counts = torch.randint(100, 200, (6, T)), torch.zeros(2, kernels.SOURCES, 2, dtype=torch.float64)
+    known = [x.to(device) for x in (texts.int(), torch.tensor(starts).int(), torch.tensor(ends).int())]
+    got = [x if x is None else x.clone().to(device) for x in (*trees, chances, lookup)]
+    kernels.prompt_chain(*known, got[:5], got[5], got[6])
+    active = torch.ones(6, dtype=torch.int32)
+    inputs = [x.to(device) for x in (target, active)]
+    out = kernels.accept_path(*got[:5], *inputs, T, torch.zeros(6).to(device), counts.to(device), got[6], known)
+    for b, (start, end) in enumerate(zip(starts, ends)):
+        tree, unread, row = [x[b].tolist() for x in got[:6]], end - start, out[b].tolist()
+        if unread <= 0:
+            assert tree == [x[b].tolist() for x in (*trees, chances)]
+            assert got[6] is None or torch.equal(got[6][b].cpu(), lookup[b])
+            continue
+        n = min(T, unread + 1)  # nodes; each has the one before as its parent
+        masks = [(2 << j) - 1 for j in range(63)] + [-1]
+        nodes = [(texts[b, start + j].item(), max(j - 1, 0), j, masks[j], -1, 1) for j in range(n)]
+        assert [*zip(*tree)] == nodes + [(0, 0, 0, 0, -1, 0)] * (T - n)
+        assert got[6] is None or got[6][b, 0] == 0
+        emitted = [texts[b, at].item() if at <= end else target[b, at - 1 - start].item()
+                   for at in range(start + 1, start + n + 1)]
+        assert row[:n] == emitted and row[T:T + n] == [*range(n)] and row[-2:] == [n, n - 1]
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # filtered_sample
 
 FILTERS = [(0, 1e-6, 0), (0, 0.9, 0), (0, 0.9999, 0), (5, 1, 0), (50, 0.9, 0.01), (1, 1, 0), (999, 0.5, 0), (0, 1, 0.3)]
