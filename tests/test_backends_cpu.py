@@ -211,7 +211,8 @@ def filled_decoder(cls, model, heads, lookup, tree_size, lengths=(40, 13, 0, 77)
     slots.root.copy_(slots.history[torch.arange(len(lengths)), slots.cache.lengths])
     slots.sequence.copy_(torch.arange(len(lengths)) + 2**40)
     slots.active.fill_(1)
-    slots.set_sampling((SAMPLINGS * 13)[:len(lengths)])
+    for slot, sampling in zip(range(len(lengths)), SAMPLINGS * 13):
+        slots.set(slot, **vars(sampling))
     made.policy.chances.copy_(CHANCES)
     made.sampling_mode = max(sampling.mode for sampling in SAMPLINGS)
     return made
