@@ -15,10 +15,10 @@
 
 The first four account for a step's memory traffic, the others save launches. Each section has the
 formula and its cost, the kernel, a function that launches it, and a torch reference (`*_reference`)
-with the same signature. The function checks ranks, sizes, dtypes and devices (ValueError), but not
-the values in tensors. It launches the kernel on CUDA tensors, and on CPU tensors if
-TRITON_INTERPRET=1 was set before the import; otherwise, in float64, and if a gradient is required,
-it calls the reference. Inputs may have any strides unless noted.
+with the same signature. The function checks sizes, dtypes and devices (ValueError), but no values.
+It launches the kernel on CUDA tensors, and on CPU tensors if TRITON_INTERPRET=1 was set before the
+import; otherwise, in float64, and if a gradient is required, it calls the reference. Inputs may
+have any strides unless noted. docs/kernels.md explains the choices and has measurements.
 
 Letters: B sequences, T tree nodes, L layers, S cache capacity, Hq and Hkv query and key/value
 heads, G = Hq / Hkv, D head size, C hidden size, V vocabulary, M rows (hidden states), P nodes of a
@@ -58,17 +58,13 @@ NO_ENTRY = tl.constexpr(-2**63)  # smaller than any entry of `_pack_entries`
 # ALiBi (arXiv 2108.12409) subtracts slopes[h] * (position(i) - position(s)) from each score. Tree
 # node j has position lengths[b] + its depth. Terms equal for all s cancel in the softmax, so the
 # kernel adds slopes[h] * (position(s) - lengths[b]). A window hides all s with position(i) -
-# position(s) >= window; the kernel starts reading where the root's window starts.
+# position(s) >= window.
 #
-# Bytes: at least 2 * B * Hkv * (length + T) * D elements of K and V, each read once; with a window,
-# min(length, window - 1) instead of length. Each element is used by T * G query rows, 2 * T * G
-# FLOPs: at T = 16, G = 4, bf16 that is 64 FLOPs per byte, below the 200 to 300 at which a data-
-# centre GPU becomes compute-bound. Hence the T * G query rows of a kv head share a tile, and the
-# cache is split so that B * Hkv * splits programs fill the GPU (flash-decoding). A split's float32
-# partial sums cost the bytes of 2 * T * G bf16 cache rows, so more query rows need longer splits.
-#
-# The number of splits depends on shapes alone, since a captured CUDA graph needs a fixed grid. The
-# size of a split depends on the sequence's length, so that short sequences are split too.
+# Bytes: 2 * B * Hkv * (length + T) * D elements of K and V, read once; with a window, min(length,
+# window - 1) instead of length. FLOPs: 2 * T * G per element. So the T * G query rows of a kv head
+# share a tile, and the cache is cut into splits that fill the GPU (flash-decoding). The number of
+# splits depends on shapes alone, since a CUDA graph has a fixed grid; their size depends on the
+# sequence's length.
 
 @triton.jit
 def _dot(a, b, acc):
@@ -252,14 +248,13 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     sees may hold anything. ancestors: bit j of node i is set if j is i or an ancestor of i. A node
     that sees nothing gives zeros. scale: default D ** -0.5. slopes [Hq]: for ALiBi. window: how
     many positions a node sees, its own included; 0: all. float64 caches take the reference."""
-    B, T, Hq, D = _sizes("q", q, 4, FLOATS)
-    _, Hkv, S, _ = _sizes("k_cache", k_cache, 4, (q.dtype, torch.float64))
-    _check(T <= min(S, 64) and 16 <= D <= 256 and Hq % Hkv == 0 and window >= 0,
-           "T <= min(S, 64), 16 <= D <= 256, Hq % Hkv == 0, window >= 0", q, k_cache, window)
-    _check_tensors("k_cache, v_cache", (B, Hkv, S, D), q, (k_cache.dtype,), k_cache, v_cache)
-    _check_tensors("lengths", (B,), q, INT32, lengths)
-    _check_tensors("ancestors", (B, T), q, INT64, ancestors)
-    _check_tensors("slopes", (Hq,), q, FLOAT32, slopes)
+    B, T, Hq, D, Hkv, S = _sizes(
+        "q B T Hq D float, k_cache/v_cache B Hkv S D same|float64, lengths B int32, "
+        "ancestors B T int64, slopes Hq float32",
+        q, k_cache, v_cache, lengths, ancestors, slopes)
+    _check(T <= min(S, 64) and 16 <= D <= 256 and Hq % Hkv == 0 and window >= 0
+           and k_cache.dtype == v_cache.dtype, "T <= min(S, 64), 16 <= D <= 256, Hq % Hkv == 0, "
+           "window >= 0, caches of one dtype", q, k_cache, v_cache, window)
     if not runs_triton(k_cache, v_cache, q):
         return tree_attention_reference(
             q, k_cache, v_cache, lengths, ancestors, scale, slopes, window)
@@ -269,8 +264,8 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     lengths, ancestors, slopes = map(_contiguous, (lengths, ancestors, slopes))
     scale = math.log2(math.e) * (D ** -0.5 if scale is None else scale)  # for base-2 exponentials
     window = window if window < S else 0
-    aligned = _aligned(q, k_cache, v_cache)
-    blocks = _attention_blocks(T * G, D, q.dtype, aligned, slopes is not None, window > 0)
+    biased = slopes is not None or window > 0
+    blocks = _attention_blocks(T * G, D, q.dtype, _aligned(q, k_cache, v_cache), biased)
     BLOCK_Q, BLOCK_S, BLOCK_D = blocks["BLOCK_Q"], blocks["BLOCK_S"], blocks["BLOCK_D"]
     grid_rows = B * Hkv * triton.cdiv(T * G, BLOCK_Q)
     rows = min(S, window - 1 + T) if window else S  # the most that a sequence reads
@@ -329,17 +324,14 @@ def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None
 #   project_sample   argmax_t(logits_t / temperature + gumbel(seed, sequence, position, t)), which
 #                    samples softmax(logits / temperature); at temperature 0 argmax_t(logits_t)
 #
-# Bytes: at least V * C elements of weight, read once (V = 128256, C = 4096, bf16: 1.05 GB, 0.35 ms
-# at 3 TB/s). FLOPs: 2 * M * V * C, so M per byte in bf16: memory-bound up to M = 64 and beyond.
-# Writing the M * V logits and reading them twice would add 10% at M = 64. So two programs per
-# multiprocessor walk the vocabulary in tiles, each with a running log-sum-exp and a list of its k
-# best tokens, and a small second kernel merges the lists. Searching a tile takes up to k rounds;
-# drafting uses k = 4 to 8. NaN counts as -inf.
+# Bytes: V * C elements of weight, read once. FLOPs: 2 * M * V * C. Two programs per multiprocessor
+# walk the vocabulary in tiles, each with a running log-sum-exp and a list of its best tokens, and a
+# small second kernel merges the lists. The logits are never stored. NaN counts as -inf.
 #
 # The noise is a pure function of its arguments, computed where it is added. The splitmix64
 # finalizer turns (seed, sequence, position) into a 64-bit key per row. The 32-bit finalizer
-# lowbias32 then runs per token, with one half of the key mixed in before its multiplications and
-# the other between them: with a single half, two rows could get the same noise in another order.
+# lowbias32 then runs per token. One half of the key is mixed in before its multiplications, the
+# other between them: with one half alone, a row's noise could be a permutation of another's.
 
 @triton.jit
 def _splitmix64(x):
@@ -433,23 +425,24 @@ def _pack_entries(scores, columns):
 
 @triton.jit
 def _take_best(entries, best):
-    """Replaces the smallest entries of each row's list by larger ones of a tile, largest first."""
+    """Merges a tile's entries [rows, n] into each row's list of its best, [rows, k], in any order.
+    A round replaces the least of a list by the largest of the tile; the first tile takes k."""
     largest = tl.max(entries, 1)
     if best.shape[1] == 1:
         return tl.maximum(best, largest[:, None])
     least = tl.min(best, 1)
     while tl.max((largest > least).to(tl.int32), 0) > 0:
-        best = tl.where(best == least[:, None], tl.maximum(largest, least)[:, None], best)
+        best = tl.where(best == least[:, None], tl.maximum(best, largest[:, None]), best)
         largest = tl.max(tl.where(entries < largest[:, None], entries, NO_ENTRY), 1)
         least = tl.min(best, 1)
     return best
 
 
-@triton.jit(do_not_specialize=["M", "T", "V", "programs", "k"])
+@triton.jit(do_not_specialize=["M", "T", "V", "programs"])
 def _project_kernel(
     hidden_ptr, weight_ptr, vocab_ids_ptr, temperature_ptr, seed_ptr, sequence_ptr, position_ptr,
     entries_ptr, lse_ptr, stride_hm, stride_hc, stride_wv, stride_wc,
-    k, programs, M, T, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
+    programs, M, T, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
     """Program (tile of rows; p): the k best and the log-sum-exp of vocabulary tiles p, p +
@@ -460,16 +453,15 @@ def _project_kernel(
     row = tl.minimum(m, M - 1)[:, None]
     hidden_ptrs = hidden_ptr + row.to(tl.int64) * stride_hm
     slots = tl.arange(0, BLOCK_K).to(tl.int64)[None, :]
-    # Empty slots differ, or one entry would replace them all. Slots from k on are never replaced.
-    empty = tl.where(slots < k, slots + NO_ENTRY, -1 - NO_ENTRY)
-    best = tl.zeros([BLOCK_M, BLOCK_K], tl.int64) + empty
+    # Empty slots hold NO_ENTRY, NO_ENTRY + 1, ...: a round finds the slot to replace by its entry.
+    best = tl.full([BLOCK_M, BLOCK_K], NO_ENTRY, tl.int64) + slots
     row_max = tl.full([BLOCK_M], FINITE_MIN, tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     if sequence_ptr is not None:
         low, high = _load_key(seed_ptr, sequence_ptr, position_ptr, row // T, row)
 
-    # Hopper's wide tensor-core instructions need at least 64 rows in the first operand: if there
-    # are few hidden states, it is the weight.
+    # Hopper's wide tensor-core instructions need 64 rows or more in the first operand, so few
+    # hidden states are the second.
     VOCABULARY_FIRST: tl.constexpr = BLOCK_M < 32
     CHUNKS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     acc = tl.zeros([BLOCK_V, BLOCK_M] if VOCABULARY_FIRST else [BLOCK_M, BLOCK_V], tl.float32)
@@ -512,22 +504,20 @@ def _project_kernel(
             best = _take_best(_pack_entries(scores, column[None, :]), best)
 
     lists = m * programs + program
-    tl.store(entries_ptr + lists[:, None] * k + slots, best, mask=row_mask[:, None] & (slots < k))
     if lse_ptr is not None:
         tl.store(lse_ptr + lists, row_max + tl.log(row_sum), mask=row_mask)
+    tl.store(entries_ptr + lists[:, None] * BLOCK_K + slots, best, mask=row_mask[:, None])
 
 
-@triton.jit(do_not_specialize=["programs", "k"])
+@triton.jit(do_not_specialize=["programs", "n", "k"])
 def _merge_lists_kernel(
-    entries_ptr, lse_ptr, vocab_ids_ptr, logprobs_ptr, tokens_ptr, programs, k,
+    entries_ptr, lse_ptr, vocab_ids_ptr, logprobs_ptr, tokens_ptr, programs, n, k,
     BLOCK_ENTRIES: tl.constexpr,
 ):
-    """Program m: the k best of all lists of row m; ties go to the lowest column."""
+    """Program m: the k best of the n entries of row m's lists; ties go to the lowest column."""
     row = tl.program_id(0).to(tl.int64)
     index = tl.arange(0, BLOCK_ENTRIES)
-    # [BLOCK_ENTRIES]
-    entries = tl.load(entries_ptr + row * programs * k + index, mask=index < programs * k,
-                      other=NO_ENTRY)
+    entries = tl.load(entries_ptr + row * n + index, mask=index < n, other=NO_ENTRY)
     if lse_ptr is not None:
         # [BLOCK_ENTRIES], one per program
         lse = tl.load(lse_ptr + row * programs + index, mask=index < programs, other=float("-inf"))
@@ -559,18 +549,27 @@ def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(Non
     tiles = triton.cdiv(V, blocks["BLOCK_V"])
     at_once = min(max(2 * multiprocessors // m_tiles, 1), 512)  # the merge takes up to 512 lists
     programs = triton.cdiv(tiles, triton.cdiv(tiles, at_once))  # tile counts differ by at most 1
-    entries = hidden.new_empty((M, programs, k), dtype=torch.int64)
+    BLOCK_K = triton.next_power_of_2(k)  # entries of a list
+    entries = hidden.new_empty((M, programs, BLOCK_K), dtype=torch.int64)
     tokens = hidden.new_empty((M, k), dtype=torch.int64)
     lse = None if logprobs is None else logprobs.new_empty(M, programs)
-    BLOCK_K = 1 if k == 1 else 8 if k <= 8 else 32
-    BLOCK_ENTRIES = triton.next_power_of_2(programs * k)
+    n = programs * BLOCK_K
+    BLOCK_ENTRIES = triton.next_power_of_2(n)
     _launch(_project_kernel, (m_tiles, programs),
             hidden, weight, vocab_ids, *noise, entries, lse, *_strides(hidden),
-            *_strides(weight), k, programs, M, T, V, C=C, BLOCK_K=BLOCK_K, **blocks)
+            *_strides(weight), programs, M, T, V, C=C, BLOCK_K=BLOCK_K, **blocks)
     _launch(_merge_lists_kernel, (M,),
-            entries, lse, vocab_ids, logprobs, tokens, programs, k,
+            entries, lse, vocab_ids, logprobs, tokens, programs, n, k,
             BLOCK_ENTRIES=BLOCK_ENTRIES, num_warps=_num_warps(BLOCK_ENTRIES, 512))
     return tokens
+
+
+def _check_head(hidden, weight, temperature, seed, sequence, position, vocab_ids=None):
+    M, *_ = _sizes(
+        "hidden M C float, weight V C same, sequence B int, position M int, temperature B float32, "
+        "seed B int64, vocab_ids n int32",
+        hidden, weight, sequence, position, temperature, seed, vocab_ids)
+    _check(sequence is None or M % len(sequence) == 0, "M / B rows per sequence", hidden, sequence)
 
 
 def project_topk(hidden, weight, k, vocab_ids=None, noise=None):
@@ -579,11 +578,8 @@ def project_topk(hidden, weight, k, vocab_ids=None, noise=None):
     vocabulary (FR-Spec, arXiv 2502.14856): only these rows of weight count; ties go to the one
     listed first. noise: (temperature, seed, sequence, position) as in `project_sample`: adds
     temperature * noise to the logits, which favours the tokens that the sampler will choose."""
-    _check_head(hidden, weight)
-    if noise is not None:
-        _check_rows(hidden, *noise[2:], *noise[:2])
+    _check_head(hidden, weight, *([None] * 4 if noise is None else noise), vocab_ids)
     V = len(weight if vocab_ids is None else vocab_ids)
-    _check_tensors("vocab_ids", (V,), hidden, INT32, vocab_ids)
     _check(1 <= k <= min(V, 32), "1 <= k <= 32, and k <= V", k, V)
     if not runs_triton(hidden):
         return project_topk_reference(hidden, weight, k, vocab_ids, noise)
@@ -612,8 +608,7 @@ def project_sample(hidden, weight, temperature, seed, sequence, position):
     """The model's next token for each row of hidden [M, C] -> int64 [M]: argmax at temperature 0,
     otherwise a sample; ties go to the lowest id. weight: [V, C]. temperature: a number or float32
     [B]. The rest as in `gumbel`."""
-    _check_head(hidden, weight)
-    _check_rows(hidden, sequence, position, temperature, seed)
+    _check_head(hidden, weight, temperature, seed, sequence, position)
     if not runs_triton(hidden):
         return project_sample_reference(hidden, weight, temperature, seed, sequence, position)
     if not isinstance(temperature, torch.Tensor) and temperature == 0:
@@ -640,8 +635,7 @@ def float_logits(hidden, weight, vocab_ids=None):
 #
 #   kv[:, :, b, :, lengths[b] + j] = old kv[:, :, b, :, lengths[b] + path[b, j]]  for j < count[b]
 #
-# Bytes: 2 * L * Hkv * D elements read and written per moved row: 131 kB each way for 32 layers, 8
-# heads of 128, bf16. With few sequences launches dominate, so a single one moves all layers.
+# Bytes: 2 * L * Hkv * D elements read and written per moved row. One launch moves all layers.
 
 @triton.jit(do_not_specialize=["P", "S", "Hkv"])
 def _commit_path_kernel(
@@ -673,12 +667,9 @@ def _commit_path_kernel(
 def commit_path(kv, lengths, path, count):
     """Moves the accepted nodes' keys and values to the front of their tree, in place, in all layers
     of kv [L, 2, B, Hkv, S, D]. path [B, P]: ascending nodes from 0; the first count[b] are used."""
-    L, sides, B, Hkv, S, D = _sizes("kv", kv, 6, REALS)
-    _, P = _sizes("path", path, 2, INTS)
-    _check(sides == 2 and P <= 64, "kv [L, 2, B, Hkv, S, D], path [B, P], P <= 64", kv, path)
-    _check_tensors("lengths", (B,), kv, INT32, lengths)
-    _check_tensors("path", (B, P), kv, INTS, path)
-    _check_tensors("count", (B,), kv, INTS, count)
+    L, B, Hkv, S, D, P = _sizes("kv L 2 B Hkv S D real, lengths B int32, path B P int, count B int",
+                                kv, lengths, path, count)
+    _check(P <= 64, "a path of at most 64 nodes", path)
     if not runs_triton(kv):
         return commit_path_reference(kv, lengths, path, count)
     BLOCK_P, BLOCK_D = map(triton.next_power_of_2, (P, D))
@@ -743,25 +734,32 @@ def _num_warps(elements, per_warp):
     return min(max(elements // per_warp, 1), 16)
 
 
-def _attention_blocks(rows, D, dtype, aligned, alibi, windowed):
-    """Tile sizes and launch options by shape class; `pytest -m static` compiles every class.
-    maxnreg keeps ptxas from spilling a few registers to fit one more program. From D = 64 on, a
-    tile of keys or values is 8 kB; a program has two or three pairs of tiles in flight, and with up
-    to 64 query rows of D = 128 a multiprocessor runs two programs, enough to hide memory latency.
-    float32 and unaligned loads need small tiles; ALiBi or a window needs half the keys or rows."""
+ATTENTION_TILES = {
+    # case: BLOCK_Q, BLOCK_S, num_stages, maxnreg, the outputs (rows times D) that four warps hold
+    "slow loads": (16, 16, 2, None, 2048),  # float32, unaligned rows: loads take more registers
+    "16 rows": (16, 64, 4, 168, 8192),      # three programs per multiprocessor
+    "32 rows": (32, 64, 4, 255, 8192),      # two
+    "64 rows": (64, 64, 3, 255, 8192),      # two; 128 rows would leave one
+    "biased": (64, 32, 4, 255, 4096),       # positions take registers, so half the scores
+}
+
+
+def _attention_blocks(rows, D, dtype, aligned, biased):
+    """Tile sizes and launch options; `pytest -m static` compiles every case. A tile of keys has at
+    most 4096 elements, 8 kB. biased: by ALiBi or a window."""
     BLOCK_D = max(16, triton.next_power_of_2(D))
+    BLOCK_Q = min(max(16, triton.next_power_of_2(rows)), 64)
+    case = f"{BLOCK_Q} rows"
     if dtype == torch.float32 or not aligned:
-        return dict(BLOCK_Q=16, BLOCK_S=16, BLOCK_D=BLOCK_D, num_warps=4 if BLOCK_D <= 128 else 8,
-                    num_stages=2, TAIL_STAGES=2, maxnreg=224 if aligned or BLOCK_D <= 64 else None)
-    biased = alibi or windowed
-    largest = 32 if biased and BLOCK_D == 256 else 64
-    BLOCK_Q = min(max(16, triton.next_power_of_2(rows)), largest)
-    BLOCK_S = min(64, 4096 // BLOCK_D)
-    halved = biased and BLOCK_Q * BLOCK_S > 1024
-    return dict(BLOCK_Q=BLOCK_Q, BLOCK_S=BLOCK_S // 2 if halved else BLOCK_S, BLOCK_D=BLOCK_D,
-                num_warps=4 if BLOCK_Q <= 64 and BLOCK_Q * BLOCK_D <= 8192 >> windowed else 8,
-                num_stages=4 if BLOCK_Q <= 32 or halved else 3, TAIL_STAGES=1,
-                maxnreg=168 if BLOCK_Q == 16 and not windowed else 255)
+        case = "slow loads"
+    elif biased and BLOCK_Q > 16:
+        case = "biased"
+    most_rows, BLOCK_S, num_stages, maxnreg, four_warps = ATTENTION_TILES[case]
+    BLOCK_Q = min(BLOCK_Q, most_rows)
+    return dict(BLOCK_Q=BLOCK_Q, BLOCK_S=min(BLOCK_S, 4096 // BLOCK_D), BLOCK_D=BLOCK_D,
+                num_warps=4 if BLOCK_Q * BLOCK_D <= four_warps else 8, num_stages=num_stages,
+                TAIL_STAGES=2 if case == "slow loads" else 1,  # with 1 they would spill
+                maxnreg=maxnreg)
 
 
 def _programs_at_once(blocks, itemsize, gpu):
@@ -785,27 +783,39 @@ def _splits(rows, min_split, BLOCK_Q, grid_rows, at_once, fewest):
     return min(range(fewest, triton.cdiv(rows, min_split) + 1), key=time)
 
 
+PROJECT_TILES = {
+    # case: BLOCK_M, BLOCK_V, BLOCK_C, num_stages
+    "slow loads": (64, 64, 32, 3),          # float32, unaligned rows
+    "vocabulary": (64, 128, 64, 4),         # 16 kB of weights
+    "small vocabulary": (64, 64, 64, 6),    # 8 kB, so that all multiprocessors have a tile
+    "draft vocabulary": (64, 64, 64, 7),    # a stage more: gathered rows wait for their indices
+    "many rows": (128, 128, 64, 3),         # compute-bound
+    "many rows, narrow": (128, 64, 64, 3),  # the argmax of 128 rows is faster; noise would spill
+}
+
+
 def _project_blocks(M, k, dtype, aligned, gathered, small_vocabulary, noisy):
-    """A tile of weights is 16 kB, or 8 kB if a small vocabulary would give few tiles. Gathered rows
-    wait for their indices, so they get one more stage. Above 64 rows arithmetic matters: tiles are
-    128 rows by 128 tokens, or by 64 for the argmax of 128 rows, which is faster on an H100, and for
-    noise, which would spill on an A100. Two programs of 8 warps fit on a multiprocessor with 128
-    registers each; with gathered rows or longer lists they would spill."""
+    """Tile sizes and launch options; `pytest -m static` compiles every case."""
     rows = max(16, triton.next_power_of_2(M))
-    BLOCK_M = min(rows, 64)
-    num_warps = 8 if BLOCK_M == 64 else 4
+    case = "vocabulary"
     if dtype == torch.float32 or not aligned:
-        return dict(BLOCK_M=BLOCK_M, BLOCK_V=64, BLOCK_C=32, num_warps=num_warps,
-                    num_stages=3 if dtype == torch.float32 else 2, maxnreg=168)
-    fits_twice = 1 < k <= 8 and not gathered
-    if rows > 64:
+        case = "slow loads"
+    elif rows > 64:
         narrow = small_vocabulary or noisy or (k == 1 and rows == 128)
-        return dict(BLOCK_M=128, BLOCK_V=64 if narrow else 128, BLOCK_C=64, num_warps=8,
-                    num_stages=3, maxnreg=128 if narrow and fits_twice else None)
-    return dict(BLOCK_M=BLOCK_M, BLOCK_V=64 if small_vocabulary else 128, BLOCK_C=64,
-                num_warps=num_warps,
-                num_stages=(3 if BLOCK_M == 64 else 4) + 2 * small_vocabulary + gathered,
-                maxnreg=255 if BLOCK_M < 64 else 128 if fits_twice else None)
+        case = "many rows, narrow" if narrow else "many rows"
+    elif gathered:
+        case = "draft vocabulary"
+    elif small_vocabulary:
+        case = "small vocabulary"
+    most_rows, BLOCK_V, BLOCK_C, num_stages = PROJECT_TILES[case]
+    BLOCK_M = min(rows, most_rows)
+    if BLOCK_M == 64 and case != "slow loads":
+        num_stages -= 1  # for the hidden states of 64 rows
+    maxnreg = 168 if case == "slow loads" else 255 if BLOCK_M < 64 else None
+    if maxnreg is None and BLOCK_M * BLOCK_V <= 8192 and 1 < k <= 8 and not gathered:
+        maxnreg = 128  # two programs of 8 warps share a multiprocessor
+    return dict(BLOCK_M=BLOCK_M, BLOCK_V=BLOCK_V, BLOCK_C=BLOCK_C, num_stages=num_stages,
+                num_warps=8 if BLOCK_M >= 64 else 4, maxnreg=maxnreg)
 
 
 def _pair_blocks(n, tokens):
@@ -823,8 +833,7 @@ def _pair_blocks(n, tokens):
 #   RMSNorm (arXiv 1910.07467)    normed = sum * rsqrt(mean(sum^2) + eps) * weight
 #   LayerNorm (arXiv 1607.06450)  normed = (sum - mean(sum)) * rsqrt(var(sum) + eps) * weight + bias
 #
-# Bytes: 4 * M * C elements: x and delta read, sum and normed written. Here and in all operations
-# below the launch dominates: 16 rows of C = 4096 in bf16 are 0.5 MB, below 0.2 us.
+# Bytes: 4 * M * C elements: x and delta read, sum and normed written.
 
 @triton.jit
 def _add_norm_kernel(
@@ -858,10 +867,8 @@ def _add_norm_kernel(
 def add_norm(x, delta, weight, bias=None, eps=1e-5):
     """Residual add, then norm -> (norm(x + delta), x + delta), each [..., C]. delta: None for 0.
     weight [C]: None for ones. bias [C]: selects LayerNorm; None: RMSNorm."""
-    C = x.shape[-1]
-    _check(x.dtype in REALS and C <= 16384 and x.numel(), "x of 1 to 16384 real channels", x)
-    _check_tensors("delta", x.shape, x, (x.dtype,), delta)
-    _check_tensors("weight, bias", (C,), x, (x.dtype, torch.float32), weight, bias)
+    _, C = _sizes("x/delta ... C same, weight/bias C same|float32", x, delta, weight, bias)
+    _check(x.is_floating_point() and C <= 16384, "real x of at most 16384 channels", x)
     if not runs_triton(x, delta, weight, bias):
         return add_norm_reference(x, delta, weight, bias, eps)
     x, delta, weight, bias = map(_contiguous, (x, delta, weight, bias))
@@ -877,14 +884,8 @@ def add_norm_reference(x, delta, weight, bias=None, eps=1e-5):
     x = x if delta is None else x + delta
     if bias is not None:
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps), x
-    if x.dtype == torch.float64 or torch.is_grad_enabled():
-        weight = None if weight is None else weight.to(x.dtype)
-        return F.rms_norm(x, x.shape[-1:], weight, eps), x
-    exact = x.float()  # by hand, since F.rms_norm takes twice as many operations
-    length = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
-    mean = torch.addcmul(exact.new_full((), eps), length, length, value=1 / x.shape[-1])
-    normed = exact * mean.rsqrt_()
-    return (normed if weight is None else normed.mul_(weight)).to(x.dtype), x
+    weight = None if weight is None else weight.to(x.dtype)
+    return F.rms_norm(x, x.shape[-1:], weight, eps), x
 
 
 # --------------------------------------------------------------------------------------------------
@@ -955,15 +956,12 @@ def rope_cache(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5):
     1, ... -> the queries [B, T, Hq, D], a view of qkv. qkv [B, T, H, D]: H = Hq + 2 Hkv query, key
     and value heads in this order, overwritten. rope: as in `rotate`, or None. kv [2, B, Hkv, S, D]:
     a layer's cache; float64 takes the reference. q_weight, k_weight [D]: RMSNorm, or None."""
-    B, T, H, D = _sizes("qkv", qkv, 4, REALS)
-    _, _, Hkv, S, _ = _sizes("kv", kv, 5, (qkv.dtype, torch.float64))
-    _check(H > 2 * Hkv and T <= S and (rope is None or D % 2 == 0),
-           "H > 2 Hkv, T <= S, even D for a rotation", qkv, kv)
-    _check((q_weight is None) == (k_weight is None), "both weights or none", q_weight, k_weight)
-    _check_tensors("kv", (2, B, Hkv, S, D), qkv, (kv.dtype,), kv)
-    _check_tensors("rope", (B, T, 2, D), qkv, (qkv.dtype,), rope)
-    _check_tensors("lengths", (B,), qkv, INTS, lengths)
-    _check_tensors("q_weight, k_weight", (D,), qkv, (qkv.dtype,), q_weight, k_weight)
+    B, T, H, D, Hkv, S = _sizes(
+        "qkv B T H D real, kv 2 B Hkv S D same|float64, rope B T 2 D same, lengths B int, "
+        "q_weight/k_weight D same", qkv, kv, rope, lengths, q_weight, k_weight)
+    _check(H > 2 * Hkv and T <= S and (rope is None or D % 2 == 0)
+           and (q_weight is None) == (k_weight is None), "H > 2 Hkv, T <= S, even D for a "
+           "rotation, both weights or none", qkv, kv, q_weight, k_weight)
     if not runs_triton(kv, qkv):
         return rope_cache_reference(qkv, rope, kv, lengths, q_weight, k_weight, eps)
     tables = map(_contiguous, (rope, q_weight, k_weight))
@@ -1014,12 +1012,12 @@ def _glu_kernel(x_ptr, out_ptr, N, GELU: tl.constexpr, BLOCK_N: tl.constexpr):
 
 def glu(x, activation="silu"):
     """act(gate) * up for x [..., 2 N] = [gate, up] -> [..., N]. activation: "silu" or "gelu"."""
-    _check(x.dtype in REALS and x.numel() and x.shape[-1] % 2 == 0, "x [..., 2 N] of reals", x)
-    _check(activation in ("silu", "gelu"), "silu or gelu", activation)
+    _, C = _sizes("x ... C real", x)
+    _check(C % 2 == 0 and activation in ("silu", "gelu"), "even C, silu or gelu", x, activation)
     if not runs_triton(x):
         return glu_reference(x, activation)
     x = x.contiguous()
-    N = x.shape[-1] // 2
+    N = C // 2
     out = x.new_empty(*x.shape[:-1], N)
     _launch(_glu_kernel, (out.numel() // N, triton.cdiv(N, 1024)),
             x, out, N, GELU=activation == "gelu", BLOCK_N=1024, num_warps=4)
@@ -1028,8 +1026,7 @@ def glu(x, activation="silu"):
 
 def glu_reference(x, activation="silu"):
     gate, up = x.chunk(2, dim=-1)
-    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    return gate * up if gate.requires_grad else gate.mul_(up)  # a gradient needs both factors
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1057,12 +1054,10 @@ def _cosine_mix_kernel(z_ptr, q_ptr, kv_ptr, out_ptr, C, D: tl.constexpr, BLOCK_
 
 def cosine_mix(z, q, kv, n_head):
     """z + cos(q, k) * v per head -> [..., C]. z, q: [..., C]; kv [..., 2 C] = [k, v]."""
-    C = z.shape[-1]
+    _, C, C2 = _sizes("z/q ... C same, kv ... C2 same", z, q, kv)
     D = C // max(n_head, 1)
-    _check(z.dtype in REALS and z.numel() and D * n_head == C and D <= 16384,
-           "z [..., C] in n_head parts of at most 16384 channels", z, n_head)
-    _check_tensors("q", z.shape, z, (z.dtype,), q)
-    _check_tensors("kv", (*z.shape[:-1], 2 * C), z, (z.dtype,), kv)
+    _check(z.is_floating_point() and D * n_head == C and D <= 16384 and C2 == 2 * C,
+           "real z [..., C] in n_head parts of at most 16384, kv [..., 2 C]", z, n_head, kv)
     if not runs_triton(z, q, kv):
         return cosine_mix_reference(z, q, kv, n_head)
     z = z.contiguous()
@@ -1147,11 +1142,12 @@ def select_candidates(logprobs, tokens, candidates, depth):
     """Fills [:, depth] of `Candidates` with the best proposals. logprobs, tokens [B, w, W]: the W
     best next tokens of w beams; a logprob above 0 counts as 0, NaN as -inf. Beams: the root, then
     the first W candidates of the previous depth; w = 1 if all of these propose the same."""
-    B, w, W = _sizes("logprobs", logprobs, 3, FLOAT32)
-    K, n = _check_candidates(candidates, B, logprobs)
+    B, w, W, K, n = _sizes(f"logprobs B w W float32, tokens B w W int64, {CANDIDATES}",
+                           logprobs, tokens, *candidates)
     _check((w == 1 or w == W and depth > 0) and W <= min(n, 32) and 0 <= depth < K, "w = 1 or, "
            "below depth 0, w = W; W <= min(n, 32), 0 <= depth < K", logprobs, depth, K, n)
-    _check_tensors("tokens", (B, w, W), logprobs, INT64, tokens)
+    _check(K * n < 2048 and all(x.is_contiguous() for x in candidates),
+           "K * n < 2048, contiguous candidates", *candidates)
     if not runs_triton(logprobs):
         return select_candidates_reference(logprobs, tokens, candidates, depth)
     count = W * W if depth else W
@@ -1182,9 +1178,9 @@ def select_candidates_reference(logprobs, tokens, candidates, depth):
 #   the tokens that followed the latest earlier occurrence of the longest suffix, 4 tokens down to 1
 #
 # A match may overlap the suffix. If the sequence ends before the chain is full, the chain repeats
-# the tokens from the match on: a run of one token proposes more of it.
+# the tokens after the match: a run of one token proposes more of it.
 #
-# Bytes: 4 * length per sequence, read once, by a single program, which saves a launch.
+# Bytes: 4 * length per sequence, read once by a single program.
 
 @triton.jit(do_not_specialize=["S", "n"])
 def _ngram_lookup_kernel(history_ptr, lengths_ptr, chain_ptr, S, n,
@@ -1218,9 +1214,8 @@ def ngram_lookup(history, lengths, n):
     """Proposes n tokens by n-gram lookup -> int64 [B, 1 + n]: the length of the match, 0 to 4, then
     the tokens, which are -1 if there is no match. history: int32 [B, S]. lengths: the index of the
     newest token, int32 [B]."""
-    B, S = _sizes("history", history, 2, INT32)
+    B, S = _sizes("history B S int32, lengths B int32", history, lengths)
     _check(S < 2**28 and 1 <= n <= 63, "texts under 2^28 tokens and 1 <= n <= 63", history, n)
-    _check_tensors("lengths", (B,), history, INT32, lengths)
     if not runs_triton(history):
         return ngram_lookup_reference(history, lengths, n)
     chain = history.new_empty(B, 1 + n, dtype=torch.int64)
@@ -1250,9 +1245,9 @@ def ngram_lookup_reference(history, lengths, n):
 #
 # p estimates the acceptance probability; mode is 1 if temperature > 0. The same token under the
 # same parent is one node, with the larger p. Ties go to the shallower node, then to the lower
-# token, then to the earlier candidate: the heads' by depth and column, then the chain's. No p
-# exceeds its parent's, so parents come first: chances fall along the bins (the running minimum is
-# used), joint log-probabilities fall along a path, and rounding keeps the order.
+# token, then to the earlier candidate: the heads' by depth and column, then the chain's. Parents
+# come first, since p falls along a path: joint log-probabilities do, and a running minimum makes
+# chances fall along the bins.
 
 BINS = 41  # of joint log-probability, a quarter nat each; the last one holds all from -10 down
 SOURCES = BINS + 5  # bins, and the match lengths 0 to 4
@@ -1307,15 +1302,15 @@ def _best_tree_kernel(
         chance = tl.where(better, power, chance)
         source = tl.where(better, BINS + match, source)
 
-    rank = (chance.to(tl.int32, bitcast=True).to(tl.int64) << 12) - depth
+    rank = _pack_entries(chance, depth)
     node = _places(rank, token, entries_ptr + b * 2 * BLOCK_N, BLOCK_J)
     parent = tl.gather(node, above, 0)
-    ancestors = tl.full([BLOCK_N], 1, tl.int64) << (node & 63).to(tl.int64)
-    for _ in tl.static_range(6):  # each round doubles how far up the tree the masks reach
-        ancestors |= tl.gather(ancestors, above, 0)
-        above = tl.gather(above, above, 0)
     used = chance >= 0
     mask = node < T
+    deepest = tl.max(tl.where(used & mask, depth, 0), 0)
+    ancestors = tl.full([BLOCK_N], 1, tl.int64) << (node & 63).to(tl.int64)
+    for level in range(1, deepest + 1):  # ancestors[node] = ancestors[parent] | 1 << node
+        ancestors |= tl.where(depth == level, tl.gather(ancestors, above, 0), 0)
     plane = tl.num_programs(0).to(tl.int64) * T
     tree_ptr += b * T + node
     tl.store(tree_ptr, token, mask=mask)
@@ -1332,15 +1327,14 @@ def best_tree(root, candidates, lookup, chances, temperature, tree_size):
     likeliest; padding is 0 in all but sources. ancestors: as in `tree_attention`. sources: a bin
     for heads, BINS + match for the chain, -1 for the root and padding. candidates: from
     `select_candidates`; lookup: from `ngram_lookup`; one may be None. chances: [2, SOURCES]."""
-    B, = _sizes("root", root, 1, INT64)
+    _sizes(f"root B int64, {CANDIDATES}, lookup B m int64, chances 2 {SOURCES} float32, "
+           "temperature B float32", root, *(candidates or [None] * 3), lookup, chances, temperature)
+    B = len(root)
+    K, n = candidates.joint.shape[1:] if candidates else (0, 1)
+    n_chain = 0 if lookup is None else lookup.shape[1] - 1
     _check(candidates or lookup is not None, "candidates or lookup", candidates, lookup)
-    K, n = _check_candidates(candidates, B, root) if candidates else (0, 1)
-    n_chain = _sizes("lookup", lookup, 2, INT64)[1] - 1 if lookup is not None else 0
     _check(2 <= tree_size <= 64 and n_chain <= 63 and K * n + n_chain < 2048, "2 <= tree_size <= "
            "64, a chain of at most 63, less than 2048 candidates", tree_size, n_chain, K * n)
-    _check_tensors("lookup", (B, 1 + n_chain), root, INT64, lookup)
-    _check_tensors("chances", (2, SOURCES), root, FLOAT32, chances)
-    _check_tensors("temperature", (B,), root, FLOAT32, temperature)
     if not runs_triton(chances):
         return best_tree_reference(root, candidates, lookup, chances, temperature, tree_size)
     candidates = candidates or Candidates.empty(root, 0, 1)
@@ -1400,8 +1394,8 @@ def best_tree_reference(root, candidates, lookup, chances, temperature, tree_siz
 #
 # Children of one parent have different tokens, so the accepted nodes form a path.
 #
-# counts[mode, source] += (right, proposed), from which `chances` are estimated. Heads: accepted and
-# proposed nodes. Chain: its tokens that were emitted; these and the first wrong one.
+# counts[mode, source] += (right, tried), from which `chances` are estimated. Heads: nodes that were
+# accepted, and all. Chain: tokens that were emitted, and these with the first wrong one.
 
 @triton.jit(do_not_specialize=["T", "P", "n"])
 def _accept_path_kernel(
@@ -1463,16 +1457,14 @@ def accept_path(tokens, parents, depths, ancestors, sources, target, active, max
     (P), their number, and the index of the last. A shorter path is padded with the root. target:
     the model's own next token at each node. active: 1, or 0 for an idle sequence, whose number and
     index are 0. temperature: [B]. counts [2, SOURCES, 2] is updated in place, see above."""
-    B, T = _sizes("tokens", tokens, 2, INT64)
-    n = _sizes("lookup", lookup, 2, INT64)[1] - 1 if lookup is not None else 0
-    _check(T <= 64 and 1 <= max_path <= 64, "T <= 64 and 1 <= max_path <= 64", tokens, max_path)
     tree = tokens, parents, depths, ancestors, sources
-    _check_tensors("the tree, target", (B, T), tokens, INT64, *tree[1:], target)
-    _check_tensors("active", (B,), tokens, INT32, active)
-    _check_tensors("lookup", (B, 1 + n), tokens, INT64, lookup)
-    _check_tensors("temperature", (B,), tokens, FLOAT32, temperature)
-    _check_tensors("counts", (2, SOURCES, 2), tokens, (torch.float64,), counts)
-    _check(counts.is_contiguous(), "contiguous counts", counts)
+    B, T, *_ = _sizes(
+        "tokens/parents/depths/ancestors/sources/target B T int64, active B int32, temperature B "
+        f"float32, counts 2 {SOURCES} 2 float64, lookup B m int64", *tree, target, active,
+        temperature, counts, lookup)
+    n = 0 if lookup is None else lookup.shape[1] - 1
+    _check(T <= 64 and 1 <= max_path <= 64 and counts.is_contiguous(),
+           "T <= 64, 1 <= max_path <= 64, contiguous counts", tokens, max_path, counts)
     if not runs_triton(tokens):
         return accept_path_reference(*tree, target, active, max_path, temperature, counts, lookup)
     out = tokens.new_empty(B, 3 * max_path + 2)
@@ -1518,14 +1510,11 @@ def accept_path_reference(tokens, parents, depths, ancestors, sources, target, a
 #   times the largest mass (arXiv 2407.01082). Among the kept tokens take
 #   argmax(x + gumbel(seed, sequence, position, token)); at temperature 0 argmax(logits).
 #
-# Bytes: M * V float32 logits, read once for the mass and the largest x of up to 1,024 groups. These
-# give a floor below which no token is kept, and then only groups that reach it are read: few, if
-# the distribution is peaked. The top_k cut is found by bisection. The best token from the floor up
-# wins if less than top_p of the mass is above it. Otherwise all kept tokens are above it, and the
-# floor rises above it: -ln(s) times on average, if a share s of the first floor's mass is kept.
-
-MASS_UNIT = tl.constexpr(2.0 ** 40)  # masses are integers, so sums of up to 2^22 tokens are exact
-
+# Bytes: M * V float32 logits, read once for the mass and the largest x of up to 1,024 groups. All
+# later reads are of the groups that reach a floor, a bound below which no token is kept: few, if
+# the distribution is peaked. top-k raises the floor by bisection. top-p needs no exact bound: if
+# the best token from the floor up is kept, it is the answer; otherwise all kept tokens are above
+# it. If a share s of the floor's mass is kept, that takes 1 - ln(s) reads on average.
 
 @triton.jit
 def _load_logits(logits_ptr, columns, V, temperature):
@@ -1536,22 +1525,28 @@ def _load_logits(logits_ptr, columns, V, temperature):
 
 
 @triton.jit
+def _column(entry, V):
+    """The column of an entry, or V - 1 for NO_ENTRY, which is all that a row of NaN has."""
+    return tl.minimum(entry.to(tl.int32) ^ NO_TOKEN, V - 1)
+
+
+@triton.jit
 def _look(row, groups, floor, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The number, the mass and the best entry of the tokens with _order(x) >= floor; a result that
     the caller ignores is compiled away. groups: sorted entries of each group's largest x."""
     logits_ptr, V, temperature, low, high, row_max = row
     column = tl.arange(0, COLUMNS)[None, :]
-    number = tl.zeros([ROWS, COLUMNS], tl.int64)
-    mass = number
-    best = number + NO_ENTRY
+    number = tl.zeros([ROWS, COLUMNS], tl.int32)
+    mass = tl.zeros([ROWS, COLUMNS], tl.float32)
+    best = tl.full([ROWS, COLUMNS], NO_ENTRY, tl.int64)
     for start in range(0, tl.sum((groups >> 32 >= floor).to(tl.int32), 0), ROWS):
         group = tl.gather(groups, start + tl.arange(0, ROWS), 0).to(tl.int32) ^ NO_TOKEN
         columns = (column // 8 * groups.shape[0] + group[:, None]) * 8 + column % 8
         x = _load_logits(logits_ptr, columns, V, temperature)
         scores = _add_noise(x, temperature, low, high, columns.to(tl.uint32))
         above = _order(x) >= floor
-        number += above.to(tl.int64)
-        mass += tl.where(above, tl.exp(x - row_max) * MASS_UNIT, 0.0).to(tl.int64)
+        number += above.to(tl.int32)
+        mass += tl.where(above, tl.exp(x - row_max), 0.0)
         best = tl.maximum(best, tl.where(above, _pack_entries(scores, columns), NO_ENTRY))
     return tl.sum(number), tl.sum(mass), tl.max(best)
 
@@ -1577,7 +1572,7 @@ def _filtered_sample_kernel(
         largest = tl.maximum(largest, tl.max(x, 1))
         mass = mass * tl.exp(before - largest) + tl.sum(tl.exp(x - largest[:, None]), 1)
     row_max = tl.max(largest, 0)
-    mass = (tl.sum(mass * tl.exp(largest - row_max), 0) * MASS_UNIT).to(tl.int64)
+    mass = tl.sum(mass * tl.exp(largest - row_max), 0)
     low, high = _load_key(seed_ptr, sequence_ptr, position_ptr, b, m)
     row = logits_ptr, V, temperature, low, high, row_max
     groups = tl.sort(_pack_entries(largest, group), descending=True)
@@ -1585,46 +1580,57 @@ def _filtered_sample_kernel(
 
     floor = tl.full([], -2147483648, tl.int64)
     top_k = tl.load(top_k_ptr + b)
-    if (top_k > 0) & (top_k < V):  # bisects between the top_k-th largest group and `end`
+    if (top_k > 0) & (top_k < V):
+        # At least top_k tokens reach `floor`, at first the top_k-th largest group; at most top_k
+        # reach `end`. The search ends where they meet, or once exactly top_k reach `floor`.
         floor = tl.max(tl.where(group >= top_k - 1, orders, floor), 0)
         end = tl.max(orders, 0) + 1
         middle = floor
         while middle < end:
             number, part, _ = _look(row, groups, middle, ROWS, COLUMNS)
-            end = tl.where(number > top_k, end, middle + (number == top_k).to(tl.int64))
-            floor = tl.where(number >= top_k, middle, floor)
-            mass = tl.where(number >= top_k, part, mass)
+            if number >= top_k:
+                floor = middle
+                mass = part
+            if number <= top_k:
+                end = middle
             middle = (floor + end + 1) >> 1
 
     top_p = tl.load(top_p_ptr + b)
-    wanted = tl.maximum((mass.to(tl.float32) * top_p).to(tl.int64), 1)
-    masses = (tl.exp(_value(orders.to(tl.int32)) - row_max) * MASS_UNIT).to(tl.int64)
-    reached = tl.cumsum(masses, 0) >= tl.where(top_p < 1, wanted, 2**62)  # by the largest x alone
+    wanted = tl.where(top_p < 1, tl.maximum(mass * top_p, 1e-37), float("inf"))  # above 0 for NaN
+    masses = tl.exp(_value(orders.to(tl.int32)) - row_max)
+    reached = tl.cumsum(masses, 0) >= wanted  # by the largest of each group alone
     floor = tl.maximum(floor, tl.max(tl.where(reached, orders, floor), 0))
-    reach = tl.log(tl.maximum(tl.load(min_p_ptr + b), 2e-9))  # noise spans < 20: lower x never win
+    # noise spans less than 20 = -log(2e-9), so a token further below the largest cannot win
+    reach = tl.log(tl.maximum(tl.load(min_p_ptr + b), 2e-9))
     least = row_max + tl.where(temperature > 0, reach, 0.0)
     floor = tl.maximum(floor, _order(least).to(tl.int64))
-    above = wanted
-    while above >= wanted:
-        _, _, best = _look(row, groups, floor, ROWS, COLUMNS)
-        token = tl.minimum(best.to(tl.int32) ^ NO_TOKEN, V - 1)  # a valid id even if all are NaN
-        tl.store(tokens_ptr + m, token.to(tl.int64))
-        x = _load_logits(logits_ptr, token, V, temperature)
-        floor = tl.where(top_p < 1, _order(x), NO_TOKEN).to(tl.int64) + 1
-        _, above, _ = _look(row, groups, floor, ROWS, COLUMNS)
+    best = _look(row, groups, floor, ROWS, COLUMNS)[2]
+    if top_p < 1:
+        # All kept tokens reach `floor`, and `best` is the best of those that do. If the tokens
+        # with a larger x than `best` have the mass that is wanted, only they are kept.
+        above = wanted
+        following = best
+        while above >= wanted:
+            best = following
+            x = _load_logits(logits_ptr, _column(best, V), V, temperature)
+            floor = _order(x).to(tl.int64) + 1
+            number, above, following = _look(row, groups, floor, ROWS, COLUMNS)
+    tl.store(tokens_ptr + m, _column(best, V).to(tl.int64))
 
 
 def filtered_sample(logits, *, temperature, top_k, top_p, min_p, seed, sequence, position):
     """The model's next token for each row of logits [M, V] -> int64 [M]: a sample of softmax(logits
     / temperature) over the tokens that `filter_logits` keeps, with the noise of `project_sample`;
     argmax at temperature 0. sequence, position: as in `gumbel`. Others: numbers or tensors [B]."""
-    M, V = _sizes("logits", logits, 2, (torch.float32, torch.float64))
-    _check_rows(logits, sequence, position, temperature, seed, top_k, top_p, min_p)
+    M, V, B = _sizes(
+        "logits M V float32|float64, sequence B int, position M int, temperature/top_p/min_p B "
+        "float32, top_k/seed B int64", logits, sequence, position, temperature, top_p, min_p,
+        top_k, seed)
+    _check(M % B == 0, "M / B rows per sequence", logits, sequence)
     parameters = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
                       sequence=sequence, position=position)
     if not runs_triton(logits):
         return filtered_sample_reference(logits, **parameters)
-    B = len(sequence)
     parameters = [filled(x, logits, B) for x in parameters.values()]
     tokens = logits.new_empty(M, dtype=torch.int64)
     GROUPS = min(max(64, triton.next_power_of_2(V // 32)), 1024)
@@ -1647,8 +1653,8 @@ def gumbel_argmax(logits, temperature, seed, sequence, position):
     if not isinstance(temperature, torch.Tensor) and temperature == 0:
         return logits.argmax(-1)
     tokens = torch.arange(logits.shape[1], device=logits.device)
-    noise = gumbel(seed, sequence, position, tokens).mul_(per_row(temperature, logits) > 0)
-    return noise.add_(filter_logits(logits.float(), temperature=temperature)).argmax(-1)
+    noise = gumbel(seed, sequence, position, tokens) * (per_row(temperature, logits) > 0)
+    return (filter_logits(logits.float(), temperature=temperature) + noise).argmax(-1)
 
 
 def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0):
@@ -1680,14 +1686,11 @@ def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0):
 
 
 # --------------------------------------------------------------------------------------------------
-# Input checks (ValueError). A step runs about a hundred, so messages are built only on failure.
+# Input checks: ValueError. A step runs about a hundred, so messages are built only on failure.
 
-FLOATS = torch.float32, torch.float16, torch.bfloat16
-REALS = *FLOATS, torch.float64
-INTS = torch.int32, torch.int64
-FLOAT32 = (torch.float32,)
-INT32 = (torch.int32,)
-INT64 = (torch.int64,)
+DTYPES = dict(float="float32|float16|bfloat16", real="float32|float16|bfloat16|float64",
+              int="int32|int64")
+CANDIDATES = "joint B K n float32, tokens/parents B K n int64"
 
 
 def _check(condition, expected, *got):
@@ -1697,48 +1700,33 @@ def _check(condition, expected, *got):
         raise ValueError(f"expected {expected}, got {', '.join(got)}".replace("torch.", ""))
 
 
-def _sizes(name, x, rank, dtypes):
-    """The shape of x, which must have this rank and one of these dtypes, and not be empty."""
-    if x.dim() != rank or x.dtype not in dtypes or 0 in x.shape:
-        kinds = " or ".join(map(str, dtypes))
-        _check(False, f"{name} of {rank} dimensions of {kinds}, not empty", x)
-    return x.shape
+@lru_cache
+def _parse(spec, dtype):
+    """Name, letters and dtypes of each tensor of a spec of `_sizes`. dtype: the first one's."""
+    parsed = []
+    for part in spec.split(", "):
+        names, *letters, dtypes = part.split()
+        dtypes = DTYPES.get(dtypes, dtypes).replace("same", str(dtype).removeprefix("torch."))
+        dtypes = [getattr(torch, name) for name in dtypes.split("|")]
+        parsed += [(name, letters, dtypes) for name in names.split("/")]
+    return parsed
 
 
-def _check_tensors(names, shape, like, dtypes, *tensors):
-    """Each tensor has this shape, one of the dtypes, and like's device. None and numbers pass."""
-    for x in tensors:
-        if isinstance(x, torch.Tensor) and (
-                x.shape != shape or x.dtype not in dtypes or x.device != like.device):
-            kinds = " or ".join(map(str, dtypes))
-            _check(False, f"{names} {list(shape)} of {kinds} on {like.device}", x)
-
-
-def _check_head(hidden, weight):
-    """Checks hidden [M, C] and an LM head [V, C]."""
-    _, C = _sizes("hidden", hidden, 2, FLOATS)
-    _check_tensors("weight", (len(weight), C), hidden, (hidden.dtype,), weight)
-
-
-def _check_rows(rows, sequence, position, temperature, seed, top_k=0, top_p=1.0, min_p=0.0):
-    """Checks position [M]; sequence [B], where B divides M; the others, [B] or numbers."""
-    B = max(sequence.numel(), 1)
-    _check(len(rows) % B == 0, f"sequence [B], where B divides {len(rows)}", sequence)
-    _check_tensors("sequence", (B,), rows, INTS, sequence)
-    _check_tensors("position", (len(rows),), rows, INTS, position)
-    _check_tensors("temperature, top_p, min_p", (B,), rows, FLOAT32, temperature, top_p, min_p)
-    _check_tensors("top_k, seed", (B,), rows, INT64, top_k, seed)
-    limits = (("temperature", temperature, 0, 3e38), ("top_k", top_k, 0, 2**63 - 1),
-              ("top_p", top_p, 1e-37, 1), ("min_p", min_p, 0, 1), ("seed", seed, -2**63, 2**64 - 1))
-    for name, x, low, high in limits:
-        _check(isinstance(x, torch.Tensor) or low <= x <= high, f"{name} from {low} to {high}", x)
-
-
-def _check_candidates(candidates, B, like):
-    """Checks `Candidates` of B sequences, on like's device -> (K, n)."""
-    _, K, n = _sizes("candidates", candidates.joint, 3, FLOAT32)
-    for x, dtypes in zip(candidates, (FLOAT32, INT64, INT64)):
-        _check_tensors("candidates", (B, K, n), like, dtypes, x)
-        _check(x.is_contiguous(), "contiguous candidates", x.stride())
-    _check(K * n < 2048, "K * n < 2048", K, n)
-    return K, n
+def _sizes(spec, *tensors):
+    """The sizes of tensors, in the order of their letters. spec: "q B T float, k/v B S same" has
+    the names, sizes and dtypes. ...: any leading sizes; same: the first tensor's dtype. A tensor
+    must not be empty, and be on the first one's device. None and numbers pass."""
+    sizes = {}
+    for (name, letters, dtypes), x in zip(_parse(spec, tensors[0].dtype), tensors):
+        if isinstance(x, torch.Tensor):
+            shape = [*x.shape]
+            if letters[0] == "...":
+                leading = max(len(shape) - len(letters) + 1, 0)
+                shape = [shape[:leading], *shape[leading:]]
+            expected = [int(letter) if letter.isdigit() else sizes.setdefault(letter, size)
+                        for letter, size in zip(letters, shape)]
+            if (shape != expected or len(shape) != len(letters) or x.dtype not in dtypes
+                    or x.device != tensors[0].device or x.numel() == 0):
+                wanted = ", ".join(f"{letter}={sizes.get(letter, '?')}" for letter in letters)
+                _check(False, f"{name} [{wanted}] of {dtypes} on {tensors[0].device}", x)
+    return sizes.values()
