@@ -15,10 +15,10 @@
 
 The first four account for a step's memory traffic, the others save launches. Each section has the
 formula and its cost, the kernel, a function that launches it, and a torch reference (`*_reference`)
-with the same signature. The function checks ranks, sizes, dtypes and devices (ValueError), but not
-the values in tensors. It launches the kernel on CUDA tensors, and on CPU tensors if
-TRITON_INTERPRET=1 was set before the import; otherwise, in float64, and if a gradient is required,
-it calls the reference. Inputs may have any strides unless noted.
+with the same signature. The function checks sizes, dtypes and devices (ValueError), but no values.
+It launches the kernel on CUDA tensors, and on CPU tensors if TRITON_INTERPRET=1 was set before the
+import; otherwise, in float64, and if a gradient is required, it calls the reference. Inputs may
+have any strides unless noted. docs/kernels.md explains the choices and has measurements.
 
 Letters: B sequences, T tree nodes, L layers, S cache capacity, Hq and Hkv query and key/value
 heads, G = Hq / Hkv, D head size, C hidden size, V vocabulary, M rows (hidden states), P nodes of a
@@ -58,17 +58,13 @@ NO_ENTRY = tl.constexpr(-2**63)  # smaller than any entry of `_pack_entries`
 # ALiBi (arXiv 2108.12409) subtracts slopes[h] * (position(i) - position(s)) from each score. Tree
 # node j has position lengths[b] + its depth. Terms equal for all s cancel in the softmax, so the
 # kernel adds slopes[h] * (position(s) - lengths[b]). A window hides all s with position(i) -
-# position(s) >= window; the kernel starts reading where the root's window starts.
+# position(s) >= window.
 #
-# Bytes: at least 2 * B * Hkv * (length + T) * D elements of K and V, each read once; with a window,
-# min(length, window - 1) instead of length. Each element is used by T * G query rows, 2 * T * G
-# FLOPs: at T = 16, G = 4, bf16 that is 64 FLOPs per byte, below the 200 to 300 at which a data-
-# centre GPU becomes compute-bound. Hence the T * G query rows of a kv head share a tile, and the
-# cache is split so that B * Hkv * splits programs fill the GPU (flash-decoding). A split's float32
-# partial sums cost the bytes of 2 * T * G bf16 cache rows, so more query rows need longer splits.
-#
-# The number of splits depends on shapes alone, since a captured CUDA graph needs a fixed grid. The
-# size of a split depends on the sequence's length, so that short sequences are split too.
+# Bytes: 2 * B * Hkv * (length + T) * D elements of K and V, read once; with a window, min(length,
+# window - 1) instead of length. FLOPs: 2 * T * G per element. So the T * G query rows of a kv head
+# share a tile, and the cache is cut into splits that fill the GPU (flash-decoding). The number of
+# splits depends on shapes alone, since a CUDA graph has a fixed grid; their size depends on the
+# sequence's length.
 
 @triton.jit
 def _dot(a, b, acc):
@@ -328,17 +324,14 @@ def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None
 #   project_sample   argmax_t(logits_t / temperature + gumbel(seed, sequence, position, t)), which
 #                    samples softmax(logits / temperature); at temperature 0 argmax_t(logits_t)
 #
-# Bytes: at least V * C elements of weight, read once (V = 128256, C = 4096, bf16: 1.05 GB, 0.35 ms
-# at 3 TB/s). FLOPs: 2 * M * V * C, so M per byte in bf16: memory-bound up to M = 64 and beyond.
-# Writing the M * V logits and reading them twice would add 10% at M = 64. So two programs per
-# multiprocessor walk the vocabulary in tiles, each with a running log-sum-exp and a list of its k
-# best tokens, and a small second kernel merges the lists. Searching a tile takes up to k rounds;
-# drafting uses k = 4 to 8. NaN counts as -inf.
+# Bytes: V * C elements of weight, read once. FLOPs: 2 * M * V * C. Two programs per multiprocessor
+# walk the vocabulary in tiles, each with a running log-sum-exp and a list of its best tokens, and a
+# small second kernel merges the lists. The logits are never stored. NaN counts as -inf.
 #
 # The noise is a pure function of its arguments, computed where it is added. The splitmix64
 # finalizer turns (seed, sequence, position) into a 64-bit key per row. The 32-bit finalizer
-# lowbias32 then runs per token, with one half of the key mixed in before its multiplications and
-# the other between them: with a single half, two rows could get the same noise in another order.
+# lowbias32 then runs per token. One half of the key is mixed in before its multiplications, the
+# other between them: with one half alone, a row's noise could be a permutation of another's.
 
 @triton.jit
 def _splitmix64(x):
@@ -467,8 +460,8 @@ def _project_kernel(
     if sequence_ptr is not None:
         low, high = _load_key(seed_ptr, sequence_ptr, position_ptr, row // T, row)
 
-    # Hopper's wide tensor-core instructions need at least 64 rows in the first operand: if there
-    # are few hidden states, it is the weight.
+    # Hopper's wide tensor-core instructions need 64 rows or more in the first operand, so few
+    # hidden states are the second.
     VOCABULARY_FIRST: tl.constexpr = BLOCK_M < 32
     CHUNKS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
     acc = tl.zeros([BLOCK_V, BLOCK_M] if VOCABULARY_FIRST else [BLOCK_M, BLOCK_V], tl.float32)
@@ -642,8 +635,7 @@ def float_logits(hidden, weight, vocab_ids=None):
 #
 #   kv[:, :, b, :, lengths[b] + j] = old kv[:, :, b, :, lengths[b] + path[b, j]]  for j < count[b]
 #
-# Bytes: 2 * L * Hkv * D elements read and written per moved row: 131 kB each way for 32 layers, 8
-# heads of 128, bf16. With few sequences launches dominate, so a single one moves all layers.
+# Bytes: 2 * L * Hkv * D elements read and written per moved row. One launch moves all layers.
 
 @triton.jit(do_not_specialize=["P", "S", "Hkv"])
 def _commit_path_kernel(
@@ -841,8 +833,7 @@ def _pair_blocks(n, tokens):
 #   RMSNorm (arXiv 1910.07467)    normed = sum * rsqrt(mean(sum^2) + eps) * weight
 #   LayerNorm (arXiv 1607.06450)  normed = (sum - mean(sum)) * rsqrt(var(sum) + eps) * weight + bias
 #
-# Bytes: 4 * M * C elements: x and delta read, sum and normed written. Here and in all operations
-# below the launch dominates: 16 rows of C = 4096 in bf16 are 0.5 MB, below 0.2 us.
+# Bytes: 4 * M * C elements: x and delta read, sum and normed written.
 
 @triton.jit
 def _add_norm_kernel(
@@ -893,14 +884,8 @@ def add_norm_reference(x, delta, weight, bias=None, eps=1e-5):
     x = x if delta is None else x + delta
     if bias is not None:
         return F.layer_norm(x, x.shape[-1:], weight, bias, eps), x
-    if x.dtype == torch.float64 or torch.is_grad_enabled():
-        weight = None if weight is None else weight.to(x.dtype)
-        return F.rms_norm(x, x.shape[-1:], weight, eps), x
-    exact = x.float()  # by hand, since F.rms_norm takes twice as many operations
-    length = torch.linalg.vector_norm(exact, dim=-1, keepdim=True)
-    mean = torch.addcmul(exact.new_full((), eps), length, length, value=1 / x.shape[-1])
-    normed = exact * mean.rsqrt_()
-    return (normed if weight is None else normed.mul_(weight)).to(x.dtype), x
+    weight = None if weight is None else weight.to(x.dtype)
+    return F.rms_norm(x, x.shape[-1:], weight, eps), x
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1041,8 +1026,7 @@ def glu(x, activation="silu"):
 
 def glu_reference(x, activation="silu"):
     gate, up = x.chunk(2, dim=-1)
-    gate = F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")
-    return gate * up if gate.requires_grad else gate.mul_(up)  # a gradient needs both factors
+    return (F.silu(gate) if activation == "silu" else F.gelu(gate, approximate="tanh")) * up
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1194,9 +1178,9 @@ def select_candidates_reference(logprobs, tokens, candidates, depth):
 #   the tokens that followed the latest earlier occurrence of the longest suffix, 4 tokens down to 1
 #
 # A match may overlap the suffix. If the sequence ends before the chain is full, the chain repeats
-# the tokens from the match on: a run of one token proposes more of it.
+# the tokens after the match: a run of one token proposes more of it.
 #
-# Bytes: 4 * length per sequence, read once, by a single program, which saves a launch.
+# Bytes: 4 * length per sequence, read once by a single program.
 
 @triton.jit(do_not_specialize=["S", "n"])
 def _ngram_lookup_kernel(history_ptr, lengths_ptr, chain_ptr, S, n,
@@ -1261,9 +1245,9 @@ def ngram_lookup_reference(history, lengths, n):
 #
 # p estimates the acceptance probability; mode is 1 if temperature > 0. The same token under the
 # same parent is one node, with the larger p. Ties go to the shallower node, then to the lower
-# token, then to the earlier candidate: the heads' by depth and column, then the chain's. No p
-# exceeds its parent's, so parents come first: chances fall along the bins (the running minimum is
-# used), joint log-probabilities fall along a path, and rounding keeps the order.
+# token, then to the earlier candidate: the heads' by depth and column, then the chain's. Parents
+# come first, since p falls along a path: joint log-probabilities do, and a running minimum makes
+# chances fall along the bins.
 
 BINS = 41  # of joint log-probability, a quarter nat each; the last one holds all from -10 down
 SOURCES = BINS + 5  # bins, and the match lengths 0 to 4
@@ -1476,8 +1460,8 @@ def prompt_chain_reference(history, lengths, ends, tree, probabilities, lookup=N
 # Children of one parent have different tokens, so the accepted nodes form a path. In a prompt, the
 # target token is the known one, whatever the model would have sampled.
 #
-# counts[mode, source] += (right, proposed), from which `chances` are estimated. Heads: accepted and
-# proposed nodes. Chain: its tokens that were emitted; these and the first wrong one.
+# counts[mode, source] += (right, tried), from which `chances` are estimated. Heads: nodes that were
+# accepted, and all. Chain: tokens that were emitted, and these with the first wrong one.
 
 @triton.jit(do_not_specialize=["T", "P", "n"])
 def _accept_path_kernel(
@@ -1699,13 +1683,14 @@ def _filtered_sample_kernel(
     masses = tl.exp(_value(orders.to(tl.int32)) - row_max)
     reached = tl.cumsum(masses, 0) >= wanted  # by the largest of each group alone
     floor = tl.maximum(floor, tl.max(tl.where(reached, orders, floor), 0))
-    reach = tl.log(tl.maximum(tl.load(min_p_ptr + b), 2e-9))  # noise spans < 20: lower x never win
+    # noise spans less than 20 = -log(2e-9), so a token further below the largest cannot win
+    reach = tl.log(tl.maximum(tl.load(min_p_ptr + b), 2e-9))
     least = row_max + tl.where(temperature > 0, reach, 0.0)
     floor = tl.maximum(floor, _order(least).to(tl.int64))
     best = _look(row, groups, floor, ROWS, COLUMNS)[2]
     if top_p < 1:
         # All kept tokens reach `floor`, and `best` is the best of those that do. If the tokens
-        # above it have the mass that is wanted, `best` is not kept: look again, above it.
+        # with a larger x than `best` have the mass that is wanted, only they are kept.
         above = wanted
         following = best
         while above >= wanted:
@@ -1751,8 +1736,8 @@ def gumbel_argmax(logits, temperature, seed, sequence, position):
     if not isinstance(temperature, torch.Tensor) and temperature == 0:
         return logits.argmax(-1)
     tokens = torch.arange(logits.shape[1], device=logits.device)
-    noise = gumbel(seed, sequence, position, tokens).mul_(per_row(temperature, logits) > 0)
-    return noise.add_(filter_logits(logits.float(), temperature=temperature)).argmax(-1)
+    noise = gumbel(seed, sequence, position, tokens) * (per_row(temperature, logits) > 0)
+    return (filter_logits(logits.float(), temperature=temperature) + noise).argmax(-1)
 
 
 def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0):

@@ -37,6 +37,7 @@ HEAD_WEIGHT = 0.7   # head i has weight 0.7^i in the loss: decoding reaches late
 SHOW_EVERY = 20     # steps
 SAVE_EVERY = 180.0  # seconds
 MIN_VOCABULARY = 8  # the smallest draft vocabulary: twice the default beam width
+MIN_SELF_TOKENS = 30_000  # over a hundred texts, so that some are held out
 STANDARD_LIBRARY = "the Python standard library's source"  # in heads.json, without --data
 
 
@@ -211,7 +212,8 @@ def write_texts(config, out, group):
     """Generates text with the model and returns its folder."""
     model, encoding = load_model(config)
     folder = out / SELF
-    goal = config.self_tokens or config.steps * config.batch_size * (config.block_size or 256)
+    enough = max(config.steps * config.batch_size * (config.block_size or 256), MIN_SELF_TOKENS)
+    goal = config.self_tokens or enough
     group.print(f"generating {human(goal)} tokens of training text with the model, in {folder}")
     stop = stop_tokens(config.model, encoding)
     writer = writing.Writer(folder, model, encoding, stop, config.seed, group.print)

