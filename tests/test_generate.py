@@ -330,6 +330,66 @@ def test_shared_prefixes_are_prefilled_once_per_slot(name, steps_ahead, compiled
     check([first + [n] for n in range(12)], 60 * 2 + 12)  # the first prompt fills a slot, the others share it
 
 
+@pytest.mark.parametrize("ahead", [0, 1])
+@pytest.mark.parametrize("name, lookup, T", [(None, False, 1), (None, True, None), ("clover", True, 9),
+                                             ("clover2", False, 2)])
+def test_prompts_read_by_steps_leave_what_prefill_leaves(name, lookup, T, ahead, prefilled):
+    """Bug: a prompt's token at a wrong row, heads that miss one, a state of padding, a first token from another row,
+    another sequence's chain; a prompt read a token at a time; a reused prefix read from a wrong place."""
+    model, heads = load(name, False, block_size=1024)
+    prompts = random_prompts([7, 1, 30, 2, 90, 300, 12, 3])
+    engines = [new_engine(model, heads, lookup=lookup, tree_size=T, batch_size=3, capacity=400, reads_in_steps=reads)
+               for reads in (False, True)]
+    engines[1].decoder.steps_ahead = ahead
+    first, got = (engine.generate(prompts, 12) for engine in engines)
+    assert got.tokens == first.tokens and got.steps <= 12 * len(prompts)
+    longer = [prompt + tokens + [5] for prompt, tokens in zip(prompts, got.tokens)]
+    first = engines[0].generate(longer, 12).tokens
+    prefilled.clear()
+    got = engines[1].generate(longer, 12)
+    assert got.tokens == first and got.batch_steps < 12 * len(prompts)
+    assert sum(n for _, n in prefilled) < 300  # of all prompts only the front of the longest
+
+
+def test_a_prompts_cache_and_state_are_prefills():
+    """Bug: rows or states that differ by more than rounding, or depend on what is read beside them."""
+    model, heads = load("clover", False, block_size=1024)
+    prompts = random_prompts([120, 77, 5])
+    slots = []
+    for reads in (False, True):
+        engine = new_engine(model, heads, tree_size=9, batch_size=3, capacity=200, reads_in_steps=reads)
+        sequences = [engine.add(prompt, 20) for prompt in prompts]
+        while not all(sequence.tokens for sequence in sequences):
+            engine.step()
+        slots.append(engine.decoder.slots)
+    for b, prompt in enumerate(prompts):
+        n = len(prompt)
+        for want, got in zip(slots[0].cache.kv[:, :, b, :, :n], slots[1].cache.kv[:, :, b, :, :n]):
+            torch.testing.assert_close(got, want, rtol=1e-4, atol=1e-5)
+        rows = [part.heads_cache.kv[:, :, b, :, :n - 1] for part in slots]
+        torch.testing.assert_close(*rows, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("T", [1, 5, None])
+def test_a_prompt_cancelled_while_it_is_read_leaves_what_was_read(T):
+    """Bug: a cached prefix longer than the cache, or a slot that goes on reading."""
+    model = toy_model()
+    prompt, other = random_prompts([100, 20])
+    engine = new_engine(model, lookup=True, tree_size=T, batch_size=2, capacity=200, reads_in_steps=True)
+    engine.decoder.steps_ahead = 1
+    sequences = [engine.add(prompt, 9), engine.add(other, 9)]
+    for _ in range(2):
+        engine.step()
+    unread = sequences[0].unread
+    engine.cancel(sequences[0])
+    kept, = engine.cached_prefix.values()
+    assert 0 < unread < 99 and kept == prompt[:100 - unread]
+    while engine.busy:
+        engine.step()
+    assert sequences[1].tokens == generate(model, [other], 9, tree_size=1).tokens[0]
+    assert engine.generate([prompt], 9).tokens == generate(model, [prompt], 9, tree_size=1).tokens
+
+
 @needs_compiler
 def test_augmenting_blocks_catch_up_beside_a_full_cache():
     """Bug: a sequence near the capacity without room for the rows that another one has to catch up."""

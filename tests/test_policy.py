@@ -238,6 +238,18 @@ def test_a_trial_of_heads_includes_the_rows_they_have_not_read(toy):
     assert len(policy.trial) == 2 and 2 < policy.trial_seconds < 10
 
 
+@pytest.mark.parametrize("tree_size, B, reading, want", [
+    (1, 1, [40], 64), (1, 8, [3], 1), (1, 8, [90] * 8, 64), (5, 8, [2], 5), (1, 8, [5000], 64),
+    (None, 2, [30, 30], 32)])
+def test_prompts_are_read_by_the_size_of_most_tokens_per_second(toy, tree_size, B, reading, want):
+    """Bug: a prompt read a token at a time, or generating sequences slowed down for a few tokens."""
+    policy = Policy(toy, None, True, tree_size)
+    policy.times = StepTimes(0.02, 0, 0)  # a further row takes a fiftieth of a step
+    if tree_size is None:
+        policy.reading_options = [(T, 0) for T in (1, 8, 32, 64)]
+    assert policy.select(B, reading=reading)[0] == want
+
+
 def test_ranks_start_from_the_same_costs(toy, monkeypatch):
     """Bug: ranks hold unequal parts of the vocabulary, guess other costs, select other trees, and hang."""
     monkeypatch.setattr(toy, "group", SimpleNamespace(broadcast=lambda value: (1, 2, 3)))
