@@ -790,7 +790,7 @@ PROJECT_TILES = {
     "small vocabulary": (64, 64, 64, 6),    # 8 kB, so that all multiprocessors have a tile
     "draft vocabulary": (64, 64, 64, 7),    # a stage more: gathered rows wait for their indices
     "many rows": (128, 128, 64, 3),         # compute-bound
-    "many rows, narrow": (128, 64, 64, 3),  # the argmax of 128 rows is faster; noise would spill
+    "many rows, narrow": (128, 64, 64, 3),  # faster for argmax of 128; noise would spill (A100)
 }
 
 
@@ -1596,7 +1596,8 @@ def _filtered_sample_kernel(
             middle = (floor + end + 1) >> 1
 
     top_p = tl.load(top_p_ptr + b)
-    wanted = tl.where(top_p < 1, tl.maximum(mass * top_p, 1e-37), float("inf"))  # above 0 for NaN
+    wanted = tl.maximum(mass * top_p, 1e-37)  # positive even if all are NaN
+    wanted = tl.where(top_p < 1, wanted, float("inf"))
     masses = tl.exp(_value(orders.to(tl.int32)) - row_max)
     reached = tl.cumsum(masses, 0) >= wanted  # by the largest of each group alone
     floor = tl.maximum(floor, tl.max(tl.where(reached, orders, floor), 0))
