@@ -43,7 +43,6 @@ SPECIAL = dict(bos_token_id="bos_token", eos_token_id="eos_token", unknown_token
                padding_token_id="pad_token")
 # Phi-3's other special tokens strip the white space after them; no key says so.
 KEEP_SPACE = "<unk>", "<s>", "<|endoftext|>"
-FLOAT_TYPES = "F32", "F16", "BF16"
 NUMBERS = {  # of the metadata, as the module struct calls them
     GGUFValueType.UINT8: "B", GGUFValueType.UINT16: "H", GGUFValueType.UINT32: "I",
     GGUFValueType.UINT64: "Q", GGUFValueType.INT8: "b", GGUFValueType.INT16: "h",
@@ -248,11 +247,11 @@ class GGUFFile:
 
     def stored_tensor(self, tensor):
         kind = tensor.kind
+        per_block, size = gguf.GGML_QUANT_SIZES[kind]
         stored = StoredTensor(self.path, tensor.shape, torch.bfloat16,
                               partial(self.read_values, tensor), order=self.row_order(tensor))
-        if kind.name in FLOAT_TYPES or len(tensor.shape) != 2:
+        if per_block == 1 or len(tensor.shape) != 2:
             return stored
-        per_block, size = gguf.GGML_QUANT_SIZES[kind]
         bits = 8 * size / per_block if kind.name in cpu.FORMATS else 8
         return stored._replace(bits=bits, read_packed=partial(self.read_packed, tensor))
 
