@@ -98,7 +98,7 @@ class Printer:
     def compare(self, output):
         """Compares with plain decoding. Returns the additional keys of the --json object."""
         plain, difference = against_plain(self.args, self.loaded, output, self.say)
-        return dict(plain=plain and self.as_json(plain), difference=difference)
+        return dict(plain=self.as_json(plain), difference=difference)
 
     def as_json(self, output):
         """The --json object of one run."""

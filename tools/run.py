@@ -27,14 +27,14 @@ def main(args):
     output = printer.generate(engine, prompts)
     result = printer.report(output, engine)
     del engine  # frees its memory for the engine of --compare
-    interrupted = None in output.ended
-    if args.compare and not interrupted:
-        result |= printer.compare(output)
-        interrupted = result["plain"] is None
-    if args.json and not args.prompts:
-        print(json.dumps(result))
-    if interrupted:
-        raise KeyboardInterrupt
+    try:
+        if None in output.ended:
+            raise KeyboardInterrupt
+        if args.compare:
+            result |= printer.compare(output)
+    finally:
+        if args.json and not args.prompts:
+            print(json.dumps(result))
 
 
 def converse(args, loaded):
