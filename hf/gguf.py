@@ -156,19 +156,15 @@ class GGUFFile:
 
     def config(self):
         tensors = self.tensors
-        expect("token_embd.weight" in tensors, "has no tensor token_embd.weight")
-        n_vocab = tensors["token_embd.weight"].shape[0]
-        n_tokens = len(self.tokens)
-        expect(n_tokens <= n_vocab, f"{n_tokens} tokens, but only {n_vocab} embeddings")
         raw = {name: self.meta.get(key) or None for key, name in KEYS.items()}
         size = value_of(raw, "hidden_size", int) // value_of(raw, "num_attention_heads", int)
         head_size = value_of(self.meta, "attention.key_length", int, size)
         rotary_size = value_of(self.meta, "rope.dimension_count", int, head_size)
         gemma_27b = raw["num_hidden_layers"] == 62  # scales by size, not head_size
         return raw | dict(
-            model_type=self.family, vocab_size=n_vocab, head_dim=head_size,
+            model_type=self.family, vocab_size=tensors["token_embd.weight"].shape[0],
             rope_theta=raw["rope_theta"] or 10000.0, rope_scaling=self.rope_scaling(),
-            partial_rotary_factor=rotary_size / head_size,
+            head_dim=head_size, partial_rotary_factor=rotary_size / head_size,
             query_pre_attn_scalar=size if gemma_27b else head_size,
             tie_word_embeddings="output.weight" not in tensors,
             attention_bias="blk.0.attn_q.bias" in tensors, mlp_bias="blk.0.ffn_up.bias" in tensors)
