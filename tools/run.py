@@ -21,7 +21,7 @@ def main(args):
     loaded = load(args, group)
     if not conversations:
         return converse(args, loaded)
-    prompts = loaded.encode_all(conversations, args)
+    prompts = loaded.encode(conversations, args)
     engine = make_engine(args, loaded, prompts, args.max_new_tokens)
     printer = Printer(args, loaded, [messages[-1]["content"] for messages in conversations])
     output = printer.generate(engine, prompts)
@@ -52,7 +52,7 @@ def converse(args, loaded):
             continue
         turn = [*messages, dict(role="user", content=line)]
         try:
-            prompt = loaded.encode(turn, args.chat)
+            prompt, = loaded.encode([turn], args)
             check_prompt(loaded.model, prompt)
         except InputError as error:  # for example, the conversation is too long
             hint = "; /clear starts over" if messages != opening(args) else ""
