@@ -6,7 +6,6 @@ import sys
 from pathlib import Path
 
 from generate import Interrupted, drafter
-from tools.compare import against_plain
 
 COLOURS = {"lookup": 33, "head 1": 32, "head 2": 36, "head 3": 34, "head 4": 35}  # ANSI; else 31
 
@@ -94,11 +93,6 @@ class Printer:
         if not self.args.quiet:
             self.say(f"\n{statistics(output)}")
         return result
-
-    def compare(self, output):
-        """Compares with plain decoding. Returns the additional keys of the --json object."""
-        plain, difference = against_plain(self.args, self.loaded, output, self.say)
-        return dict(plain=self.as_json(plain), difference=difference)
 
     def as_json(self, output):
         """The --json object of one run."""

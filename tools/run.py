@@ -9,6 +9,7 @@ from generate import check_prompt
 from hf.text import decode
 from model import InputError
 from tools import errors
+from tools.compare import against_plain
 from tools.load import load, make_engine, opening, read_prompts
 from tools.printer import Printer, speed
 
@@ -31,7 +32,8 @@ def main(args):
         if None in output.ended:
             raise KeyboardInterrupt
         if args.compare:
-            result |= printer.compare(output)
+            plain, difference = against_plain(args, loaded, output, printer.say)
+            result |= dict(plain=printer.as_json(plain), difference=difference)
     finally:
         if args.json and not args.prompts:
             print(json.dumps(result))
