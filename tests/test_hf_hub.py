@@ -11,7 +11,7 @@ from conftest import refusal
 from hf import hub
 from hf.chat import stop_tokens
 from hf.files import read_config
-from hf.paths import find_heads, find_model
+from hf.paths import default_heads, find_model
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
 from tools.flags import parse_generate, parse_serve
@@ -92,7 +92,7 @@ def test_a_repository_is_fetched_once_and_only_what_is_read(site, capsys):
     args = parse_generate(["--model", "org/model", "--prompt", "x"])
     assert args.model == parse_serve(["--model", "org/model"]).model == "org/model"
     model, encoding = load_model(args)
-    assert model.hash == want.hash and encoding.n_vocab == 258 and find_heads("org/model") == []
+    assert model.hash == want.hash and encoding.n_vocab == 258 and default_heads("org/model") is None
     assert sampling_flags(args)["temperature"] == 1.0
     assert "sampling defaults of org/model: " in capsys.readouterr().err
     run = run_config(parse_heads(["--model", "org/model"]), site.cache)

@@ -189,7 +189,7 @@ BAD = {
     "stream": (ask(stream="yes"), 400, "stream must be true or false"), "a limit": (ask(max_tokens=0), 400, "max_tok"),
     "stops": (ask(stop=["a"] * 99), 400, "stop takes up to 16"),
     "prompts": (ask(prompt=["a", 3]), 400, "prompt must be"), "no prompt": ({}, 400, "prompt is missing"),
-    "draft": (ask(draft="all"), 400, "draft: only"), "another path": (("/v2", {}), 404, "Not Found"),
+    "draft": (ask(draft="all"), 400, 'draft must be "none"'), "another path": (("/v2", {}), 404, "Not Found"),
     "an unknown id": (ask(prompt=[[1], [258]], stream=True), 400, "prompt 1 has token ids outside 0..257"),
     "another model": (("/v1/models/x", None), 404, "'toy', not 'x'"), "no name": (ask(model=["\ud800"]), 404, "'toy'"),
     "a large body": (b" " * (4 * 2**20 + 1), 413, "4194304 bytes"), "a book": (ask(prompt="a" * 10**6), 400, "has"),
