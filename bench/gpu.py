@@ -8,6 +8,11 @@ also on a CPU."""
 import contextlib
 import gc
 import json
+import os
+import re
+import signal
+import subprocess
+import sys
 import time
 from collections import Counter
 from functools import partial
@@ -25,7 +30,7 @@ from clover import CloverHeads
 from generate import Sampling
 from hf.paths import default_heads
 from kernels import add_norm
-from model import expect, one_of
+from model import InputError, expect
 from tools.compare import first_difference
 from tools.flags import DEMO
 from tools.load import load_model
@@ -39,14 +44,16 @@ FULL = SimpleNamespace(
     rows=(1, 16, 32, 64, 256, 512),  # of a matrix product
     matmul=8192,                 # rows and columns of a large product
     new_tokens=128,
-    copies=64)                   # most copies of a kernel's inputs
+    copies=64,                   # most copies of a kernel's inputs
+    workers=("-n", "12"),        # for pytest-xdist
+    tests=("-m", "gpu", "--continue-on-collection-errors"))
 TINY = SimpleNamespace(
     large="tiny", small="tiny", batch_sizes=(1, 2), tree_sizes=(1, 4), prefixes=(16,), rows=(1, 3),
-    matmul=64, new_tokens=8, copies=1)
+    matmul=64, new_tokens=8, copies=1, workers=(), tests=("-m", "not gpu", "tests/test_model.py"))
 
 
 # --------------------------------------------------------------------------------------------------
-# The parts: generators of rows. run has the attributes device, sizes, out and model.
+# The parts: generators of rows. run has the attributes device, sizes, out, deadline and model.
 
 def ceilings(run):
     """The limits of the hardware: a large copy, a large product, a launch in a graph; and the
@@ -137,6 +144,34 @@ def differences(model, prompts, ours, plain):
     return dict(ties=kinds["tie"], bugs=kinds["bug"])
 
 
+def tests(run):
+    """The tests that need a GPU. The one that measures free memory runs alone."""
+    alone = "memory_of_a_graph"
+    for flags in ((*run.sizes.workers, "-k", f"not {alone}"), ("-k", alone)):
+        output, code = run_process(run, "tests.log", sys.executable, "-m", "pytest", "-v", "-rfE",
+                                   "--tb=short", *flags, *run.sizes.tests)
+        failures = re.findall(r"^(?:FAILED|ERROR) (tests/.*)", output, re.MULTILINE)
+        yield dict(summary=output.rstrip().splitlines()[-1:], exit_code=code,
+                   failures=[line[:300] for line in failures[:20]])
+
+
+def run_process(run, log, *command):
+    """Runs a command and appends its output to a log. Returns the output and the exit code, None if
+    the command was killed at the part's deadline."""
+    with open(run.out / log, "a+") as file:
+        start = file.tell()
+        process = subprocess.Popen(command, cwd=ROOT, stdout=file, stderr=file,
+                                   start_new_session=True)
+        try:
+            code = process.wait(max(run.deadline - time.perf_counter(), 1))
+        except subprocess.TimeoutExpired:
+            os.killpg(process.pid, signal.SIGKILL)  # its workers too, which hold the GPU
+            process.wait()
+            code = None
+        file.seek(start)
+        return file.read(), code
+
+
 def kernels(run):
     """Kernels beside their bounds and the same work in torch."""
     bandwidth = copy_bandwidth(run.device)
@@ -149,7 +184,7 @@ def kernels(run):
 PARTS = {  # name: (function, share of --seconds, relative to the other parts)
     "ceilings": (ceilings, 0.06), "steps": (partial(steps, size="large"), 0.22),
     "small-steps": (partial(steps, size="small"), 0.07),
-    "demo": (demo, 0.15), "chats": (chats, 0.15), "kernels": (kernels, 0.08)}
+    "demo": (demo, 0.15), "chats": (chats, 0.15), "tests": (tests, 0.2), "kernels": (kernels, 0.08)}
 
 
 # --------------------------------------------------------------------------------------------------
@@ -157,11 +192,11 @@ PARTS = {  # name: (function, share of --seconds, relative to the other parts)
 
 def bench(args):
     """`bench gpu`: runs args.parts, by default all."""
-    expect(args.dry_run or torch.cuda.is_available(), "bench gpu needs a CUDA device; --dry-run "
-           "runs tiny sizes on a CPU")
+    if not (args.dry_run or torch.cuda.is_available()):
+        raise InputError("bench gpu needs a CUDA device; --dry-run runs tiny sizes on a CPU")
     parts = args.parts or [name for name in PARTS if args.model or name != "chats"]
-    for name in parts:
-        one_of("--parts", name, PARTS)
+    if unknown := [name for name in parts if name not in PARTS]:
+        raise InputError(f"--parts: expected some of {', '.join(PARTS)}, not {unknown[0]!r}")
     run = SimpleNamespace(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
                           sizes=TINY if args.dry_run else FULL, model=args.model,
                           out=Path(args.out).absolute())
@@ -177,11 +212,12 @@ def bench(args):
 
 def run_part(run, name, budget):
     started = time.perf_counter()
+    run.deadline = started + budget
     ended = "done"
     try:
         for row in PARTS[name][0](run):
             write(run, dict(part=name) | row)
-            if time.perf_counter() - started > budget:
+            if time.perf_counter() > run.deadline:
                 ended = "out of time"
                 break
     except Exception as error:

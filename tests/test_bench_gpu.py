@@ -1,8 +1,13 @@
 """bench gpu: torch's versions do the same work, rows hold the measurements, parts run and fail independently."""
 
+import contextlib
+import fcntl
 import json
+import math
 import os
+import re
 import shutil
+import sys
 from itertools import count
 from types import SimpleNamespace
 
@@ -97,7 +102,9 @@ def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
         assert all(row["bugs"] == 0 and row["model"] == name for row in decoded)
         assert all(("graph_ms" in row) == (row["tree_size"] != "auto") for row in decoded)
         assert sorted(row["engine_ms"] for row in decoded)[len(decoded) // 2] > 0  # other work may disturb a few
-    assert os.listdir(out) == ["results.jsonl"]
+    (summary,), code = (select("tests", "summary")[0][key] for key in ("summary", "exit_code"))
+    assert int(re.match(r"=+ (\d+) passed", summary)[1]) > 20 and code == 0
+    assert {*os.listdir(out)} == {"results.jsonl", "tests.log"}
 
 
 def test_differences_are_counted_as_ties_or_bugs(toy):
@@ -106,6 +113,23 @@ def test_differences_are_counted_as_ties_or_bugs(toy):
     assert gpu.differences(toy, [[5, 9, 2], [7, 1]], ours, plain) == dict(ties=0, bugs=0)
     ours.sequences[1].tokens[3] ^= 1
     assert gpu.differences(toy, [[5, 9, 2], [7, 1]], ours, plain) == dict(ties=0, bugs=1)
+
+
+def test_a_late_process_is_killed_with_its_children(tmp_path):
+    """Bug: workers hold the GPU while the next part is timed. Here a child holds a lock."""
+    file = str(tmp_path / "lock")
+    script = f"import fcntl, os, time; f = open({file!r}, 'w'); fcntl.flock(f, 2); print(1); os.fork(); time.sleep(600)"
+    run = SimpleNamespace(out=tmp_path, deadline=0)
+    assert gpu.run_process(run, "log", sys.executable, "-u", "-c", script) == ("1\n", None)
+    with open(file) as lock:
+        for attempt in range(10**6):
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+    assert attempt < 10**6 - 1
+    run.deadline = math.inf
+    assert gpu.run_process(run, "log", sys.executable, "-c", "print(3); exit(4)") == ("3\n", 4)
+    assert (tmp_path / "log").read_text() == "1\n3\n"
 
 
 def parts_of(monkeypatch, tmp_path, **functions):
@@ -132,5 +156,5 @@ def test_an_error_or_a_budget_ends_only_its_part(monkeypatch, tmp_path):
 def test_without_a_gpu_the_error_is_one_line(monkeypatch):
     """Bug: a traceback, or figures of a CPU."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for flags, says in (("", "needs a CUDA device; --dry-run"), ("--dry-run --parts kernel", "supported: ceilings, ")):
+    for flags, says in (("", "needs a CUDA device; --dry-run"), ("--dry-run --parts kernel", "some of ceilings, ")):
         refusal(lambda: bench.main(bench.parse(["gpu", "--out", "out", *flags.split()])), says)
