@@ -1,6 +1,7 @@
-"""bench decode: tables agree with `generate`, steps are timed. draw: the picture is that of the record."""
+"""bench decode: tables agree with `generate`, steps are timed. draw and roofline: they agree with the records."""
 
 import json
+import math
 import shutil
 import sys
 from functools import partial
@@ -12,14 +13,14 @@ import pytest
 import torch
 
 from backends import cpu
-from bench import MODEL_SIZES, Measured, decoding, draw, llama_cpp, operations, size_config, timing
+from bench import MODEL_SIZES, ROOT, Measured, decoding, draw, llama_cpp, operations, roofline, size_config, timing
 from bench import __main__ as bench
 from bench.timing import PREFIX, STAGES
-from clover import PRESETS, CloverHeads
+from clover import PRESETS, CloverHeads, Head
 from conftest import call_once, needs_compiler, refusal
 from generate import Engine, generate
 from hf.tokenizer import load_encoding
-from model import GPT, read_json
+from model import GPT, Block, read_json
 from test_generate import load
 from training.data import load_tokens, prompts
 
@@ -288,7 +289,7 @@ def test_all_values_are_checked_before_measuring():
 
 
 # ---------------------------------------------------------------------------------------------------------------------
-# draw
+# draw, roofline
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -308,3 +309,34 @@ def test_hostile_tokens_are_escaped():
     picture = ElementTree.fromstring(draw.draw_text(run))
     shown = "".join(text.text or "" for text in picture.iter(SVG + "tspan"))
     assert "<b>&\"'\ufffd[31m\ufffd\ufffd\ufffd\ufffd\ufffdgnirts\ufffd]]>\u4e2d\U0001f600xxx" in shown
+
+
+def test_a_predicted_step_is_the_sum_of_its_parts():
+    """Bug: weights, heads, beams or caches are counted wrongly. Here they are counted from the modules."""
+    config, (B, T, K, W) = size_config("32b"), (3, 17, 4, 4)
+    with torch.device("meta"):
+        modules = GPT(config), Block(config), Head(PRESETS["clover"], config)
+    model, block, head = (sum(p.numel() for p in module.parameters()) for module in modules)
+    weights, head = model - 152064 * 5120, head + 9216 * 5120  # without the embedding table, with the draft vocabulary
+
+    def seconds(name, *ceilings):
+        tokens, rates, _ = roofline.predict(*ceilings, prefix=100)[name]
+        return B * tokens / rates[B - 1]
+    cache = B * 2 * 8 * 128 * 100  # numbers of a layer
+    plain, tree = (seconds(name, 1, math.inf) for name in ("plain, T = 1", "heads, T = 17"))
+    assert plain == pytest.approx(2 * (weights + 64 * cache), rel=1e-3)
+    assert tree - plain == pytest.approx(2 * (K * head + block + cache), rel=1e-3)
+    products = 2 * (B * T * weights + (B + (K - 1) * B * W) * head + B * 16 * block)
+    attention = 4 * 65 * B * T * 40 * 128 * 100
+    assert seconds("heads, T = 17", math.inf, 1) == pytest.approx(products + attention, rel=1e-3)
+
+
+def test_the_prediction_is_in_docs_results(capsys):
+    """Bug: docs/results.md has other numbers, or a tree pays beyond the last batch size reported."""
+    roofline.print_table()
+    table = capsys.readouterr().out.strip().split("\n\n")[1]
+    assert table in (ROOT / "docs" / "results.md").read_text()
+    predicted = roofline.predict(*roofline.NOMINAL)
+    for tokens, rates, last in predicted.values():
+        gains = rates / predicted["plain, T = 1"][1]
+        assert (gains[:last] > 1).all() and (gains[last:] <= 1).all() and gains[0] <= tokens
