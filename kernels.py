@@ -1717,17 +1717,28 @@ def _sizes(spec, *tensors):
     """The sizes of tensors, in the order of their letters. spec: "q B T float, k/v B S same" has
     the names, sizes and dtypes. ...: any leading sizes; same: the first tensor's dtype. A tensor
     must not be empty, and be on the first one's device. None and numbers pass."""
+    kinds = ((x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else None for x in tensors)
+    return _match(spec, *kinds)
+
+
+@lru_cache(2**12)
+def _match(spec, *kinds):
+    """`_sizes` of tensors with these (shape, dtype, device)."""
+    _, first_dtype, first_device = kinds[0]
     sizes = {}
-    for (name, letters, dtypes), x in zip(_parse(spec, tensors[0].dtype), tensors):
-        if isinstance(x, torch.Tensor):
-            shape = [*x.shape]
-            if letters[0] == "...":
-                leading = max(len(shape) - len(letters) + 1, 0)
-                shape = [shape[:leading], *shape[leading:]]
-            expected = [int(letter) if letter.isdigit() else sizes.setdefault(letter, size)
-                        for letter, size in zip(letters, shape)]
-            if (shape != expected or len(shape) != len(letters) or x.dtype not in dtypes
-                    or x.device != tensors[0].device or x.numel() == 0):
-                wanted = ", ".join(f"{letter}={sizes.get(letter, '?')}" for letter in letters)
-                _check(False, f"{name} [{wanted}] of {dtypes} on {tensors[0].device}", x)
-    return sizes.values()
+    for (name, letters, dtypes), kind in zip(_parse(spec, first_dtype), kinds):
+        if kind is None:
+            continue
+        shape, dtype, device = kind
+        shape = [*shape]
+        if letters[0] == "...":
+            leading = max(len(shape) - len(letters) + 1, 0)
+            shape = [shape[:leading], *shape[leading:]]
+        expected = [int(letter) if letter.isdigit() else sizes.setdefault(letter, size)
+                    for letter, size in zip(letters, shape)]
+        fits = shape == expected and len(shape) == len(letters) and 0 not in kind[0]
+        if not fits or dtype not in dtypes or device != first_device:
+            wanted = ", ".join(f"{letter}={sizes.get(letter, '?')}" for letter in letters)
+            _check(False, f"{name} [{wanted}] of {dtypes} on {first_device}",
+                   f"{[*kind[0]]} {dtype} on {device}")
+    return [*sizes.values()]
