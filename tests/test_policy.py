@@ -210,17 +210,17 @@ def test_the_size_of_most_tokens_per_second_is_selected(shift, lookup, costs, wa
     assert shift != 3 or lookup or 0 < sum(depths > 0 for _, depths in policy.used[100:]) < 60
 
 
-@either_decoder
-def test_heads_that_seemed_too_expensive_are_found(compiled):
+@needs_compiler
+def test_heads_that_seemed_too_expensive_are_found():
     """Bug: an option that is never tried, or whose trial teaches nothing."""
-    used = drive(1, False, (0.05, 0.02), compiled, guess=0.5, steps=1200).used
+    used = drive(1, False, (0.05, 0.02), True, guess=0.5, steps=1200).used
     assert set(used[:300]) == {(1, 0)} and sum(depths > 0 for _, depths in used) > 400
 
 
-@either_decoder
-def test_trials_take_at_most_a_hundredth_of_the_time(compiled):
+@needs_compiler
+def test_trials_take_at_most_a_hundredth_of_the_time():
     """Bug: trials by the number of steps, without the price of the heads, or of each option in turn."""
-    policy = drive(3, False, (0.05, 0.5), compiled, steps=1500)
+    policy = drive(3, False, (0.05, 0.5), True, steps=1500)
     seconds = [policy.seconds_of(*step) for step in policy.used]
     tried = sum(policy.seconds_of(*step) for step in policy.used if step[1])
     assert 0 < tried < 0.015 * sum(seconds), Counter(policy.used)
