@@ -3,7 +3,6 @@
 import contextlib
 import fcntl
 import json
-import math
 import os
 import re
 import shutil
@@ -67,6 +66,9 @@ def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(module, "seconds", call_once)
     monkeypatch.setattr(gpu, "copy_bandwidth", lambda device: 1e9)
     monkeypatch.setenv("CLOVER_COMMIT", "abc123")
+    (tmp_path / "test_one.py").write_text("def test_one(): pass")
+    smaller = dict(batch_sizes=(2,), tests=("-p", "no:cacheprovider", str(tmp_path / "test_one.py")))
+    monkeypatch.setattr(gpu, "TINY", SimpleNamespace(**vars(gpu.TINY) | smaller))
     folder = shutil.copytree(DEMO, tmp_path / "chatty", copy_function=os.symlink,
                              ignore=shutil.ignore_patterns("clover", "medusa", "smollm2"))
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content[:99] }}{% endfor %}")
@@ -86,24 +88,24 @@ def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
         case = row["batch_size"], row["temperature"], row["top_p"]
         assert plain.setdefault(case, row)["tree_size"] == 1
         assert row["over_plain"] == pytest.approx(row["step_ms"] / plain[case]["step_ms"], rel=1e-3)
-    assert len(steps) == 2 * len(plain) == 3 * 2 * 2
+    assert len(steps) == 2 * len(plain) == 3 * 2
     assert {row["kernel"] for row in select("kernels", "us")} == {
         "tree_attention", "project_topk", "project_sample", "commit_path"}
     assert all(row["us"] == 1000 for row in select("kernels", "us"))
-    first = select("kernels", "T")[0]  # 1 sequence, 16 + 1 rows of 2 heads of 16, and 1 x 4 queries in and out
+    first = select("kernels", "T")[0]  # 2 sequences, 16 + 1 rows of 2 heads of 16, and 1 x 4 queries in and out
     assert select("ceilings", "copy_gb_per_s")[0]["copy_gb_per_s"] == 1
-    assert first["share_of_copy"] == pytest.approx(4 * 16 * (2 * 17 + 4) / 1e9 / 0.001, rel=1e-3)
+    assert first["share_of_copy"] == pytest.approx(2 * 4 * 16 * (2 * 17 + 4) / 1e9 / 0.001, rel=1e-3)
     by_lookup, by_heads = [("plain", 1), ("lookup", 8)], [("heads", T) for T in (4, 8, 16)]
-    for part, name, batches, ways in (
-            ("demo", "demo", 4, [*by_lookup, *by_heads, ("heads + lookup", 16), ("heads + lookup", "auto")]),
-            ("chats", "chatty", 2, [*by_lookup, ("lookup", 16), ("lookup", "auto")])):
+    for part, name, runs, ways in (
+            ("demo", "demo", 2, [*by_lookup, *by_heads, ("heads + lookup", 16), ("heads + lookup", "auto")]),
+            ("chats", "chatty", 1, [*by_lookup, ("lookup", 16), ("lookup", "auto")])):
         decoded = select(part, "drafter")
-        assert [(row["drafter"], row["tree_size"]) for row in decoded] == batches * ways
+        assert [(row["drafter"], row["tree_size"]) for row in decoded] == runs * ways
         assert all(row["bugs"] == 0 and row["model"] == name for row in decoded)
         assert all(("graph_ms" in row) == (row["tree_size"] != "auto") for row in decoded)
         assert sorted(row["engine_ms"] for row in decoded)[len(decoded) // 2] > 0  # other work may disturb a few
     (summary,), code = (select("tests", "summary")[0][key] for key in ("summary", "exit_code"))
-    assert int(re.match(r"=+ (\d+) passed", summary)[1]) > 20 and code == 0
+    assert re.match("=+ 1 passed", summary) and code == 0
     assert {*os.listdir(out)} == {"results.jsonl", "tests.log"}
 
 
@@ -127,9 +129,6 @@ def test_a_late_process_is_killed_with_its_children(tmp_path):
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
     assert attempt < 10**6 - 1
-    run.deadline = math.inf
-    assert gpu.run_process(run, "log", sys.executable, "-c", "print(3); exit(4)") == ("3\n", 4)
-    assert (tmp_path / "log").read_text() == "1\n3\n"
 
 
 def parts_of(monkeypatch, tmp_path, **functions):
