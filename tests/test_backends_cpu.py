@@ -179,19 +179,6 @@ def test_argmax_is_gumbel_argmax(temperature):
     assert torch.equal(cpu.argmax(logits, *args), want)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("B, T", [(1, 1), (3, 5), (2, 40), (70, 1)])
-def test_sample_is_argmax_of_the_logits(B, T, temperature):
-    """Bug: rows of another sequence or position if logits are computed in parts, noise of another position."""
-    packed, *_ = packed_weight(cpu.header.INT8, 300, 64)
-    packed.linear.bias = None
-    head, hidden = cpu.PackedLMHead(packed), torch.randn(B, T, 64) * 1e-3  # small, so that the noise matters
-    sequence, position = torch.arange(B) + 2**40, torch.randint(0, 1000, (B, T))
-    temperature = temperature and torch.linspace(0, 2, B)
-    want = cpu.argmax(packed.multiply(hidden).flatten(0, 1), temperature, 5, sequence, position.flatten() + 1)
-    assert torch.equal(head.sample(hidden, temperature, 5, sequence, position), want.view(B, T))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The stages of a step against those of generate.Decoder on the same packed model
 
