@@ -19,7 +19,6 @@ from conftest import call_once, needs_compiler, refusal
 from generate import Engine, generate
 from hf.tokenizer import load_encoding
 from model import GPT, read_json
-from test_generate import load
 from training.data import load_tokens, prompts
 
 DECODE = "decode --runs 1 --max-new-tokens 12".split()
@@ -231,21 +230,6 @@ def test_more_threads_are_used_if_they_are_15_percent_faster(monkeypatch, quicke
     monkeypatch.setattr(torch, "set_num_threads", lambda n: threads.__setitem__(0, n))
     cpu.choose_threads(lambda: 0.01 / (quicker if threads[0] == 2 else 1))
     assert threads == [want]
-
-
-@needs_compiler
-def test_heads_read_a_token_in_each_timed_draft(monkeypatch):
-    """Bug: draft times leave out the augmenting block, which reads nothing in an idle slot."""
-    def reads(body, *_):
-        decoder.hidden_rows.fill_(1)
-        body()
-        decoder.slots.state.zero_()
-        body()
-        return decoder.slots.state.any()
-    decoder = timing.timing_decoder(*load("clover", True), 5)
-    monkeypatch.setattr(timing, "seconds", reads)
-    assert timing.step_time(decoder) and timing.stage_times(decoder)["draft"]
-    assert decoder.slots.cache.lengths.tolist() == [255]  # the slot stays idle
 
 
 def test_sizes_are_those_of_the_published_models():
