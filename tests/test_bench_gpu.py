@@ -1,12 +1,9 @@
 """bench gpu: torch's versions do the same work, rows hold the measurements, parts run and fail independently."""
 
-import contextlib
-import fcntl
 import json
 import os
 import re
 import shutil
-import sys
 from itertools import count
 from types import SimpleNamespace
 
@@ -17,7 +14,6 @@ import kernels
 from bench import __main__ as bench
 from bench import gpu, operations, size_config, timing
 from conftest import call_once, refusal
-from generate import generate
 from test_kernels import as_int64, random_forest
 from tools.flags import DEMO
 
@@ -65,6 +61,12 @@ def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
     for module in gpu, operations:
         monkeypatch.setattr(module, "seconds", call_once)
     monkeypatch.setattr(gpu, "copy_bandwidth", lambda device: 1e9)
+    load = gpu.load_prompts
+
+    def few_prompts(*given):
+        groups, stop = load(*given)
+        return {kind: [prompt[:16] for prompt in group[:4]] for kind, group in groups.items()}, stop
+    monkeypatch.setattr(gpu, "load_prompts", few_prompts)
     monkeypatch.setenv("CLOVER_COMMIT", "abc123")
     (tmp_path / "test_one.py").write_text("def test_one(): pass")
     smaller = dict(batch_sizes=(2,), tests=("-p", "no:cacheprovider", str(tmp_path / "test_one.py")))
@@ -107,28 +109,6 @@ def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
     (summary,), code = (select("tests", "summary")[0][key] for key in ("summary", "exit_code"))
     assert re.match("=+ 1 passed", summary) and code == 0
     assert {*os.listdir(out)} == {"results.jsonl", "tests.log"}
-
-
-def test_differences_are_counted_as_ties_or_bugs(toy):
-    """Bug: a wrong token counts as a tie, or a difference is not counted."""
-    ours, plain = (generate(toy, [[5, 9, 2], [7, 1]], 8) for _ in range(2))
-    assert gpu.differences(toy, [[5, 9, 2], [7, 1]], ours, plain) == dict(ties=0, bugs=0)
-    ours.sequences[1].tokens[3] ^= 1
-    assert gpu.differences(toy, [[5, 9, 2], [7, 1]], ours, plain) == dict(ties=0, bugs=1)
-
-
-def test_a_late_process_is_killed_with_its_children(tmp_path):
-    """Bug: workers hold the GPU while the next part is timed. Here a child holds a lock."""
-    file = str(tmp_path / "lock")
-    script = f"import fcntl, os, time; f = open({file!r}, 'w'); fcntl.flock(f, 2); print(1); os.fork(); time.sleep(600)"
-    run = SimpleNamespace(out=tmp_path, deadline=0)
-    assert gpu.run_process(run, "log", sys.executable, "-u", "-c", script) == ("1\n", None)
-    with open(file) as lock:
-        for attempt in range(10**6):
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-    assert attempt < 10**6 - 1
 
 
 def parts_of(monkeypatch, tmp_path, **functions):
