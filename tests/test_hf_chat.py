@@ -40,18 +40,6 @@ def test_stop_tokens_that_are_no_tokens_are_refused(ids, corpus, tmp_path):
     refusal(lambda: chat.stop_tokens(tmp_path, encoding), tmp_path / "generation_config.json")
 
 
-@pytest.mark.parametrize("file, expected", [
-    (None, dict(temperature=0)),
-    (dict(temperature=0.6, top_p=0.9, top_k=-1), dict(temperature=0)),  # greedy: no do_sample
-    (dict(do_sample=True, temperature=0.6, top_k=20, top_p=0.95, min_p=0, repetition_penalty=1.05, eos_token_id=7),
-     dict(temperature=0.6, top_k=20, top_p=0.95, min_p=0)),
-    (dict(do_sample=True, temperature=None, top_k=None), dict(temperature=1)),
-], ids=["no file", "no do_sample", "all", "nulls"])
-def test_sampling_defaults_are_those_of_generation_config(file, expected, tmp_path):
-    tk.write(tmp_path, {"generation_config.json": json.dumps(file)} if file else {})
-    assert chat.sampling_defaults(tmp_path) == expected
-
-
 HEADERS = """{{- bos_token }}
 {%- set ns = namespace(count=0, system='') %}
 {%- if messages[0]['role'] == 'system' %}
