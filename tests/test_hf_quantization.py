@@ -135,7 +135,6 @@ tensor = lambda part, f: lambda path: edit_weights(path, lambda x: x.update({LAY
 BROKEN = {  # case: (kind, what breaks it, part of the message)
     "another method": ("awq", dict(quant_method="bitsandbytes"), "'bitsandbytes' is not supported; supported: awq, gp"),
     "bits": ("gptq-4", dict(bits=3), "gptq's bits 3 is not supported; supported: 4, 8"),
-    "group that does not divide": ("awq", dict(group_size=100), "(awq: 4 bits, groups of 100)"),
     "other group than the tensors": ("awq", dict(group_size=32), "qzeros is torch.int32 (3, 16), not torch.int32 "
                                      "(6, 16) (awq: 4 bits, groups of 32)"),
     "small group": ((dict(quant_method="gptq", bits=8, group_size=16), gptq(8, 16)), {},
