@@ -10,8 +10,8 @@ import torch
 
 from clover import CloverConfig, CloverHeads, Head, preset
 from conftest import needs_compiler, random_prompts, toy_model
-from generate import MEMORY, TREE_SIZES, Policy, Sampling, StepResult, StepRun, StepTimes, generate, guessed_costs
-from kernels import BINS, SOURCES, ngram_lookup_reference
+from generate import MEMORY, TREE_SIZES, Policy, Sampling, StepResult, StepRun, StepTimes, guessed_costs
+from kernels import BINS, SOURCES
 from model import GPTConfig
 from test_clover import random_heads
 from test_generate import cpu, either_decoder, load, new_engine
@@ -22,32 +22,6 @@ MIXED = [Sampling(0.9, seed=3), Sampling(), Sampling(0.7, top_k=20)]
 
 # ---------------------------------------------------------------------------------------------------------------------
 # Acceptance probabilities
-
-@either_decoder
-def test_counts_are_those_of_a_plain_walk_over_the_steps(compiled):
-    """Bug: counts that include a spare node, tokens after a chain's first wrong one, a step without a match or an idle
-    slot, that lack a rejected node, or that mix greedy and sampled sequences."""
-    model, heads = load("clover", compiled, vocab_size=5)
-    prompts, want = random_prompts([7, 9, 5], 5), torch.zeros(2, SOURCES, 2)
-    news = generate(model, prompts, 50, sampling=MIXED).tokens
-
-    def count(step):
-        sequence = step.sequence
-        known = sequence.prompt + sequence.tokens[:len(sequence.tokens) - len(step.tokens)]
-        emitted = news[sequence.index][len(known) - len(sequence.prompt):][:len(step.path)]
-        added = want[int(sequence.sampling.temperature > 0)]
-        for node, source in enumerate(step.tree.sources):
-            if 0 <= source < BINS:
-                added[source] += torch.tensor([node in step.path, 1])
-        match, *chain = ngram_lookup_reference(torch.tensor([known]), torch.tensor([len(known) - 1]), 11)[0].tolist()
-        equal = [guess == token for guess, token in zip(chain, emitted)]
-        right = [*equal, False].index(False)
-        added[BINS + match] += torch.tensor([right, min(right + 1, len(equal))]) * (match > 0)
-    engine = new_engine(model, heads, lookup=True, tree_size=12, batch_size=3, capacity=100)
-    engine.generate(prompts, 30, sampling=MIXED, on_step=count, with_trees=True)
-    assert torch.equal(engine.policy.counts, want)
-    assert want[1, :BINS, 0].sum() > 2 and all(x.sum() > 2 for x in (*want[:, :BINS, 1], *want[:, BINS:, 0]))
-
 
 def test_chances_become_what_was_seen_and_forget(toy):
     """Bug: chances that rise along the bins, NaN for a bin without proposals, a table that never forgets."""
