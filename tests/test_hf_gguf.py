@@ -421,7 +421,6 @@ HEADER = {  # case: (function that breaks the bytes of a file, part of the messa
     "a pointer": (lambda data: data.__setitem__(slice(None), b"version https://git-lfs.github"), "not a GGUF file"),
     "2^60 tensors": (patched(8, "<Q", 2**60), "truncated, or not"),
     "a key of 2^60 bytes": (patched(24, "<Q", 2**60), "truncated, or not"),
-    "2^60 types": (patched(b"token_type\t\0\0\0\5\0\0\0", "<Q", 2**60), "truncated, or not"),
     "2^60 tokens": (patched(b"ggml.tokens\t\0\0\0\b\0\0\0", "<Q", 2**60), "truncated, or not"),
     "lists of lists": (patched(b"ggml.tokens\t\0\0\0", "<I", 9), "truncated, or not"),
     "no such type": (patched(NORM, "<I", 99), "99 is not a valid GGMLQuantizationType"),
@@ -436,9 +435,7 @@ VALUES = {  # case: (changes to tensors and metadata, part of the message)
     "a size that is text": ({"llama.embedding_length": "64"}, "hidden_size must be a whole number above 0"),
     "too many layers": ({"llama.block_count": 99_999}, "99999 layers, but 21 tensors"),
     "another shape": ({"llama.attention.head_count_kv": 1}, "expected floats of shape (16, 64)"),
-    "a size of 0": ({"llama.attention.head_count": 0}, "num_attention_heads must be a whole"),
     "no embeddings": ({"-": "token_embd.weight"}, "KeyError: 'token_embd.weight'"),
-    "a tensor more": ({"+": "blk.0.ffn_gate_exps.weight"}, "blk.0.ffn_gate_exps.weight is not a tensor of llama"),
     "a line break in a name": ({"+": "blk.0.\nx.weight"}, "blk.0. x.weight is not a tensor of llama"),
 }
 SPELLED = {"tokenizer.ggml.tokens": ["a", "b", "ab"], "tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.model": "gpt2"}
@@ -472,9 +469,7 @@ def test_values_and_tensors_that_do_not_fit_are_refused(case, tmp_path):
     refusal(lambda: (load_encoding if case in TOKENIZERS else GPT.from_pretrained)(file), says)
 
 
-def test_big_endian_and_missing_files_and_a_missing_package_are_named(toy_file, tmp_path, monkeypatch):
-    file = write(tmp_path / "m.gguf", "llama", theirs_of("llama"), endianess=gguf.GGUFEndian.BIG)
-    refusal(lambda: GPT.from_pretrained(file), "big-endian files are not supported")
+def test_a_missing_file_and_a_missing_package_are_named(toy_file, tmp_path, monkeypatch):
     for call in (read_config, GPT.from_pretrained, load_encoding):
         refusal(lambda: call(tmp_path / "none.gguf"), "none.gguf")
     monkeypatch.delattr("hf.gguf")
