@@ -36,7 +36,7 @@ from model import (
 DEFAULT_BEAMS = 4  # W
 MAX_BEAMS = 32    # the largest k of project_topk
 MAX_DRAFT = 32    # draft heads: far more than are useful, few enough to build
-MAX_AUGMENT = 64  # augmenting layers: the same
+MAX_AUGMENT = 64  # augmenting layers, likewise
 
 
 @dataclass
@@ -256,7 +256,7 @@ class CloverHeads(nn.Module):
         tokens = torch.as_tensor(tokens, dtype=torch.int64, device=self.model.device)
         is_valid = (tokens >= 0) & (tokens < V)
         expect(is_valid.all() and len(tokens.unique()) == len(tokens),
-               f"a draft vocabulary has token ids outside 0..{V - 1}, or one twice")
+               f"a draft vocabulary has token ids outside 0..{V - 1}, or one twice; list each once")
         self.config = replace(self.config, vocabulary=len(tokens))
         self.vocabulary = tokens.int() if len(tokens) else None
 
@@ -327,7 +327,7 @@ class CloverHeads(nn.Module):
     def draft(self, state, root, tree_size, beams, sampling=None):
         """Beam search (arXiv 2406.16858, section 4): at each depth, the W = beams candidates of
         highest joint log-probability propose their W best tokens. A child's joint probability never
-        exceeds its parent's.
+        exceeds its parent's, so the best candidates are a tree.
 
         state [B, C] at the last committed position, root [B] -> `Candidates` for a tree of
         tree_size > 1 nodes. sampling: (temperature, seed, sequence, position) of the roots, each
@@ -403,8 +403,9 @@ def read_record(path):
 
 def is_acceptance(tables):
     """Whether tables are {"greedy": rows, "sampled": rows}: counts [accepted, proposed] per bin."""
-    rows = [row for name in ("greedy", "sampled") for row in tables[name]]
-    return len(rows) == 2 * BINS and all(0 <= right <= n < math.inf for right, n in rows)
+    tables = tables["greedy"], tables["sampled"]
+    return all(len(rows) == BINS and all(0 <= right <= n < math.inf for right, n in rows)
+               for rows in tables)
 
 
 # --------------------------------------------------------------------------------------------------

@@ -110,13 +110,13 @@ class Accepted(NamedTuple):
 TREE_SIZES = dict(cpu=(2, 3, 4, 6, 8, 12, 16), cuda=(2, 4, 8, 16, 32, 64))  # T to select
 LARGEST = 16    # largest T that a C step chooses by itself
 PERIOD = 16     # steps between two updates of the tables
-PACE = 0.3      # part of a step's error in its predicted seconds that is the machine's speed
+PACE = 0.3      # share of a prediction's error that is put down to the machine's speed
 UNUSED = 64     # steps after which an option is tried for two steps
-TRIAL_TIME = 0.01  # part of the time that trials may take
+TRIAL_TIME = 0.01  # largest share of the time that trials may take
 # (accepted, proposed) tokens of lookup assumed at the start, by match length 0 to 4
 LOOKUP_PRIOR = (0, 1), (0.5, 2.5), (1, 3), (1.5, 3.5), (2, 4)
 WINDOW = 64     # of running means, in steps
-PRIOR = 2       # steps that an option's rate before its first use counts as
+PRIOR = 2       # weight of an option's rate before its first use, in steps
 MEMORY = 256, 64  # window of the acceptance counts: head nodes per bin, lookup tokens per length
 # (cost of a further row, of a row where compute is the bound), relative to a step of one row
 ROW = dict(cpu=(0.15, 0), cuda=(0.002, 0.005))
@@ -131,9 +131,9 @@ class Policy:
 
     `chances`, float32 [2, SOURCES], holds the acceptance probabilities of nodes for greedy and
     sampled sequences, by the bin of a head's joint log-probability and by the length of lookup's
-    match. Each step counts how often they come true. By these probabilities and `step_seconds`, a
-    step in C chooses T itself, as its option says with T = None. Elsewhere T is fixed before the
-    step, by the running mean acceptance of the n-th likeliest node.
+    match. Each step counts how many proposed nodes were accepted. Where cpu.c runs the step, the
+    option has T = None: the step chooses T itself, from these probabilities and `step_seconds`.
+    Elsewhere T is fixed before the step, by the mean acceptance of the n-th likeliest node.
 
     tree_size (InputError if out of range) may be lowered between steps: 1 is plain decoding."""
 
@@ -164,7 +164,7 @@ class Policy:
         self.seen = torch.zeros(2, SOURCES, 2)  # the part of `counts` that `known` includes
         self.chances = torch.zeros(2, SOURCES, device=model.device)
         self.learn_chances(self.seen)
-        # with and without heads: mean acceptance of the n-th likeliest node, over how many steps
+        # with and without heads: of the n-th likeliest node, mean acceptance and number of steps
         self.means = {drafts: ([0.5], [2]) for drafts in (False, True)}
         self.sums = {}  # option with T = None -> recent expected tokens, time in plain steps
         costs = guessed_costs(model, self.heads)
@@ -245,7 +245,7 @@ class Policy:
         seconds = step.seconds
         if self.group:  # ranks see the same tokens, but each has its own clock
             seconds = self.group.broadcast(seconds) if self.steps % PERIOD == 0 else None
-        self.elapsed += seconds or 0
+        self.elapsed += (seconds or 0) * (PERIOD if self.group else 1)
         if seconds and not step.catches_up:
             self.times.learn(step.B, step.tree_size, step.depths, seconds)
         if step.tree_size > 1:
@@ -321,7 +321,8 @@ class StepTimes:
     def __init__(self, *costs):
         self.costs = costs
         self.unit = None  # seconds
-        # (depths or 0 for rows, bucket) -> log of the correction, number of measurements
+        # (depths, bucket(B)) of heads, (0, bucket(B * T)) of rows -> log of the correction, number
+        # of measurements
         self.corrections = {(0, 1): (0.0, 1)}
 
     def cost(self, depths, n):
@@ -385,7 +386,7 @@ def guessed_costs(model, heads):
 
 
 def bucket(rows):
-    """Counts that share a cell of `StepTimes`: one each up to 16, then two per doubling."""
+    """The cell of `StepTimes` for a number of rows: its own up to 16, then two per doubling."""
     return rows if rows <= 16 else 16 + round(2 * math.log2(rows / 16))
 
 
@@ -606,7 +607,8 @@ class Decoder:
         if self.heads or self.policy.lookup:
             positions = lengths[:, None] + self.offsets[:accepted.P]  # (B, P)
         last = accepted.packed[:, -1:]  # (B, 1): where the path ends
-        if self.heads and tree.tokens.shape[1] > 1:  # without heads: a chain, in place already
+        # lookup's tree is a chain: its path is in place already
+        if self.heads and tree.tokens.shape[1] > 1:
             commit_path(slots.cache.kv, lengths, accepted.path, accepted.count)
             hidden = hidden.gather(1, accepted.path[:, :, None].expand(-1, -1, hidden.shape[2]))
         if self.heads:
@@ -658,7 +660,8 @@ class Decoder:
                         times, is_steady)
 
     def warm_up(self):
-        """Compiles and captures every option of the policy, while all slots are idle."""
+        """Compiles and captures every option of the policy, in the present sampling mode, while all
+        slots are idle."""
         policy = self.policy
         reading = policy.reading_options if self.reads_in_steps else []
         for option in dict.fromkeys([*policy.options, *reading]):
@@ -766,7 +769,7 @@ class Engine:
         for slot in range(self.decoder.batch_size):
             self.decoder.release(slot)
         self.waiting = deque()
-        # free slot -> tokens in its cache
+        # the free slots, each with the tokens in its cache
         self.cached_prefix = dict.fromkeys(range(self.decoder.batch_size), ())
         self.prefilling = None    # (slot, sequence, next token, end) of the prefill in progress
         self.running = {}         # slot -> sequence

@@ -790,7 +790,7 @@ PROJECT_TILES = {
     "small vocabulary": (64, 64, 64, 6),    # 8 kB, so that all multiprocessors have a tile
     "draft vocabulary": (64, 64, 64, 7),    # a stage more: gathered rows wait for their indices
     "many rows": (128, 128, 64, 3),         # compute-bound
-    "many rows, narrow": (128, 64, 64, 3),  # the argmax of 128 rows is faster; noise would spill
+    "many rows, narrow": (128, 64, 64, 3),  # faster for argmax of 128; noise would spill (A100)
 }
 
 
@@ -1679,7 +1679,8 @@ def _filtered_sample_kernel(
             middle = (floor + end + 1) >> 1
 
     top_p = tl.load(top_p_ptr + b)
-    wanted = tl.where(top_p < 1, tl.maximum(mass * top_p, 1e-37), float("inf"))  # above 0 for NaN
+    wanted = tl.maximum(mass * top_p, 1e-37)  # positive even if all are NaN
+    wanted = tl.where(top_p < 1, wanted, float("inf"))
     masses = tl.exp(_value(orders.to(tl.int32)) - row_max)
     reached = tl.cumsum(masses, 0) >= wanted  # by the largest of each group alone
     floor = tl.maximum(floor, tl.max(tl.where(reached, orders, floor), 0))
@@ -1799,17 +1800,28 @@ def _sizes(spec, *tensors):
     """The sizes of tensors, in the order of their letters. spec: "q B T float, k/v B S same" has
     the names, sizes and dtypes. ...: any leading sizes; same: the first tensor's dtype. A tensor
     must not be empty, and be on the first one's device. None and numbers pass."""
+    kinds = ((x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else None for x in tensors)
+    return _match(spec, *kinds)
+
+
+@lru_cache(2**12)
+def _match(spec, *kinds):
+    """`_sizes` of tensors with these (shape, dtype, device)."""
+    _, first_dtype, first_device = kinds[0]
     sizes = {}
-    for (name, letters, dtypes), x in zip(_parse(spec, tensors[0].dtype), tensors):
-        if isinstance(x, torch.Tensor):
-            shape = [*x.shape]
-            if letters[0] == "...":
-                leading = max(len(shape) - len(letters) + 1, 0)
-                shape = [shape[:leading], *shape[leading:]]
-            expected = [int(letter) if letter.isdigit() else sizes.setdefault(letter, size)
-                        for letter, size in zip(letters, shape)]
-            if (shape != expected or len(shape) != len(letters) or x.dtype not in dtypes
-                    or x.device != tensors[0].device or x.numel() == 0):
-                wanted = ", ".join(f"{letter}={sizes.get(letter, '?')}" for letter in letters)
-                _check(False, f"{name} [{wanted}] of {dtypes} on {tensors[0].device}", x)
-    return sizes.values()
+    for (name, letters, dtypes), kind in zip(_parse(spec, first_dtype), kinds):
+        if kind is None:
+            continue
+        shape, dtype, device = kind
+        shape = [*shape]
+        if letters[0] == "...":
+            leading = max(len(shape) - len(letters) + 1, 0)
+            shape = [shape[:leading], *shape[leading:]]
+        expected = [int(letter) if letter.isdigit() else sizes.setdefault(letter, size)
+                    for letter, size in zip(letters, shape)]
+        fits = shape == expected and len(shape) == len(letters) and 0 not in kind[0]
+        if not fits or dtype not in dtypes or device != first_device:
+            wanted = ", ".join(f"{letter}={sizes.get(letter, '?')}" for letter in letters)
+            _check(False, f"{name} [{wanted}] of {dtypes} on {first_device}",
+                   f"{[*kind[0]]} {dtype} on {device}")
+    return [*sizes.values()]

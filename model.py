@@ -93,8 +93,8 @@ class TreeMask:
 def causal_mask(hidden, start=0, window=0, documents=None, slopes=None):
     """The causal mask of T tokens, hidden [B, T, C], at rows start, start + 1, ... of their
     sequences: bool [B or 1, 1, T, n], True where a token attends; with ALiBi slopes [Hq] instead
-    the bias of the scores, [B or 1, Hq, T, n]. n: the last rows, which windows reach. None if plain
-    causal attention will do. window: 0 for none. documents: as in `token_positions`."""
+    the bias of the scores, [B or 1, Hq, T, n]. n: how many of the last rows windows reach. None if
+    plain causal attention will do. window: 0 for none. documents: as in `token_positions`."""
     T = hidden.shape[1]
     end = start + T
     window = window or end
@@ -465,7 +465,7 @@ class GPT(nn.Module):
         return self.norm.weight.dtype
 
     def weight_bytes(self):
-        """Bytes of all weights, packed ones included: their layers have an `nbytes`."""
+        """Bytes of all weights and tables. Packed layers count their own, in `nbytes`."""
         tensors = *self.parameters(), *self.buffers()
         return sum(x.nbytes for x in tensors) + sum(getattr(x, "nbytes", 0) for x in self.modules())
 
@@ -480,7 +480,7 @@ class GPT(nn.Module):
         check_memory(f"a cache of {batch} sequences of {capacity} tokens takes",
                      math.prod(shape) * self.dtype.itemsize, free, self.device,
                      "use a smaller batch size or fewer new tokens")
-        # not empty: masked products also read unwritten rows, and 0 * NaN is NaN
+        # not torch.empty: torch's masked products read unwritten rows too, and 0 * NaN is NaN
         return KVCache(torch.zeros(shape, dtype=self.dtype, device=self.device),
                        torch.zeros(batch, dtype=torch.int32, device=self.device))
 

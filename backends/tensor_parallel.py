@@ -181,11 +181,6 @@ class Group:
         model.head = VocabParallelHead(model.head, self, config.vocab_size)
 
 
-def group_of(model):
-    """The `Group` that a model is split across; Group() for a single process."""
-    return model.group or Group()
-
-
 # --------------------------------------------------------------------------------------------------
 # Layers
 

@@ -17,17 +17,7 @@ from hf.files import read_family, read_part
 from hf.paths import find_model, gguf_parts, is_gguf
 from hf.quantization import combine, read_scheme
 from hf.tensors import StoredTensor, open_tensors
-from model import (
-    GPT,
-    InputError,
-    atomic_write,
-    check_memory,
-    expect,
-    free_memory,
-    human,
-    read_json,
-    warn,
-)
+from model import GPT, InputError, atomic_write, check_memory, expect, free_memory, read_json, warn
 
 FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
 SAMPLES = 64   # how many samples of a file are hashed
@@ -172,8 +162,8 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
     model = model.to(dtype)
     size += model.weight_bytes()
     if device.type != "cpu" and stored_bits:
-        warn(f"{path}: quantised weights are dequantised to {str(dtype).removeprefix('torch.')} on "
-             f"{device.type}, where they take {human(size, 'B')} in each process")
+        warn(f"{path}: quantised weights are dequantised to {str(dtype).removeprefix('torch.')}, "
+             f"as {device.type} has no kernels for them")
     advice = "use a smaller model" + " or --dtype bfloat16" * (dtype == torch.float32)
     check_memory(f"{path}: its weights take", size, free_memory(device), device, advice)
     # not to_empty, which imports sympy

@@ -43,7 +43,6 @@ SPECIAL = dict(bos_token_id="bos_token", eos_token_id="eos_token", unknown_token
                padding_token_id="pad_token")
 # Phi-3's other special tokens strip the white space after them; no key says so.
 KEEP_SPACE = "<unk>", "<s>", "<|endoftext|>"
-FLOAT_TYPES = "F32", "F16", "BF16"
 NUMBERS = {  # of the metadata, as the module struct calls them
     GGUFValueType.UINT8: "B", GGUFValueType.UINT16: "H", GGUFValueType.UINT32: "I",
     GGUFValueType.UINT64: "Q", GGUFValueType.INT8: "b", GGUFValueType.INT16: "h",
@@ -57,12 +56,12 @@ class Tensor(NamedTuple):
     kind: GGMLQuantizationType
     shape: tuple      # rows first
     file: mmap.mmap
-    start: int        # byte in the file
     data: np.ndarray  # its bytes, uint8 [..., bytes of a row], memory-mapped
 
 
 class Reader:
-    """Reads a GGUF file from front to back. meta: {key: value}. tensors: [`Tensor`].
+    """Reads a GGUF file from front to back. meta: {key: value}. tensors: [`Tensor`]. In a file that
+    is cut off, or has a size that is too large, the next read raises an error.
 
     gguf.GGUFReader takes 25 times as long for a vocabulary, and trusts the sizes in a file."""
 
@@ -75,77 +74,54 @@ class Reader:
         expect(magic == b"GGUF", "not a GGUF file; download one")
         expect(version in (2, 3), f"GGUF version {version} and big-endian files are not supported; "
                "use another file")
-        self.meta = {}
-        for _ in range(n_keys):
-            key, = self.texts(1)
-            self.meta[key] = self.value()
-        self.tensors = self.read_tensors(n_tensors)
-
-    def read_tensors(self, n_tensors):
+        self.meta = {self.text(): self.value() for _ in range(n_keys)}
         headers = [self.header() for _ in range(n_tensors)]
-        self.align()
-        first = self.position
-        tensors = []
-        for name, kind, shape, offset in headers:
-            start = self.position
-            expect(first + offset == start, f"{name} is at byte {first + offset}, but the tensors "
-                   f"before it end at {start}; download the file again")
-            size = gguf.quant_shape_to_byte_shape(shape, kind)
-            data = np.frombuffer(self.take(math.prod(size)), np.uint8).reshape(size)
-            tensors.append(Tensor(name, kind, shape, self.file, start, data))
-            self.align()
-        return tensors
-
-    def take(self, size):
-        """The next `size` bytes."""
-        start = self.position
-        self.position += size
-        expect(self.position <= len(self.bytes),
-               f"ends before byte {self.position}; download it again")
-        return self.bytes[start:self.position]
-
-    def align(self):
+        expect(self.position <= len(self.bytes), "truncated; download it again")
         alignment = self.meta.get("general.alignment", gguf.GGUF_DEFAULT_ALIGNMENT)
-        self.position = -(-self.position // alignment) * alignment
+        first = -(-self.position // alignment) * alignment
+        self.tensors = [self.tensor(first, *header) for header in headers]
 
     def numbers(self, form):
         """The next numbers. form: their types, in the notation of the module struct."""
-        return struct.unpack(f"<{form}", self.take(struct.calcsize(f"<{form}")))
+        values = struct.unpack_from(f"<{form}", self.bytes, self.position)
+        self.position += struct.calcsize(f"<{form}")
+        return values
 
-    def texts(self, count):
-        """The next strings, in a loop without calls: a vocabulary has hundreds of thousands."""
-        data = self.bytes
-        end = self.position
-        texts = []
-        for _ in range(count):
-            start = end + 8
-            end = start + int.from_bytes(data[end:start], "little")
-            if end > len(data):
-                break  # `take` raises an error
-            texts.append(str(data[start:end], "utf-8"))
-        self.take(end - self.position)
-        return texts
+    def text(self):
+        size, = struct.unpack_from("<Q", self.bytes, self.position)
+        start = self.position + 8
+        self.position = start + size
+        return str(self.bytes[start:self.position], "utf-8")
+
+    def array(self, dtype, count):
+        start = self.position
+        self.position += count * dtype.itemsize
+        return np.frombuffer(self.bytes[start:self.position], dtype)
 
     def value(self):
         """The next value of the metadata: a number, a str, a numpy array, or a list of str."""
         kind, = self.numbers("I")
         if kind == GGUFValueType.STRING:
-            return self.texts(1)[0]
+            return self.text()
         if kind != GGUFValueType.ARRAY:
             return self.numbers(NUMBERS[kind])[0]
         kind, count = self.numbers("IQ")
         if kind == GGUFValueType.STRING:
-            return self.texts(count)
-        dtype = np.dtype(f"<{NUMBERS[kind]}")
-        return np.frombuffer(self.take(count * dtype.itemsize), dtype)
+            return [self.text() for _ in range(count)]
+        return self.array(np.dtype(f"<{NUMBERS[kind]}"), count)
 
     def header(self):
         """The next tensor's (name, type, shape, offset in the data)."""
-        name, = self.texts(1)
+        name = self.text()
         n_dims, = self.numbers("I")
-        expect(n_dims <= 4, f"{name} has {n_dims} dimensions; download the file again")
         *shape, kind, offset = self.numbers(f"{n_dims}QIQ")
         return name, GGMLQuantizationType(kind), tuple(reversed(shape)), offset
+
+    def tensor(self, first, name, kind, shape, offset):
+        self.position = first + offset
+        size = gguf.quant_shape_to_byte_shape(shape, kind)
+        data = self.array(np.dtype(np.uint8), math.prod(size)).reshape(size)
+        return Tensor(name, kind, shape, self.file, data)
 
 
 class GGUFFile:
@@ -180,19 +156,15 @@ class GGUFFile:
 
     def config(self):
         tensors = self.tensors
-        expect("token_embd.weight" in tensors, "has no tensor token_embd.weight")
-        n_vocab = tensors["token_embd.weight"].shape[0]
-        n_tokens = len(self.tokens)
-        expect(n_tokens <= n_vocab, f"{n_tokens} tokens, but only {n_vocab} embeddings")
         raw = {name: self.meta.get(key) or None for key, name in KEYS.items()}
         size = value_of(raw, "hidden_size", int) // value_of(raw, "num_attention_heads", int)
         head_size = value_of(self.meta, "attention.key_length", int, size)
         rotary_size = value_of(self.meta, "rope.dimension_count", int, head_size)
         gemma_27b = raw["num_hidden_layers"] == 62  # scales by size, not head_size
         return raw | dict(
-            model_type=self.family, vocab_size=n_vocab, head_dim=head_size,
+            model_type=self.family, vocab_size=tensors["token_embd.weight"].shape[0],
             rope_theta=raw["rope_theta"] or 10000.0, rope_scaling=self.rope_scaling(),
-            partial_rotary_factor=rotary_size / head_size,
+            head_dim=head_size, partial_rotary_factor=rotary_size / head_size,
             query_pre_attn_scalar=size if gemma_27b else head_size,
             tie_word_embeddings="output.weight" not in tensors,
             attention_bias="blk.0.attn_q.bias" in tensors, mlp_bias="blk.0.ffn_up.bias" in tensors)
@@ -271,11 +243,11 @@ class GGUFFile:
 
     def stored_tensor(self, tensor):
         kind = tensor.kind
+        per_block, size = gguf.GGML_QUANT_SIZES[kind]
         stored = StoredTensor(self.path, tensor.shape, torch.bfloat16,
                               partial(self.read_values, tensor), order=self.row_order(tensor))
-        if kind.name in FLOAT_TYPES or len(tensor.shape) != 2:
+        if per_block == 1 or len(tensor.shape) != 2:
             return stored
-        per_block, size = gguf.GGML_QUANT_SIZES[kind]
         bits = 8 * size / per_block if kind.name in cpu.FORMATS else 8
         return stored._replace(bits=bits, read_packed=partial(self.read_packed, tensor))
 
@@ -284,7 +256,7 @@ class GGUFFile:
         values = dequantized(tensor)
         if self.architecture == "gemma3" and tensor.name.endswith("norm.weight"):
             values -= 1
-        self.release(tensor)
+        release(tensor)
         return values
 
     def row_order(self, tensor):
@@ -305,15 +277,8 @@ class GGUFFile:
             values = self.read_values(tensor)
             return quantized.round_weight(values, 8, 32).rows(order).pack()
         packed = cpu.pack_blocks(kind.name, kind.value, tensor.data, tensor.shape[1], order)
-        self.release(tensor)
+        release(tensor)
         return packed
-
-    def release(self, tensor):
-        """Lets the system reclaim the memory-mapped pages of a tensor."""
-        first = tensor.start // mmap.PAGESIZE * mmap.PAGESIZE
-        if hasattr(mmap, "MADV_DONTNEED"):
-            size = tensor.start + tensor.data.nbytes - first
-            tensor.file.madvise(mmap.MADV_DONTNEED, first, size)
 
 
 @lru_cache(maxsize=2)
@@ -328,15 +293,20 @@ def read_part(path, name):
         file = open_file(*((part, part.stat().st_mtime_ns, part.stat().st_size)
                            for part in gguf_parts(path)))
         return getattr(file, name.removesuffix(".json"), dict)()
-    except InputError as error:
-        line = " ".join(str(error).split())  # names in the file may have line breaks
-        raise InputError(f"{path}: {line}") from None
-    except Exception as error:  # numpy and the package raise many types
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:200]
-        raise InputError(f"{path}: truncated, or not a GGUF file that can be read ({reason}); "
-                         "download it again, or use another") from error
+    except Exception as error:  # struct, numpy and the package raise many types
+        reason = " ".join(str(error).split())  # names in the file may have line breaks
+        if not isinstance(error, InputError):
+            reason = (f"truncated, or not a GGUF file that can be read ({type(error).__name__}: "
+                      f"{reason:.200}); download it again, or use another")
+        raise InputError(f"{path}: {reason}") from error
 
 
 def dequantized(tensor):
     values = gguf.dequantize(tensor.data, tensor.kind)
     return torch.from_numpy(np.require(values, requirements="W"))
+
+
+def release(tensor):
+    """Lets the system reclaim the memory-mapped pages that were read."""
+    if hasattr(mmap, "MADV_DONTNEED"):
+        tensor.file.madvise(mmap.MADV_DONTNEED)

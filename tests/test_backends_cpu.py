@@ -85,6 +85,24 @@ def test_product_is_the_sum_of_products(kind, n, k, group):
         torch.set_num_threads(1)
 
 
+@pytest.mark.parametrize("name, size, groups", [
+    ("Q4_0", 18, 1), ("Q4_1", 20, 1), ("Q5_1", 24, 1), ("Q6_K", 210, 8), ("Q8_0", 34, 1)])
+def test_sums_of_integers_in_a_product_are_exact(name, size, groups):
+    """Bug: a partial sum that overflows 16 bits, or a sign lost. Scales are 1, so all sums are exact in float32."""
+    rows = torch.randint(0, 256, (40, 16 // groups, size), dtype=torch.uint8).numpy()
+    one = torch.ones(2, dtype=torch.float16).numpy().view("uint8")
+    if name == "Q6_K":
+        rows[..., 192:208], rows[..., 208:] = 1, one[:2]
+    else:
+        scales = 4 if name.endswith("_1") else 2
+        rows[..., :scales] = one[:scales]
+    packed = cpu.pack_blocks(name, getattr(cpu.header, name), rows.reshape(40, -1), 512)
+    x = torch.randint(-127, 128, (9, 512)).float()
+    x[:, ::32] = 127  # so that a group's scale is 1
+    want = x.double() @ packed.unpack(torch.arange(40)).double().T
+    assert torch.equal(packed.multiply(x).double(), want)
+
+
 @pytest.mark.parametrize("k", [20, 512, 551, 1090])
 def test_rows_are_rounded_as_the_formula_says(k):
     """Bug: another group's maximum or sum, a tie not rounded to even, a division by 0, NaN in another row."""
@@ -161,19 +179,6 @@ def test_argmax_is_gumbel_argmax(temperature):
     assert torch.equal(cpu.argmax(logits, *args), want)
 
 
-@pytest.mark.parametrize("temperature", [0.0, 0.7])
-@pytest.mark.parametrize("B, T", [(1, 1), (3, 5), (2, 40), (70, 1)])
-def test_sample_is_argmax_of_the_logits(B, T, temperature):
-    """Bug: rows of another sequence or position if logits are computed in parts, noise of another position."""
-    packed, *_ = packed_weight(cpu.header.INT8, 300, 64)
-    packed.linear.bias = None
-    head, hidden = cpu.PackedLMHead(packed), torch.randn(B, T, 64) * 1e-3  # small, so that the noise matters
-    sequence, position = torch.arange(B) + 2**40, torch.randint(0, 1000, (B, T))
-    temperature = temperature and torch.linspace(0, 2, B)
-    want = cpu.argmax(packed.multiply(hidden).flatten(0, 1), temperature, 5, sequence, position.flatten() + 1)
-    assert torch.equal(head.sample(hidden, temperature, 5, sequence, position), want.view(B, T))
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # The stages of a step against those of generate.Decoder on the same packed model
 
@@ -193,7 +198,10 @@ def packed_toy(shape="llama", name=None, dtype=torch.float32, **flags):
     """(model, heads), packed; every second token ties with the one before."""
     model = toy_model(**SHAPES[shape] | flags).to(dtype)
     model.head.weight.data[1::2] = model.head.weight[:-1:2]
-    heads = name and random_heads(model, name).to(dtype)
+    heads = name and random_heads(model, name.removesuffix(" with NaN")).to(dtype)
+    if name and name.endswith("NaN"):
+        heads.heads[1].project.linear.bias.fill_(math.nan)
+        heads.heads[-1].project.linear.bias.fill_(math.inf)
     cpu.apply(model, heads)
     return model, heads
 
@@ -203,11 +211,9 @@ def filled_decoder(cls, model, heads, lookup, tree_size, lengths=(40, 13, 0, 77)
     """A decoder whose slots hold random sequences with a small vocabulary."""
     made = cls(model, policy=Policy(model, heads, lookup, tree_size), batch_size=len(lengths), capacity=90)
     slots, generator = made.slots, torch.Generator().manual_seed(1)
-    for x in (slots.cache.kv, slots.heads_cache.kv, slots.state):
-        x.normal_(generator=generator)
+    slots.cache.kv.normal_(generator=generator)
     slots.history.copy_(torch.tensor(TOKENS)[torch.randint(0, 6, slots.history.shape, generator=generator)])
-    for cache in (slots.cache, slots.heads_cache):  # in C each has its own lengths
-        cache.lengths.copy_(torch.tensor(lengths))
+    slots.cache.lengths.copy_(torch.tensor(lengths))
     slots.root.copy_(slots.history[torch.arange(len(lengths)), slots.cache.lengths])
     slots.sequence.copy_(torch.arange(len(lengths)) + 2**40)
     slots.active.fill_(1)
@@ -216,32 +222,6 @@ def filled_decoder(cls, model, heads, lookup, tree_size, lengths=(40, 13, 0, 77)
     made.policy.chances.copy_(CHANCES)
     made.sampling_mode = max(sampling.mode for sampling in SAMPLINGS)
     return made
-
-
-@pytest.mark.parametrize("vocabulary", [[], TOKENS], ids=["all-tokens", "some"])
-@pytest.mark.parametrize("name", [*PRESETS, None])
-@pytest.mark.parametrize("shape", ["llama", "untied-biased", "gpt2"])
-def test_trees_in_c_are_those_of_the_decoder(shape, name, vocabulary, exact):
-    """Bug: another beam's state, a missing bias or norm, another sequence's chances or NaN, a token twice under one
-    parent, another order of equals, a match that is not the latest."""
-    model, heads = packed_toy(shape, name)
-    for tokens in (vocabulary, [1, 2, 3, 4]):  # the first is set before a decoder exists
-        if heads:
-            heads.set_vocabulary(tokens)
-        theirs, ours = (filled_decoder(cls, model, heads, True, 63) for cls in (Decoder, cpu.CompiledDecoder))
-        K = heads.config.n_draft if heads else 0
-        for T, depths in ((2, min(K, 1)), (5, K), (9, 0), (17, K), (63, K)):
-            (want, chain), (got, _) = (decoder.draft(T, depths) for decoder in (theirs, ours))
-            assert all(map(torch.equal, got[:5], want)), T
-            torch.testing.assert_close(got.probabilities, want.probabilities)
-            assert torch.equal(ours.results["chain"].view(4, -1)[:, :chain.shape[1]], chain)
-        with torch.inference_mode():
-            want = [x[3].clone() for x in got]
-            ours.slots.state[:3, 5] = torch.tensor([math.nan, math.inf, -math.inf])
-        got, _ = ours.draft(63, K)
-        assert all(torch.equal(x[3], y) for x, y in zip(got, want)) and got.tokens.min() >= 0 and got.tokens.max() < 97
-        for tokens, parents, n in zip(got.tokens.tolist(), got.parents.tolist(), (got.ancestors != 0).sum(1).tolist()):
-            assert len({*zip(tokens[1:n], parents[1:n])}) == n - 1
 
 
 @pytest.mark.parametrize("T, P", [(2, 1), (9, 3), (64, 6), (64, 16)])
@@ -268,48 +248,33 @@ def test_accept_in_c_is_its_reference(T, P):
     assert torch.equal(decoder.policy.counts, counts) and counts.sum() > 30
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape, name", [("llama", "clover2"), ("gpt2", "medusa"), ("gemma", None)])
-def test_verify_and_commit_are_the_decoders(shape, name, dtype):
-    """Bug: an embedding rounded too late, cache rows of another layer or of values for keys, another node's state."""
-    both = packed_toy(shape, name, dtype, embed_scale=3.7)
-    close = partial(torch.testing.assert_close, atol=0.25 if dtype == torch.bfloat16 else 1e-4, rtol=1e-2)
+@pytest.mark.parametrize("shape", ["llama", "gpt2", "gemma"])
+def test_states_in_bfloat16_are_the_decoders(shape):
+    """Bug: an embedding rounded too late. Tokens may differ: C keeps the last norm in float32."""
+    both = packed_toy(shape, None, torch.bfloat16, embed_scale=3.7)
     theirs, ours = (filled_decoder(cls, *both, True, 20) for cls in (Decoder, cpu.CompiledDecoder))
+    tree, _ = ours.draft(20, 0)
     with torch.inference_mode():
-        ours.slots.active[2] = 0
-        K = both[1].config.n_draft if name else 0
-        tree, chain = ours.draft(20, K)
-        (want_normed, want), (normed, hidden) = (x.verify(tree, ours.positions(tree)) for x in (theirs, ours))
+        (_, want), (_, hidden) = (decoder.verify(tree, ours.positions(tree)) for decoder in (theirs, ours))
         assert torch.equal(hidden, want)
-        close(normed, want_normed.float())
-        target = ours.view.target.scatter_(1, tree.parents, tree.tokens)  # a path down to a leaf
-        accepted = ours.accept(tree, chain, target)
-        for decoder in (theirs, ours):
-            decoder.commit(tree, hidden, accepted)
-        if name:
-            ours.draft(20, K)  # the heads read the accepted rows
-            assert accepted.count.tolist() != [1, 1, 0, 1]
-    slots, running = (theirs.slots, ours.slots), [0, 1, 3]
-    assert all(torch.equal(x.cache.lengths, x.heads_cache.lengths) for x in slots[:1 + (name is not None)])
-    seen = torch.arange(90) < slots[0].cache.lengths[:, None]  # the rest is junk
-    for part in (lambda x: x.cache.lengths, lambda x: x.root[running], lambda x: x.state[running],
-                 lambda x: x.history[:, 1:91] * seen, lambda x: x.cache.kv[..., :90, :] * seen[:, None, :, None],
-                 lambda x: x.heads_cache.kv[..., :90, :] * seen[:, None, :, None]):
-        close(*map(part, slots))
 
 
-@pytest.mark.parametrize("shape, name, lookup, T", [
-    *((shape, "clover", True, 9) for shape in SHAPES), *(("llama", name, True, 20) for name in PRESETS),
-    ("llama", "clover2", False, 5), ("gemma", None, True, 6), ("gpt2", None, False, 1)])
-def test_steps_in_c_are_those_of_the_decoder(shape, name, lookup, T, exact, monkeypatch):
-    """Bug: another token's embedding, position, noise or state, another slot's row, state that one step leaves wrong
-    for the next."""
-    model, heads = packed_toy(shape, name)
+@pytest.mark.parametrize("shape, name, lookup, T, vocabulary", [
+    *((shape, "clover", True, 9, []) for shape in SHAPES),
+    *(("llama", name, True, 63, vocabulary) for name in PRESETS for vocabulary in ([], TOKENS)),
+    ("untied-biased", "clover2", False, 5, TOKENS), ("gpt2", "medusa", True, 2, []),
+    ("llama", "clover with NaN", True, 30, []), ("gemma", None, True, 20, []), ("gpt2", None, False, 1, [])])
+def test_steps_in_c_are_those_of_the_decoder(shape, name, lookup, T, vocabulary, exact, monkeypatch):
+    """Bug: another beam's state, another order of equals, a match that is not the latest, another token's embedding,
+    position or noise, another slot's row, state that one step leaves wrong for the next."""
+    model, heads = packed_toy(shape, name, embed_scale=3.7)
+    if heads:
+        heads.set_vocabulary(vocabulary)
     engines = []
     for cls in (Decoder, cpu.CompiledDecoder):
         monkeypatch.setattr(generate_module, "decoder_class", lambda *_: cls)
         engines.append(Engine(model, policy=Policy(model, heads, lookup, T), batch_size=3, capacity=80))
-        prompts = [2 * prompt for prompt in random_prompts([7, 1, 30, 12, 2])]
+        prompts = [2 * prompt for prompt in random_prompts([7, 1, 30, 12, 2], vocab_size=8)]
         prompts.append(prompts[0][:9] + prompts[1])  # shares a part of a slot's cache
         for index, (prompt, sampling) in enumerate(zip(prompts, SAMPLINGS * 2)):
             engines[-1].add(prompt, 20, sampling, index=index)
@@ -482,8 +447,8 @@ print(cpu.library() is not None, *dtypes, generate(model, [[1, 2, 3], [50] * 40]
 
 
 def test_the_library_is_built_once_and_again_if_broken(tmp_path, monkeypatch, capsys):
-    """Bug: a compiler that runs each time, a broken or another machine's file that is loaded, a traceback or several
-    lines if the cache folder is not writable."""
+    """Bug: a compiler that runs each time, a broken, another machine's or half-written file that is loaded, a traceback
+    or several lines if the cache folder is not writable."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     runs, run, macros = [], subprocess.run, [""]
 
@@ -499,7 +464,9 @@ def test_the_library_is_built_once_and_again_if_broken(tmp_path, monkeypatch, ca
     for name, text in {"cpu.c": "int answer(void) { return 42; }", "cpu.h": ""}.items():
         (tmp_path / name).write_text(text)
     monkeypatch.setattr(cpu, "FOLDER", tmp_path)
-    run_with({}, f"from backends import cpu; cpu.FOLDER = cpu.Path({str(tmp_path)!r}); cpu.load_or_build({command})")
+    code = f"from backends import cpu; cpu.FOLDER = cpu.Path({str(tmp_path)!r}); cpu.load_or_build({command})"
+    both = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(2)]
+    assert [process.wait() for process in both] == [0, 0]
     (file,) = (tmp_path / "clover").iterdir()
     assert file.suffix == ".so" and not compiled()
     file.write_bytes(b"truncated")
@@ -517,53 +484,22 @@ def test_the_library_is_built_once_and_again_if_broken(tmp_path, monkeypatch, ca
 
 
 @pytest.mark.parametrize("compiler", ["/nonexistent/cc", pytest.param("false", marks=pytest.mark.slow)])
-def test_without_a_compiler_the_output_is_the_same(compiler, tmp_path):
+def test_without_a_compiler_the_output_is_the_same(compiler, tmp_path, monkeypatch, capsys):
     """Bug: a traceback, an unhelpful message, bfloat16 without kernels. In float32, where ties are unlikely."""
     folders = tmp_path / "float32", tmp_path / "bfloat16", tmp_path / "float16"
     for folder in folders:
         toy_model().save_pretrained(folder, getattr(torch, folder.name))
-    want = run_with({}, TEXT, *folders)
+    monkeypatch.setattr(sys, "argv", ["-c", *map(str, folders)])
+    exec(TEXT, {})
+    want, warned = capsys.readouterr()
     got = run_with(dict(CC=compiler), TEXT, *folders)
-    assert want.stdout.startswith("True torch.bfloat16 torch.float32") and not want.stderr
-    assert got.stdout == want.stdout.replace("True torch.bfloat16", "False torch.float32")
+    assert want.startswith("True torch.bfloat16 torch.float32") and not warned
+    assert got.stdout == want.replace("True torch.bfloat16", "False torch.float32")
     assert len(got.stderr.splitlines()) == 1
     assert "install a C compiler" in got.stderr
 
 
-def test_two_processes_may_build_at_once(tmp_path):
-    """Bug: a library that is loaded while another process writes it."""
-    environment = os.environ | dict(XDG_CACHE_HOME=str(tmp_path), CFLAGS="-O1")
-    code = "from backends import cpu; assert cpu.library()"
-    both = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT, env=environment) for _ in range(2)]
-    assert [process.wait() for process in both] == [0, 0]
-    assert len(list((tmp_path / "clover").iterdir())) == 1
-
-
-def test_structs_are_those_of_the_header():
-    """Bug: a field, pointer or argument that the parser of cpu.h misses or misreads."""
-    parsed = cpu.read_header("""
-enum { A, B = 4, C };  // D
-typedef struct Inner {
-    int32_t x, y;
-} Inner;
-
-typedef struct Inner2 {  // both
-    const Inner *inner, own;
-    float z;             // int32_t w;
-} Inner2;
-extern const int32_t lanes;
-int f(const Inner2 *a, const float *b,
-      int64_t c);
-""")
-    assert (parsed.A, parsed.B, parsed.C) == (0, 4, 5)
-    names = [name for name, _ in parsed.Inner2._fields_]
-    assert names == ["inner", "own", "z"] and parsed.Inner2.own.size == 8 and parsed.Inner2.z.offset == 16
-    to_struct, to_number, number = parsed.functions["f"]
-    assert to_struct._type_ is parsed.Inner2 and (to_number, number) == (cpu.c_void_p, cpu.c_int64)
-    assert len(cpu.header.Step._fields_) > 40 and cpu.header.functions.keys() >= {"product", "step_draft", "argmax"}
-
-
-FUNCTIONS = "product or rounded or attention or argmax or same_bits or in_c or commit or threads"
+FUNCTIONS = "product or rounded or attention or argmax or same_bits or in_c or states_in or threads"
 SANITIZED = "-fsanitize=address,undefined -fno-sanitize-recover=all -g"
 
 
@@ -574,7 +510,7 @@ ELSEWHERE = "-DPLAIN", *(pytest.param(flags, marks=pytest.mark.slow) for flags i
 @pytest.mark.parametrize("flags", ELSEWHERE)
 def test_other_processors_compute_the_same(flags, tmp_path):
     """Bug: an error in code for other CPUs, or one that sanitizers find."""
-    environment = dict(CFLAGS=f"-O2 {flags}", XDG_CACHE_HOME=str(tmp_path))
+    environment = dict(CFLAGS=f"-O1 {flags}", XDG_CACHE_HOME=str(tmp_path))
     if flags == SANITIZED:
         libraries = [subprocess.run(["cc", f"-print-file-name=lib{name}.so"], capture_output=True, text=True).stdout
                      for name in ("asan", "ubsan")]
@@ -583,31 +519,3 @@ def test_other_processors_compute_the_same(flags, tmp_path):
     functions = "product or rounded" if "PLAIN" in flags else FUNCTIONS  # only these differ
     done = run_with(environment, code, "tests/test_backends_cpu.py", "-k", functions)
     assert "passed" in done.stdout and "skipped" not in done.stdout
-
-
-INTEGERS = """
-import numpy as np, torch
-from backends import cpu
-bits = np.random.default_rng(0)
-blocks = {"Q5_1": (24, 1), "Q6_K": (210, 8), "Q4_0": (18, 1), "Q4_1": (20, 1), "Q8_0": (34, 1)}
-x = torch.from_numpy(bits.integers(-127, 128, (9, 512))).float()
-x[:, ::32] = 127  # so that a group's scale is 1
-for name, (size, groups) in blocks.items():
-    rows = bits.integers(0, 256, (40, 16 // groups, size), dtype=np.uint8)
-    one = np.array([1, 1], np.float16).view(np.uint8)
-    if name == "Q6_K":
-        rows[..., 192:208], rows[..., 208:] = 1, one[:2]
-    else:
-        rows[..., :4 if "_1" in name else 2] = one[:4 if "_1" in name else 2]
-    number = getattr(cpu.header, name)
-    print(name, cpu.pack_blocks(name, number, rows.reshape(40, -1), 512).multiply(x).tolist())
-"""
-
-
-@pytest.mark.parametrize("flags", ELSEWHERE)
-def test_sums_of_integers_are_equal_on_all_processors(flags, tmp_path):
-    """Bug: a partial sum that overflows 16 bits, or a sign lost: all sums here are exact in float32."""
-    here = run_with({}, INTEGERS).stdout
-    assert here.count("\n") == 5
-    if flags != SANITIZED:
-        assert run_with(dict(CFLAGS=flags, XDG_CACHE_HOME=str(tmp_path)), INTEGERS).stdout == here

@@ -1,13 +1,9 @@
 """bench gpu: torch's versions do the same work, rows hold the measurements, parts run and fail independently."""
 
-import contextlib
-import fcntl
 import json
-import math
 import os
 import re
 import shutil
-import sys
 from itertools import count
 from types import SimpleNamespace
 
@@ -18,7 +14,6 @@ import kernels
 from bench import __main__ as bench
 from bench import gpu, operations, size_config, timing
 from conftest import call_once, refusal
-from generate import generate
 from test_kernels import as_int64, random_forest
 from tools.flags import DEMO
 
@@ -66,7 +61,16 @@ def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
     for module in gpu, operations:
         monkeypatch.setattr(module, "seconds", call_once)
     monkeypatch.setattr(gpu, "copy_bandwidth", lambda device: 1e9)
+    load = gpu.load_prompts
+
+    def few_prompts(*given):
+        groups, stop = load(*given)
+        return {kind: [prompt[:16] for prompt in group[:4]] for kind, group in groups.items()}, stop
+    monkeypatch.setattr(gpu, "load_prompts", few_prompts)
     monkeypatch.setenv("CLOVER_COMMIT", "abc123")
+    (tmp_path / "test_one.py").write_text("def test_one(): pass")
+    smaller = dict(batch_sizes=(2,), tests=("-p", "no:cacheprovider", str(tmp_path / "test_one.py")))
+    monkeypatch.setattr(gpu, "TINY", SimpleNamespace(**vars(gpu.TINY) | smaller))
     folder = shutil.copytree(DEMO, tmp_path / "chatty", copy_function=os.symlink,
                              ignore=shutil.ignore_patterns("clover", "medusa", "smollm2"))
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content[:99] }}{% endfor %}")
@@ -86,50 +90,25 @@ def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
         case = row["batch_size"], row["temperature"], row["top_p"]
         assert plain.setdefault(case, row)["tree_size"] == 1
         assert row["over_plain"] == pytest.approx(row["step_ms"] / plain[case]["step_ms"], rel=1e-3)
-    assert len(steps) == 2 * len(plain) == 3 * 2 * 2
+    assert len(steps) == 2 * len(plain) == 3 * 2
     assert {row["kernel"] for row in select("kernels", "us")} == {
         "tree_attention", "project_topk", "project_sample", "commit_path"}
     assert all(row["us"] == 1000 for row in select("kernels", "us"))
-    first = select("kernels", "T")[0]  # 1 sequence, 16 + 1 rows of 2 heads of 16, and 1 x 4 queries in and out
+    first = select("kernels", "T")[0]  # 2 sequences, 16 + 1 rows of 2 heads of 16, and 1 x 4 queries in and out
     assert select("ceilings", "copy_gb_per_s")[0]["copy_gb_per_s"] == 1
-    assert first["share_of_copy"] == pytest.approx(4 * 16 * (2 * 17 + 4) / 1e9 / 0.001, rel=1e-3)
+    assert first["share_of_copy"] == pytest.approx(2 * 4 * 16 * (2 * 17 + 4) / 1e9 / 0.001, rel=1e-3)
     by_lookup, by_heads = [("plain", 1), ("lookup", 8)], [("heads", T) for T in (4, 8, 16)]
-    for part, name, batches, ways in (
-            ("demo", "demo", 4, [*by_lookup, *by_heads, ("heads + lookup", 16), ("heads + lookup", "auto")]),
-            ("chats", "chatty", 2, [*by_lookup, ("lookup", 16), ("lookup", "auto")])):
+    for part, name, runs, ways in (
+            ("demo", "demo", 2, [*by_lookup, *by_heads, ("heads + lookup", 16), ("heads + lookup", "auto")]),
+            ("chats", "chatty", 1, [*by_lookup, ("lookup", 16), ("lookup", "auto")])):
         decoded = select(part, "drafter")
-        assert [(row["drafter"], row["tree_size"]) for row in decoded] == batches * ways
+        assert [(row["drafter"], row["tree_size"]) for row in decoded] == runs * ways
         assert all(row["bugs"] == 0 and row["model"] == name for row in decoded)
         assert all(("graph_ms" in row) == (row["tree_size"] != "auto") for row in decoded)
         assert sorted(row["engine_ms"] for row in decoded)[len(decoded) // 2] > 0  # other work may disturb a few
     (summary,), code = (select("tests", "summary")[0][key] for key in ("summary", "exit_code"))
-    assert int(re.match(r"=+ (\d+) passed", summary)[1]) > 20 and code == 0
+    assert re.match("=+ 1 passed", summary) and code == 0
     assert {*os.listdir(out)} == {"results.jsonl", "tests.log"}
-
-
-def test_differences_are_counted_as_ties_or_bugs(toy):
-    """Bug: a wrong token counts as a tie, or a difference is not counted."""
-    ours, plain = (generate(toy, [[5, 9, 2], [7, 1]], 8) for _ in range(2))
-    assert gpu.differences(toy, [[5, 9, 2], [7, 1]], ours, plain) == dict(ties=0, bugs=0)
-    ours.sequences[1].tokens[3] ^= 1
-    assert gpu.differences(toy, [[5, 9, 2], [7, 1]], ours, plain) == dict(ties=0, bugs=1)
-
-
-def test_a_late_process_is_killed_with_its_children(tmp_path):
-    """Bug: workers hold the GPU while the next part is timed. Here a child holds a lock."""
-    file = str(tmp_path / "lock")
-    script = f"import fcntl, os, time; f = open({file!r}, 'w'); fcntl.flock(f, 2); print(1); os.fork(); time.sleep(600)"
-    run = SimpleNamespace(out=tmp_path, deadline=0)
-    assert gpu.run_process(run, "log", sys.executable, "-u", "-c", script) == ("1\n", None)
-    with open(file) as lock:
-        for attempt in range(10**6):
-            with contextlib.suppress(BlockingIOError):
-                fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                break
-    assert attempt < 10**6 - 1
-    run.deadline = math.inf
-    assert gpu.run_process(run, "log", sys.executable, "-c", "print(3); exit(4)") == ("3\n", 4)
-    assert (tmp_path / "log").read_text() == "1\n3\n"
 
 
 def parts_of(monkeypatch, tmp_path, **functions):

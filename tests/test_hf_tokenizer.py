@@ -83,15 +83,6 @@ def test_the_hash_is_fixed_and_depends_on_all_tokens(tmp_path, tiny):
     assert len({load_encoding(save(tmp_path, spec)).hash for spec in [tiny_spec(), *changed]}) == 3
 
 
-@pytest.mark.parametrize("text", ["hé日👍🏽\u200d!", "👩‍👩‍👧‍👦", "e\u0301\U0010ffff"])
-def test_a_stream_holds_back_half_characters_at_every_split(text, tiny):
-    tokens = tiny.encode(text)
-    for i in range(len(tokens) + 1):
-        head, tail, rest = streamed(tiny, tokens[:i], tokens[i:])
-        assert text.startswith(head) and head + tail == text and rest == ""
-    assert streamed(tiny, tokens[:-1])[-1] in ("", "\ufffd")
-
-
 def test_a_stream_of_bytes_that_are_no_utf8_gives_what_decoding_them_at_once_gives(tiny):
     rng = random.Random(2)
     for _ in range(300):

@@ -6,7 +6,6 @@ import torch
 import model as models
 from conftest import SHAPES, needs_cuda, random_prompts, toy_model
 from generate import capture
-from model import GPT, GPTConfig
 
 
 def chain(n):
@@ -76,19 +75,6 @@ def test_positions_stay_exact_when_a_model_is_cast(shape):
     want = getattr(model, name).clone()
     assert torch.equal(getattr(model.bfloat16(), name), want.bfloat16() if shape == "llama" else want)
     assert torch.equal(getattr(model.float(), name), want)
-
-
-def test_a_fresh_model_has_weights_and_sizes_that_fit():
-    """Catches weights that stay zero, random numbers drawn on the meta device, and wrong default sizes."""
-    model = GPT(GPTConfig(vocab_size=50, n_layer=2, n_embd=96, n_head=6))
-    assert model.config.head_size == 16 and model.config.n_inner == 240
-    assert all(p.std() > 0 for p in model.parameters() if p.dim() == 2)
-    draw = lambda: GPT(model.config).init_weights(torch.Generator().manual_seed(3)).head.weight
-    assert torch.equal(draw(), draw())  # whatever was drawn from the global generator
-    state = torch.get_rng_state()
-    with torch.device("meta"):
-        GPT(model.config)
-    assert torch.equal(state, torch.get_rng_state())
 
 
 @pytest.mark.gpu

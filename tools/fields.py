@@ -3,37 +3,39 @@ its name and value, and returns the value to use or raises an InputError that na
 
 import json
 
-from model import InputError, check, expect
+from model import InputError, expect
 
 
 def any_value(name, value):
     return value
 
 
-def whole(low, high):
+def must_be(what, is_valid):
     def read(name, value):
-        check(name, value, low, high, whole=True)
-        return value
-    return read
-
-
-def of_type(kind, what):
-    def read(name, value):
-        expect(type(value) is kind, f"{name} must be {what}")
+        expect(is_valid(value), f"{name} must be {what}")
         return value
     return read
 
 
 def list_of(kind, what):
-    def read(name, value):
-        expect(type(value) is list and {*map(type, value)} <= {kind}, f"{name} must be {what}")
-        return value
-    return read
+    return must_be(what, lambda value: type(value) is list and {*map(type, value)} <= {kind})
 
 
-flag = of_type(bool, "true or false")
-text = of_type(str, "a string")
-variables = of_type(dict, "an object")
+def whole(low, high):
+    return must_be(f"a whole number from {low} to {high}",
+                   lambda value: type(value) is int and low <= value <= high)
+
+
+def only(*values):
+    """Reads one of a few supported values, most of which have no effect."""
+    supported = [json.dumps(value) for value in values]  # as JSON, 0 differs from false
+    return must_be(f"{' or '.join(supported)} or left out; other values are not supported",
+                   lambda value: json.dumps(value) in supported)
+
+
+flag = must_be("true or false", lambda value: type(value) is bool)
+text = must_be("a string", lambda value: type(value) is str)
+variables = must_be("an object", lambda value: type(value) is dict)
 token_ids = list_of(int, "a list of token ids")
 
 
@@ -47,17 +49,6 @@ def object_of(readers, others=refused):
         prefix = f"{name}." if name else ""
         return {field: readers.get(field, others)(prefix + field, x)
                 for field, x in variables(name, value).items() if x is not None}
-    return read
-
-
-def only(*values):
-    """Reads one of a few supported values, most of which have no effect."""
-    supported = [json.dumps(value) for value in values]  # as JSON, 0 differs from false
-
-    def read(name, value):
-        expect(json.dumps(value) in supported,
-               f"{name}: only {' or '.join(supported)} is supported; leave it out")
-        return value
     return read
 
 

@@ -1,5 +1,6 @@
 """Loads what the flags name (model, heads, tokenizer, prompts), and builds the engine."""
 
+import itertools
 import os
 import sys
 from dataclasses import dataclass
@@ -41,24 +42,17 @@ class Loaded:
     template_kwargs: dict  # variables of the chat template
     group: tensor_parallel.Group
 
-    def encode(self, messages, chat, source=""):
-        """Token ids of a conversation, or without chat of its last message. Runs on rank 0, since a
-        template may read the clock. source: prefix of an error message."""
-        def tokens():
+    def encode(self, conversations, args):
+        """Token ids of each conversation, or without --chat of its last message. Runs on rank 0,
+        since a template may read the clock."""
+        def tokens(number, messages):
             try:
-                return (self.encoding.chat(messages, **self.template_kwargs) if chat
+                return (self.encoding.chat(messages, **self.template_kwargs) if args.chat
                         else encode_prompt(self.encoding, messages[-1]["content"]))
             except InputError as error:
+                source = f"{args.prompts}, prompt {number}: " if args.prompts else ""
                 raise InputError(f"{source}{error}") from None
-        return self.group.on_first(tokens)
-
-    def encode_all(self, conversations, args):
-        """Token ids of each conversation of --prompt or --prompts."""
-        prompts = []
-        for number, messages in enumerate(conversations, 1):
-            source = f"{args.prompts}, prompt {number}: " if args.prompts else ""
-            prompts.append(self.encode(messages, args.chat, source))
-        return prompts
+        return self.group.on_first(lambda: list(map(tokens, itertools.count(1), conversations)))
 
     def decode(self, tokens):
         """The text of token ids, without the stop token or string at its end."""

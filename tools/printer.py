@@ -1,17 +1,11 @@
-"""What generate.py prints: streamed text, conversations, statistics, --json."""
+"""What generate.py prints: streamed text, statistics, --json."""
 
-import contextlib
 import json
 import os
 import sys
 from pathlib import Path
 
-from generate import Interrupted, check_prompt, drafter
-from hf.text import decode
-from model import InputError
-from tools import errors
-from tools.compare import against_plain
-from tools.load import make_engine, opening
+from generate import Interrupted, drafter
 
 COLOURS = {"lookup": 33, "head 1": 32, "head 2": 36, "head 3": 34, "head 4": 35}  # ANSI; else 31
 
@@ -100,11 +94,6 @@ class Printer:
             self.say(f"\n{statistics(output)}")
         return result
 
-    def compare(self, output):
-        """Compares with plain decoding. Returns the additional keys of the --json object."""
-        plain, difference = against_plain(self.args, self.loaded, output, self.say)
-        return dict(plain=plain and self.as_json(plain), difference=difference)
-
     def as_json(self, output):
         """The --json object of one run."""
         names = ("tokens", "ended", "tree_size", "batch_size", "steps", "seconds",
@@ -175,50 +164,3 @@ def tree_lines(steps, prompts):
             yield f"{mark} {words:<44}  {by if above else 'the newest token'}"
         if step["guessed_by"][-1:] == ["model"]:
             yield f"+ {step['emitted'][-1]!r}"
-
-
-def converse(args, loaded):
-    """Answers each line of standard input. With --chat the lines are turns of one conversation,
-    else each is a prompt of its own."""
-    if sys.stdin.isatty():
-        with contextlib.suppress(ImportError):  # not on Windows
-            import readline  # noqa: F401  enables line editing
-        print("/clear starts over; Ctrl-C ends a reply, Ctrl-D the program", file=sys.stderr)
-    messages, engine = opening(args), None
-    while (line := loaded.group.on_first(read_line)) is not None:
-        if line.strip() == "/clear":
-            messages = opening(args)
-        if line.strip() in ("", "/clear"):
-            continue
-        turn = [*messages, dict(role="user", content=line)]
-        try:
-            prompt = loaded.encode(turn, args.chat)
-            check_prompt(loaded.model, prompt)
-        except InputError as error:  # for example, the conversation is too long
-            hint = "; /clear starts over" if messages != opening(args) else ""
-            print(f"{error}{hint}", file=sys.stderr)
-            continue
-        needed = min(len(prompt) + args.max_new_tokens, loaded.model.config.block_size)
-        if engine is None or needed > engine.decoder.capacity:
-            engine = None  # frees its memory for the next one
-            engine = make_engine(args, loaded, [prompt], args.max_new_tokens + 1024)  # later turns
-        output = Printer(args, loaded).generate(engine, [prompt])
-        if not args.chat:
-            print("-" * 40)
-        if not args.quiet:
-            print(f"[{speed(output)}]", file=sys.stderr)
-        # SIGTERM ends the program, and so does Ctrl-C under torchrun
-        if errors.received or (loaded.group.size > 1 and None in output.ended):
-            raise KeyboardInterrupt
-        if args.chat:
-            reply = loaded.decode(output.tokens[0])
-            messages = [*turn, dict(role="assistant", content=reply)]
-
-
-def read_line():
-    """The next line of standard input; None at its end."""
-    if not sys.stdin.isatty():
-        line = sys.stdin.buffer.readline()
-        return decode(line, "standard input").rstrip("\r\n") if line else None
-    with contextlib.suppress(EOFError):
-        return input("> ")
