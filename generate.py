@@ -8,6 +8,7 @@ Draft heads, n-gram lookup, or both propose a draft tree, which one forward pass
 `Policy` chooses how many nodes to verify. Plain decoding is the same loop with one-node trees and
 has the same output, so the tree size may differ in each step. On CUDA the step of each size is
 captured in a CUDA graph and replayed, and the host reads a step's tokens while the next one runs.
+There, prompts are read by the same steps: a prompt is a draft that cannot be wrong.
 
 Letters: B sequences, T tree nodes, K draft heads, P nodes of an accepted path, n tokens proposed by
 lookup, W beams, C hidden size, V vocabulary."""
