@@ -1,6 +1,7 @@
-"""Generates training text for draft heads with the model itself. A chat model also writes the
-user's messages, from the template up to where they begin (Magpie, arXiv 2406.08464); for variety,
-half of the first ones begin with a line of openings.jsonl. A base model writes unprompted."""
+"""Generates training text for draft heads with the model itself. A chat model also generates the
+user's messages: its prompt is the chat template up to the point where a user message begins
+(Magpie, arXiv 2406.08464). For variety, half of the conversations begin with a line of
+openings.jsonl. A base model continues an empty prompt."""
 
 import itertools
 import json
