@@ -413,7 +413,7 @@ class Slots:
         tensors = vars(self) | self.sampling | dict(length=self.cache.lengths)
         for name, value in values.items():
             x = tensors[name]
-            x[slot:slot + 1].copy_(to_device([value], x.device, x.dtype), non_blocking=True)
+            x[slot:slot + 1].copy_(pinned([value], x.device, x.dtype), non_blocking=True)
 
 
 def new_slots(model, heads, batch_size, capacity, max_tree, max_path):
@@ -681,7 +681,8 @@ class Decoder:
     def prefill(self, slot, prompt, start, end):
         """Reads the prompt's tokens start, ..., end - 1 into a slot. Steps between two calls write
         their trees where the next call will write."""
-        tokens = to_device([prompt[start:end + 1]], self.device)  # (1, end + 1 - start)
+        tokens = pinned([prompt[start:end + 1]], self.device)  # (1, end + 1 - start)
+        tokens = tokens.to(self.device, non_blocking=True)
         hidden = self.model.prefill(tokens[:, :-1], self.slots.cache.slots(slot), start)
         if self.heads:
             self.read_prompt(slot, hidden, tokens[:, 1:], start)
@@ -698,7 +699,7 @@ class Decoder:
         prompt = sequence.prompt
         slots = self.slots
         if self.reads_in_steps or self.policy.largest > 1:  # else nobody reads the history
-            tokens = to_device(prompt, self.device, torch.int32)
+            tokens = pinned(prompt, self.device, torch.int32)
             slots.history[slot, :len(prompt)].copy_(tokens, non_blocking=True)
         if len(prompt) == 1:  # no token before it gives a state
             slots.state[slot].zero_()
@@ -712,10 +713,10 @@ class Decoder:
         self.slots.set(slot, active=0, ends=0, length=rows)
 
 
-def to_device(values, device, dtype=torch.int64):
-    """A tensor of the host's values on a device; the host does not wait for the copy to a GPU."""
+def pinned(values, device, dtype=torch.int64):
+    """A tensor on the host. The host does not wait for its copy to a GPU."""
     x = torch.tensor(values, dtype=dtype)
-    return x.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else x
+    return x.pin_memory() if device.type == "cuda" else x
 
 
 def timestamp(device):
