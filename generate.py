@@ -40,12 +40,12 @@ from kernels import (
 from model import MAX_TREE, InputError, KVCache, check, expect
 
 PREFILL_CHUNK = 512  # prompt tokens per forward pass; bounds its memory and the wait between steps
-# where steps read prompts: a prompt with more unread tokens than LONG is prefilled up to its last
-# REST; READ_SIZES are the T that a fixed size competes with while something is unread
-LONG = 128
-REST = 64
+# Where steps read prompts, a prompt with more unread tokens than LONG_PROMPT has a forward pass of
+# its own, up to its last PROMPT_REST. While a prompt is unread, a fixed T competes with READ_SIZES.
+LONG_PROMPT = 128
+PROMPT_REST = 64
 READ_SIZES = 16, 64
-READ_STEPS = 32  # most steps to read a prompt in
+READ_STEPS = 32  # most steps in which a prompt is read
 DEFAULT_BATCH = 8    # sequences
 MAX_CHAIN = 15       # most tokens that lookup proposes
 # sampling modes, cheapest first; a batch runs in its costliest one, which changes no tokens
@@ -181,10 +181,10 @@ class Policy:
         self.trial = []  # options to try in the next steps
         self.elapsed = self.trial_seconds = 0.0
 
-    def select(self, B, unread=lambda: 0, reading=()):
-        """The option of the next step of B sequences. unread(): how many committed rows the heads
-        have not read. reading: of each sequence with unread prompt tokens their number, if steps
-        read prompts."""
+    def select(self, B, behind=lambda: 0, reading=()):
+        """The option of the next step of B sequences. behind(): how many committed rows the heads
+        have not read. reading: the number of unread prompt tokens of each sequence that has any, if
+        steps read prompts."""
         self.steps += 1
         if reading:
             return self.select_reading(B, reading)
@@ -194,7 +194,7 @@ class Policy:
         if is_due:
             self.B = B
             self.best = max(self.options, key=self.rate)
-            self.begin_trial(unread)
+            self.begin_trial(behind)
         option = self.trial.pop() if self.trial else self.best
         if option[0] is None and (is_due or option != self.last):
             seconds = [self.times.seconds(B, T, option[1]) for T in range(1, LARGEST + 1)]
@@ -204,8 +204,8 @@ class Policy:
         return option
 
     def select_reading(self, B, reading):
-        """The option with the most tokens per second, known ones included, among those that read
-        the longest prompt in at most READ_STEPS steps."""
+        """The option with the most tokens per second, those of prompts included, among the options
+        that read the longest prompt in at most READ_STEPS steps."""
         def rate(option):
             T, depths = option
             drafted = min(T, self.tree_size or T)
@@ -216,7 +216,7 @@ class Policy:
         fast = [option for option in self.reading_options if option[0] >= least]
         return max(fast or [max(self.reading_options)], key=rate)
 
-    def begin_trial(self, unread):
+    def begin_trial(self, behind):
         """Tries the option that was not used for longest, if time is left for it."""
         unused = [x for x in self.options if self.steps - self.last_use[x] >= UNUSED]
         if not unused or self.trial:
@@ -224,7 +224,7 @@ class Policy:
         T, depths = option = min(unused, key=self.last_use.get)
         seconds = 2 * self.times.seconds(self.B, T or depths + 1, depths)
         if depths:
-            seconds += self.augmenting * self.times.seconds(1, 1 + unread(), 0)
+            seconds += self.augmenting * self.times.seconds(1, 1 + behind(), 0)
         if self.trial_seconds + seconds < TRIAL_TIME * self.elapsed:
             self.trial_seconds += seconds
             self.trial = [option, option]
@@ -529,10 +529,11 @@ class Decoder:
             self.pool = torch.cuda.graph_pool_handle()
 
     def path_limit(self, tree_size):
-        """P: a path ends with the heads' last depth, or with the longest chain: of lookup, or of a
-        prompt's tokens."""
-        return tree_size if self.reads_in_steps else min(tree_size, 1 + max(self.policy.depth,
-                                                                            MAX_CHAIN))
+        """P: a path ends with the heads' last depth or with lookup's chain, while the chain of a
+        prompt's tokens fills the tree."""
+        if self.reads_in_steps:
+            return tree_size
+        return min(tree_size, 1 + max(self.policy.depth, MAX_CHAIN))
 
     # One step of all slots: fixed shapes, state changed in place, no host synchronisation.
 
@@ -630,7 +631,7 @@ class Decoder:
         in row order. Here always all: shapes are fixed, so idle slots are computed too."""
         return range(self.batch_size)
 
-    def unread(self):
+    def behind(self):
         """Committed rows that the heads have not read."""
         return 0
 
@@ -656,9 +657,8 @@ class Decoder:
             packed = to_host(accepted.packed)
             counts = to_host(self.policy.counts) if self.policy.steps % PERIOD == 0 else None
             columns = Tree(*map(to_host, tree)) if with_trees else None
-        times = start, timestamp(self.device)
         return InFlight(Accepted(packed, accepted.P), columns, counts, tree.tokens.shape, depths,
-                        times, is_steady)
+                        (start, timestamp(self.device)), is_steady)
 
     def warm_up(self):
         """Compiles and captures every option of the policy, in the present sampling mode, while all
@@ -675,7 +675,7 @@ class Decoder:
         last = length - 1
         if not self.reads_in_steps:
             return last
-        return last - REST if last - start > LONG else start
+        return last - PROMPT_REST if last - start > LONG_PROMPT else start
 
     @torch.inference_mode()
     def prefill(self, slot, prompt, start, end):
@@ -697,14 +697,13 @@ class Decoder:
     def begin(self, slot, sequence, start):
         """Makes a slot run a sequence. The slot's cache holds the first `start` prompt tokens."""
         prompt = sequence.prompt
-        slots = self.slots
         if self.reads_in_steps or self.policy.largest > 1:  # else nobody reads the history
             tokens = pinned(prompt, self.device, torch.int32)
-            slots.history[slot, :len(prompt)].copy_(tokens, non_blocking=True)
+            self.slots.history[slot, :len(prompt)].copy_(tokens, non_blocking=True)
         if len(prompt) == 1:  # no token before it gives a state
-            slots.state[slot].zero_()
-        slots.set(slot, root=prompt[start], ends=len(prompt) - 1, sequence=sequence.index,
-                  length=start, active=1, **vars(sequence.sampling))
+            self.slots.state[slot].zero_()
+        self.slots.set(slot, root=prompt[start], ends=len(prompt) - 1, sequence=sequence.index,
+                       length=start, active=1, **vars(sequence.sampling))
 
     @torch.inference_mode()
     def release(self, slot, rows=0):
@@ -714,7 +713,7 @@ class Decoder:
 
 
 def pinned(values, device, dtype=torch.int64):
-    """A tensor on the host. The host does not wait for its copy to a GPU."""
+    """A tensor on the host, which can be copied to a GPU without waiting."""
     x = torch.tensor(values, dtype=dtype)
     return x.pin_memory() if device.type == "cuda" else x
 
@@ -806,7 +805,7 @@ class Engine:
                 slots = decoder.run_slots(self.running)
                 running = self.running.values()
                 reading = [s.unread for s in running if s.unread]
-                option = self.policy.select(len(slots), decoder.unread, reading)
+                option = self.policy.select(len(slots), decoder.behind, reading)
                 decoder.sampling_mode = max(s.sampling.mode for s in running)
                 sequences = {row: (slot, self.running[slot], self.running[slot].unread)
                              for row, slot in enumerate(slots) if slot in self.running}
@@ -845,11 +844,11 @@ class Engine:
         sequences, in_flight = self.in_flight.popleft()
         step = in_flight.wait()
         results = []
-        decoded = []  # the results that are no prompts
+        decoded = []  # results of the sequences that had read their prompts before this step
         for row, (slot, sequence, unread) in sequences.items():
             read = min(unread, step.tree_size)  # known tokens, which the step accepted
             if sequence.ended or read == step.tree_size:
-                continue  # it ended while this step was in flight, or emits nothing
+                continue  # it ended while this step was in flight, or only read its prompt
             tokens, path, sources = (values[read:] for values in step.accepted[row])
             tree = step.trees and step.trees[row]
             if tree and unread:
@@ -871,7 +870,7 @@ class Engine:
         tokens = ()
         if sequence := self.running.pop(slot, None):
             tokens = [*sequence.prompt, *sequence.tokens]
-            tokens = tokens[:len(sequence.prompt) - sequence.unread] if sequence.unread else tokens
+            tokens = tokens[:len(tokens) - sequence.unread]
         self.cached_prefix[slot] = tokens
         self.decoder.release(slot, max(len(tokens) - 1, 0))
 

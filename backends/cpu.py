@@ -715,7 +715,7 @@ class CompiledDecoder(Decoder):
         self.slot_ids[:len(self.running)] = self.running
         return self.running
 
-    def unread(self):
+    def behind(self):
         slots = self.slots
         return int((slots.cache.lengths - slots.heads_cache.lengths)[self.running].sum())
 

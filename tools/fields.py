@@ -11,6 +11,7 @@ def any_value(name, value):
 
 
 def must_be(what, is_valid):
+    """A reader of values for which is_valid(value). Raises InputError with `what` for others."""
     def read(name, value):
         expect(is_valid(value), f"{name} must be {what}")
         return value
