@@ -1634,6 +1634,15 @@ def _look(row, groups, floor, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     return tl.sum(number), tl.sum(mass), tl.max(best)
 
 
+@triton.jit
+def _look_above(row, groups, entry, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
+    """The mass and the best entry of the tokens with a larger x than an entry's."""
+    logits_ptr, V, temperature, low, high, row_max = row
+    x = _load_logits(logits_ptr, _column(entry, V), V, temperature)
+    number, mass, best = _look(row, groups, _order(x).to(tl.int64) + 1, ROWS, COLUMNS)
+    return mass, best
+
+
 @triton.jit(do_not_specialize=["T"])
 def _filtered_sample_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, sequence_ptr,
@@ -1664,11 +1673,10 @@ def _filtered_sample_kernel(
     floor = tl.full([], -2147483648, tl.int64)
     top_k = tl.load(top_k_ptr + b)
     if (top_k > 0) & (top_k < V):
-        # At least top_k tokens reach `floor`, at first the top_k-th largest group; at most top_k
-        # reach `end`. The search ends where they meet, or once exactly top_k reach `floor`.
-        floor = tl.max(tl.where(group >= top_k - 1, orders, floor), 0)
+        # At least top_k tokens reach `floor`, at most top_k reach `end`. The search begins with the
+        # top_k-th largest group and ends where they meet, or once exactly top_k reach `floor`.
         end = tl.max(orders, 0) + 1
-        middle = floor
+        middle = tl.max(tl.where(group >= top_k - 1, orders, floor), 0)
         while middle < end:
             number, part, _ = _look(row, groups, middle, ROWS, COLUMNS)
             if number >= top_k:
@@ -1692,13 +1700,10 @@ def _filtered_sample_kernel(
     if top_p < 1:
         # All kept tokens reach `floor`, and `best` is the best of those that do. If the tokens
         # with a larger x than `best` have the mass that is wanted, only they are kept.
-        above = wanted
-        following = best
-        while above >= wanted:
+        mass, following = _look_above(row, groups, best, ROWS, COLUMNS)
+        while mass >= wanted:
             best = following
-            x = _load_logits(logits_ptr, _column(best, V), V, temperature)
-            floor = _order(x).to(tl.int64) + 1
-            number, above, following = _look(row, groups, floor, ROWS, COLUMNS)
+            mass, following = _look_above(row, groups, best, ROWS, COLUMNS)
     tl.store(tokens_ptr + m, _column(best, V).to(tl.int64))
 
 

@@ -1,5 +1,6 @@
 """Input checks of all functions in kernels.py, and whether the kernel or the reference runs."""
 
+import ast
 import inspect
 from collections import Counter
 
@@ -140,3 +141,20 @@ def test_dispatch(name, wanted, monkeypatch):
         made[wanted] = made[wanted].clone().requires_grad_()
     function(**made)
     assert len(ran) == (0 if INTERPRETED and not wanted else 1)
+
+
+@plain
+def test_no_loop_begins_with_two_names_of_one_value():
+    """Bug: `b = a` before a loop and `a = b` in it. Triton carries a variable through a loop only if the first pass
+    gives it another value, so `a` never changes on a GPU; the interpreter runs it as Python."""
+    def copies(node):
+        found = [x for x in ast.walk(node) if isinstance(x, ast.Assign)]
+        return {x: {x.value.id, x.targets[0].id} for x in found
+                if isinstance(x.value, ast.Name) and isinstance(x.targets[0], ast.Name)}
+    for function in ast.parse(inspect.getsource(kernels)).body:
+        everywhere = copies(function)
+        for loop in ast.walk(function):
+            if isinstance(loop, (ast.For, ast.While)):
+                inside = copies(loop)
+                outside = [pair for copy, pair in everywhere.items() if copy not in inside]
+                assert not [pair for pair in inside.values() if pair in outside], function.name
