@@ -32,6 +32,7 @@ from kernels import (
     HAS_TRITON,
     SOURCES,
     accept_path,
+    advance,
     best_tree,
     commit_path,
     ngram_lookup,
@@ -394,23 +395,51 @@ def bucket(rows):
 # --------------------------------------------------------------------------------------------------
 # The decoder
 
+class Rows(NamedTuple):
+    """What a step reads of the sequences that it runs, B of N slots."""
+    slots: torch.Tensor | None  # int64 [B]; None: all
+    lengths: torch.Tensor       # int32 [B]: committed rows
+    root: torch.Tensor          # int64 [B]: the newest token, not yet in the cache
+    sequence: torch.Tensor      # int64 [B]: the sequence's index, an argument of its noise
+    sampling: dict              # {field of `Sampling`: float32 or int64 [B]}
+
+
+INTEGERS = "root", "sequence", "seed", "top_k"
+FLOATS = "temperature", "top_p", "min_p"
+
+
 @dataclass
 class Slots:
-    """The state of B sequences, one per slot."""
+    """The state of N sequences, one per slot."""
     cache: KVCache
-    heads_cache: KVCache            # of the augmenting block
-    root: torch.Tensor              # int64 [B]: the newest token, not yet in the cache
-    state: torch.Tensor             # [B, C]: what the heads draft from
-    history: torch.Tensor           # int32 [B, > capacity]: all tokens up to the root, for lookup
-    ends: torch.Tensor              # int32 [B]: index of the prompt's last token
-    sequence: torch.Tensor          # int64 [B]: the sequence's index, an argument of its noise
-    active: torch.Tensor            # int32 [B]: 0 for an idle slot
-    sampling: dict                  # {field of `Sampling`: float32 or int64 [B]}
+    heads_cache: KVCache    # of the augmenting block
+    integers: torch.Tensor  # int64 [4, N], named INTEGERS
+    floats: torch.Tensor    # float32 [3, N], named FLOATS
+    state: torch.Tensor     # [N, C]: what the heads draft from
+    history: torch.Tensor   # int32 [N, > capacity]: all tokens up to the root, for lookup
+    ends: torch.Tensor      # int32 [N]: index of the prompt's last token
+    active: torch.Tensor    # int32 [N]: 0 for an idle slot
+
+    def __post_init__(self):
+        self.all = self.rows_of(None, self.cache.lengths, self.integers, self.floats)
+
+    def rows(self, slots=None):
+        """The `Rows` of slots, int64 [B]; None: of all."""
+        if slots is None:
+            return self.all
+        return self.rows_of(slots, *(x.index_select(-1, slots) for x in (
+            self.cache.lengths, self.integers, self.floats)))
+
+    def rows_of(self, slots, lengths, integers, floats):
+        root, sequence, *others = integers
+        sampling = dict(zip((*INTEGERS[2:], *FLOATS), (*others, *floats)))
+        return Rows(slots, lengths, root, sequence, sampling)
 
     def set(self, slot, **values):
-        """Sets numbers of a slot, by name: those below `history`, root, fields of `Sampling`, and
-        length. They are copied to the device; the host does not wait."""
-        tensors = vars(self) | self.sampling | dict(length=self.cache.lengths)
+        """Sets numbers of a slot, by name: ends, active, INTEGERS, FLOATS, and length. They are
+        copied to the device; the host does not wait."""
+        tensors = self.all._asdict() | self.all.sampling | dict(
+            length=self.cache.lengths, ends=self.ends, active=self.active)
         for name, value in values.items():
             x = tensors[name]
             x[slot:slot + 1].copy_(pinned([value], x.device, x.dtype), non_blocking=True)
@@ -426,14 +455,12 @@ def new_slots(model, heads, batch_size, capacity, max_tree, max_path):
     heads_kv = heads.new_cache(batch_size, rows).kv if heads else cache.kv[:0]
     return Slots(
         cache, KVCache(heads_kv, cache.lengths),
-        root=zeros(batch_size, dtype=torch.int64),
+        integers=zeros(len(INTEGERS), batch_size, dtype=torch.int64),
+        floats=zeros(len(FLOATS), batch_size, dtype=torch.float32),
         state=zeros(batch_size, model.config.n_embd, dtype=model.dtype),
         history=zeros(batch_size, capacity + 2 * max_path + 1, dtype=torch.int32),  # 1: the root
         ends=zeros(batch_size, dtype=torch.int32),
-        sequence=zeros(batch_size, dtype=torch.int64),
-        active=zeros(batch_size, dtype=torch.int32),
-        sampling={name: zeros(batch_size, dtype=torch.float32 if kind is float else torch.int64)
-                  for name, kind in Sampling.__annotations__.items()})
+        active=zeros(batch_size, dtype=torch.int32))
 
 
 class StepRun(NamedTuple):
@@ -516,7 +543,10 @@ class Decoder:
         self.slots = new_slots(model, heads, batch_size, self.capacity, largest, P)
         for slot in range(batch_size):
             self.slots.set(slot, **vars(self.sampling))
-        self.root_tree = root_tree(self.slots.root)
+        self.root_tree = root_tree(self.slots.all.root)
+        self.slot_ids = torch.zeros(batch_size, dtype=torch.int64, device=model.device)
+        self.B = batch_size  # rows of the next step, whose slots are the first B of slot_ids
+        self.rows = self.slots.all  # of the present step
         # arguments of `prompt_chain` and `accept_path`
         self.known = None
         if self.reads_in_steps:
@@ -525,8 +555,10 @@ class Decoder:
         self.steps_ahead = 1 if is_cuda else 0  # steps in flight while the host reads an older one
         self.graphs = {}  # (arguments of `step`, sampling mode) -> function that replays, or None
         self.pool = None  # memory shared by the graphs; None: steps run eagerly
+        self.sizes = range(1, batch_size)  # numbers of rows that a step may have, beside all slots
         if is_cuda and graph and HAS_TRITON:  # the references read values, so no graph holds them
             self.pool = torch.cuda.graph_pool_handle()
+            self.sizes = ()
 
     def path_limit(self, tree_size):
         """P: a path ends with the heads' last depth or with lookup's chain, while the chain of a
@@ -535,9 +567,10 @@ class Decoder:
             return tree_size
         return min(tree_size, 1 + max(self.policy.depth, MAX_CHAIN))
 
-    # One step of all slots: fixed shapes, state changed in place, no host synchronisation.
+    # One step of B slots: fixed shapes, state changed in place, no host synchronisation.
 
-    def step(self, tree_size, depths):
+    def step(self, B, tree_size, depths):
+        self.read_rows(B)
         tree, chain = self.draft(tree_size, depths)      # a `Tree` [B, T]
         positions = self.positions(tree)                 # [B, T]
         normed, hidden = self.verify(tree, positions)    # [B, T, C]; K/V go to rows lengths..
@@ -546,46 +579,48 @@ class Decoder:
         self.commit(tree, hidden, accepted)
         return accepted, tree
 
+    def read_rows(self, B):
+        self.rows = self.slots.rows(None if B == self.batch_size else self.slot_ids[:B])
+
     def draft(self, tree_size, depths):
         """Returns the tree and the result of `ngram_lookup`, or None without lookup."""
-        slots = self.slots
+        slots, rows = self.slots, self.rows
+        B = len(rows.root)
+        temperature = rows.sampling["temperature"]
         if tree_size == 1:
-            return self.root_tree, None
+            return Tree(rows.root[:, None], *(x[:B] for x in self.root_tree[1:])), None
         candidates = chain = None
         if depths:
-            noise = (slots.sampling["temperature"], slots.sampling["seed"], slots.sequence,
-                     slots.cache.lengths) if self.sampling_mode != GREEDY else None
-            candidates = self.heads.draft(slots.state, slots.root, tree_size, self.beams, noise)
+            noise = (temperature, rows.sampling["seed"], rows.sequence,
+                     rows.lengths) if self.sampling_mode != GREEDY else None
+            state = slots.state if rows.slots is None else slots.state[rows.slots]
+            candidates = self.heads.draft(state, rows.root, tree_size, self.beams, noise)
         if self.policy.lookup:
             n = min(tree_size - 1, MAX_CHAIN)
-            chain = ngram_lookup(slots.history, slots.cache.lengths, n)
+            chain = ngram_lookup(slots.history, slots.cache.lengths, n, rows.slots)
         elif self.reads_in_steps:
-            chain = None if depths else self.no_chain
-        *tree, probabilities = best_tree(slots.root, candidates, chain, self.policy.chances,
-                                         slots.sampling["temperature"], tree_size)
+            chain = None if depths else self.no_chain[:B]
+        *tree, probabilities = best_tree(rows.root, candidates, chain, self.policy.chances,
+                                         temperature, tree_size)
         if self.reads_in_steps:
-            prompt_chain(*self.known, tree, probabilities, chain)
+            prompt_chain(*self.known, tree, probabilities, chain, rows.slots)
         return Tree(*tree, probabilities), chain
 
     def positions(self, tree):
-        return self.slots.cache.lengths[:, None] + tree.depths
+        return self.rows.lengths[:, None] + tree.depths
 
     def verify(self, tree, positions):
         """Returns the final norm's output and its input."""
         if self.model.config.positions == "learned":
             # nodes beyond the context's end are never emitted, but have no position embedding
             positions = positions.clamp(max=self.model.config.block_size - 1)
-        model, cache = self.model, self.slots.cache
+        model, cache = self.model, self.slots.cache.select(self.rows.slots)
         hidden = model.embeddings(tree.tokens, positions)
         return model.norm.add_and_norm(*model.blocks(hidden, model.tables, positions, cache,
                                                      tree.ancestors))
 
-    def sampling_rows(self):
-        """The sequence indices and {name: sampling parameter} of a step's rows."""
-        return self.slots.sequence, self.slots.sampling
-
     def sample(self, normed, positions):
-        sequence, sampling = self.sampling_rows()
+        sequence, sampling = self.rows.sequence, self.rows.sampling
         if self.sampling_mode != FILTERED:
             temperature = 0.0 if self.sampling_mode == GREEDY else sampling["temperature"]
             return self.head.sample(normed, temperature, sampling["seed"], sequence, positions)
@@ -595,41 +630,45 @@ class Decoder:
         return target.view_as(positions)
 
     def accept(self, tree, chain, target):
-        slots = self.slots
         P = self.path_limit(tree.tokens.shape[1])
-        packed = accept_path(*tree[:5], target, slots.active, P, slots.sampling["temperature"],
-                             self.policy.counts, chain, self.known)
+        temperature = self.rows.sampling["temperature"]
+        packed = accept_path(*tree[:5], target, self.slots.active, P, temperature,
+                             self.policy.counts, chain, self.known, self.rows.slots)
         return Accepted(packed, P)
 
     def commit(self, tree, hidden, accepted):
         """Keeps the path's cache rows, feeds its tokens to heads and lookup, and makes the bonus
         token the next root. Rows from `count` on are junk that the next step overwrites."""
-        slots = self.slots
+        slots, rows = self.slots, self.rows
         lengths = slots.cache.lengths
-        if self.heads or self.policy.lookup:
-            positions = lengths[:, None] + self.offsets[:accepted.P]  # (B, P)
-        last = accepted.packed[:, -1:]  # (B, 1): where the path ends
-        # lookup's tree is a chain: its path is in place already
-        if self.heads and tree.tokens.shape[1] > 1:
-            commit_path(slots.cache.kv, lengths, accepted.path, accepted.count)
-            hidden = hidden.gather(1, accepted.path[:, :, None].expand(-1, -1, hidden.shape[2]))
+        history = slots.history if self.policy.lookup else None
+        states = None
         if self.heads:
+            # lookup's tree is a chain: without heads its path is in place already
+            if tree.tokens.shape[1] > 1:
+                commit_path(slots.cache.kv, lengths, accepted.path, accepted.count, rows.slots)
+                index = accepted.path[:, :, None].expand(-1, -1, hidden.shape[2])
+                hidden = hidden.gather(1, index)
+            positions = rows.lengths[:, None] + self.offsets[:accepted.P]  # (B, P)
             ancestors = self.path_ancestors[:accepted.P].expand_as(positions)
-            states = self.heads.augment(hidden, accepted.tokens, positions, slots.heads_cache,
-                                        ancestors)  # (B, P, C)
-            last_state = last[:, :, None].expand(-1, 1, states.shape[2])
-            torch.gather(states, 1, last_state, out=slots.state[:, None])
-        if self.policy.lookup:
-            slots.history[:, 1:].scatter_(1, positions, accepted.tokens.int())
-        torch.gather(accepted.tokens, 1, last, out=slots.root[:, None])
-        lengths += accepted.count
+            states = self.heads.augment(hidden, accepted.tokens, positions,
+                                        slots.heads_cache.select(rows.slots), ancestors)  # (B,P,C)
+        advance(accepted.packed, lengths, slots.all.root, history, states, slots.state, rows.slots)
 
     # On the host
 
+    @torch.inference_mode()
     def run_slots(self, running):
         """Announces the slots of running sequences; returns the slots that the next step computes,
-        in row order. Here always all: shapes are fixed, so idle slots are computed too."""
-        return range(self.batch_size)
+        in row order. An idle slot fills the rows up to the next size of a graph."""
+        running = list(running)
+        self.B = next((n for n in self.sizes if n >= len(running)), self.batch_size)
+        if self.B == self.batch_size:
+            return range(self.batch_size)
+        idle = next((slot for slot in range(self.batch_size) if slot not in running), None)
+        slots = running + [idle] * (self.B - len(running))
+        self.slot_ids[:self.B].copy_(pinned(slots, self.device), non_blocking=True)
+        return slots
 
     def behind(self):
         """Committed rows that the heads have not read."""
@@ -649,11 +688,11 @@ class Decoder:
 
     def launch(self, tree_size, depths, with_trees=False):
         """Starts a step and returns it as an `InFlight`."""
-        is_steady = ((tree_size, depths), self.sampling_mode) in self.graphs
+        is_steady = ((self.B, tree_size, depths), self.sampling_mode) in self.graphs
         start = timestamp(self.device)
         to_host = lambda x: x.to("cpu", non_blocking=True, copy=True)  # the next step overwrites x
         with self.inference_mode:
-            accepted, tree = self.run(tree_size, depths)
+            accepted, tree = self.run(self.B, tree_size, depths)
             packed = to_host(accepted.packed)
             counts = to_host(self.policy.counts) if self.policy.steps % PERIOD == 0 else None
             columns = Tree(*map(to_host, tree)) if with_trees else None
@@ -683,13 +722,13 @@ class Decoder:
         their trees where the next call will write."""
         tokens = pinned([prompt[start:end + 1]], self.device)  # (1, end + 1 - start)
         tokens = tokens.to(self.device, non_blocking=True)
-        hidden = self.model.prefill(tokens[:, :-1], self.slots.cache.slots(slot), start)
+        hidden = self.model.prefill(tokens[:, :-1], self.slots.cache.one(slot), start)
         if self.heads:
             self.read_prompt(slot, hidden, tokens[:, 1:], start)
 
     def read_prompt(self, slot, hidden, tokens, start):
         """Lets the heads read hidden states of a prompt [1, T, C]. tokens: those that follow."""
-        states = self.heads.augment(hidden, tokens, cache=self.slots.heads_cache.slots(slot),
+        states = self.heads.augment(hidden, tokens, cache=self.slots.heads_cache.one(slot),
                                     start=start)
         self.slots.state[slot:slot + 1] = states[:, -1]
 

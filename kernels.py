@@ -10,7 +10,9 @@
     select_candidates   one depth of the draft heads' beam search
     ngram_lookup        the tokens that followed the previous occurrence of the last few tokens
     best_tree           the tree of the likeliest candidates of both drafters
+    prompt_chain        the tree of a prompt's next tokens
     accept_path         the accepted path of a tree
+    advance             appends the path's tokens to their sequence
     filtered_sample     sampling after top-k, top-p and min-p
 
 The first four account for a step's memory traffic, the others save launches. Each section has the
@@ -20,7 +22,7 @@ It launches the kernel on CUDA tensors, and on CPU tensors if TRITON_INTERPRET=1
 import; otherwise, in float64, and if a gradient is required, it calls the reference. Inputs may
 have any strides unless noted. docs/kernels.md explains the choices and has measurements.
 
-Letters: B sequences, T tree nodes, L layers, S cache capacity, Hq and Hkv query and key/value
+Letters: B sequences, of N in the caches, T tree nodes, L layers, S cache capacity, Hq and Hkv query and key/value
 heads, G = Hq / Hkv, D head size, C hidden size, V vocabulary, M rows (hidden states), P nodes of a
 path, K depths and W beams of a draft."""
 
@@ -101,6 +103,12 @@ def _depth(bits):
 
 
 @triton.jit
+def _slot(slots_ptr, b):
+    """The sequence in the caches, of sequence b of a batch."""
+    return b if slots_ptr is None else tl.load(slots_ptr + b)
+
+
+@triton.jit
 def _first_row(length, WINDOW: tl.constexpr):
     """The first cache row that any node sees, where the root's window starts."""
     return tl.maximum(length + 1 - WINDOW, 0) if WINDOW else 0
@@ -114,7 +122,7 @@ def _split_size(rows, splits, tile, min_split):
 
 @triton.jit(do_not_specialize=["T", "G", "S", "Hkv", "splits"])
 def _tree_attention_kernel(
-    q_ptr, k_ptr, v_ptr, lengths_ptr, ancestors_ptr, slopes_ptr, partial_ptr, lse_ptr,
+    q_ptr, k_ptr, v_ptr, lengths_ptr, ancestors_ptr, slopes_ptr, slots_ptr, partial_ptr, lse_ptr,
     stride_qb, stride_qt, stride_qh, stride_qd, stride_kb, stride_kh, stride_ks, stride_kd,
     scale, T, G, S, Hkv, splits, min_split,
     D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_Q: tl.constexpr, BLOCK_S: tl.constexpr,
@@ -125,8 +133,9 @@ def _tree_attention_kernel(
     group = tl.program_id(0) // q_tiles  # neighbouring programs share keys in the L2 cache
     kv_head = (group % Hkv).to(tl.int64)
     b = (group // Hkv).to(tl.int64)
+    slot = _slot(slots_ptr, b)
     split = tl.program_id(1)
-    length = tl.load(lengths_ptr + b)
+    length = tl.load(lengths_ptr + slot)
     first = _first_row(length, WINDOW)
     end = tl.minimum(length + T, S)
     split_size = _split_size(end - first, splits, BLOCK_S, min_split)
@@ -149,8 +158,8 @@ def _tree_attention_kernel(
     q_offsets = nodes.to(tl.int64) * stride_qt + heads.to(tl.int64) * stride_qh
     q = tl.load(q_ptr + q_offsets[:, None] + dims[None, :] * stride_qd,
                 mask=row_mask[:, None] & dim_mask, other=0.0)
-    k_ptr += b * stride_kb + kv_head * stride_kh
-    v_ptr += b * stride_kb + kv_head * stride_kh
+    k_ptr += slot * stride_kb + kv_head * stride_kh
+    v_ptr += slot * stride_kb + kv_head * stride_kh
     slopes = None
     if slopes_ptr is not None:
         slopes = tl.load(slopes_ptr + kv_head * G + heads, mask=row_mask, other=0.0) * LOG2_E
@@ -212,14 +221,13 @@ def _tree_attention_kernel(
 
 @triton.jit(do_not_specialize=["T", "Hq", "S", "splits"])
 def _combine_splits_kernel(
-    partial_ptr, lse_ptr, lengths_ptr, out_ptr, T, Hq, S, splits, tile, min_split,
+    partial_ptr, lse_ptr, lengths_ptr, slots_ptr, out_ptr, T, Hq, S, splits, tile, min_split,
     D: tl.constexpr, WINDOW: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_SPLITS: tl.constexpr,
 ):
     """Program (sequence, node and head): combines the partial results of its splits."""
     row = tl.program_id(0).to(tl.int64)
-    b = row // (T * Hq)
     dims = tl.arange(0, BLOCK_D).to(tl.int64)
-    length = tl.load(lengths_ptr + b)
+    length = tl.load(lengths_ptr + _slot(slots_ptr, row // (T * Hq)))
     rows = tl.minimum(length + T, S) - _first_row(length, WINDOW)
     n_splits = tl.cdiv(rows, _split_size(rows, splits, tile, min_split))  # others wrote nothing
     row_max = FINITE_MIN
@@ -242,26 +250,29 @@ def _combine_splits_kernel(
     tl.store(out_ptr + row * D + dims, (acc / row_sum).to(out_ptr.dtype.element_ty), mask=dims < D)
 
 
-def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=None, window=0):
+def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=None, window=0,
+                   slots=None):
     """Attention of tree nodes over the committed cache and their ancestors: q [B, T, Hq, D], caches
     [B, Hkv, S, D] -> [B, T, Hq, D]. Cache row lengths[b] + j must hold node j; rows that no node
     sees may hold anything. ancestors: bit j of node i is set if j is i or an ancestor of i. A node
     that sees nothing gives zeros. scale: default D ** -0.5. slopes [Hq]: for ALiBi. window: how
-    many positions a node sees, its own included; 0: all. float64 caches take the reference."""
-    B, T, Hq, D, Hkv, S = _sizes(
-        "q B T Hq D float, k_cache/v_cache B Hkv S D same|float64, lengths B int32, "
-        "ancestors B T int64, slopes Hq float32",
-        q, k_cache, v_cache, lengths, ancestors, slopes)
+    many positions a node sees, its own included; 0: all. float64 caches take the reference. slots
+    int64 [B]: sequence b is slots[b] of N caches and lengths; None: b of B."""
+    B, T, Hq, D, N, Hkv, S = _sizes(
+        "q B T Hq D float, k_cache/v_cache N Hkv S D same|float64, lengths N int32, "
+        "ancestors B T int64, slopes Hq float32, slots B int64",
+        q, k_cache, v_cache, lengths, ancestors, slopes, slots)
     _check(T <= min(S, 64) and 16 <= D <= 256 and Hq % Hkv == 0 and window >= 0
            and k_cache.dtype == v_cache.dtype, "T <= min(S, 64), 16 <= D <= 256, Hq % Hkv == 0, "
            "window >= 0, caches of one dtype", q, k_cache, v_cache, window)
+    _check_slots(slots, B, N)
     if not runs_triton(k_cache, v_cache, q):
         return tree_attention_reference(
-            q, k_cache, v_cache, lengths, ancestors, scale, slopes, window)
+            q, k_cache, v_cache, lengths, ancestors, scale, slopes, window, slots)
     G = Hq // Hkv
     if _strides(k_cache) != _strides(v_cache):  # the kernel uses one set of strides for both
         k_cache, v_cache = map(_contiguous, (k_cache, v_cache))
-    lengths, ancestors, slopes = map(_contiguous, (lengths, ancestors, slopes))
+    lengths, ancestors, slopes, slots = map(_contiguous, (lengths, ancestors, slopes, slots))
     scale = math.log2(math.e) * (D ** -0.5 if scale is None else scale)  # for base-2 exponentials
     window = window if window < S else 0
     biased = slopes is not None or window > 0
@@ -280,21 +291,23 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
         partial = q.new_empty((B, T, Hq, splits, D), dtype=torch.float32)
         lse = q.new_empty((B, T, Hq, splits), dtype=torch.float32)
     _launch(_tree_attention_kernel, (grid_rows, splits),
-            q, k_cache, v_cache, lengths, ancestors, slopes, partial, lse,
+            q, k_cache, v_cache, lengths, ancestors, slopes, slots, partial, lse,
             *_strides(q), *_strides(k_cache), scale, T, G, S, Hkv, splits, min_split,
             D=D, WINDOW=window, **blocks)
     if lse is not None:
         _launch(_combine_splits_kernel, (B * T * Hq,),
-                partial, lse, lengths, out, T, Hq, S, splits, BLOCK_S, min_split,
+                partial, lse, lengths, slots, out, T, Hq, S, splits, BLOCK_S, min_split,
                 D=D, WINDOW=window, BLOCK_D=BLOCK_D, BLOCK_SPLITS=16 if splits <= 16 else 64,
                 num_warps=4)
     return out
 
 
 def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=None,
-                             window=0):
+                             window=0, slots=None):
     """`tree_attention` by the formula, in float32, or in float64 if the caches are."""
     B, T, Hq, D = q.shape
+    if slots is not None:
+        k_cache, v_cache, lengths = (x[slots] for x in (k_cache, v_cache, lengths))
     S = min(int(lengths.max()) + T, k_cache.shape[2])  # no node sees later rows
     dtype = torch.promote_types(k_cache.dtype, torch.float32)
     node = torch.arange(S, device=q.device) - lengths[:, None]  # (B, S), negative: committed
@@ -639,12 +652,13 @@ def float_logits(hidden, weight, vocab_ids=None):
 
 @triton.jit(do_not_specialize=["P", "S", "Hkv"])
 def _commit_path_kernel(
-    kv_ptr, lengths_ptr, path_ptr, count_ptr,
+    kv_ptr, lengths_ptr, path_ptr, count_ptr, slots_ptr,
     stride_kvl, stride_kvside, stride_kvb, stride_kvh, stride_kvs, stride_kvd, P, S, Hkv,
     D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
 ):
     """Program (sequence and kv head; layer, keys or values): moves rows of one [S, D] slice."""
     b = (tl.program_id(0) // Hkv).to(tl.int64)
+    slot = _slot(slots_ptr, b)
     head = (tl.program_id(0) % Hkv).to(tl.int64)
     layer = (tl.program_id(1) // 2).to(tl.int64)
     side = (tl.program_id(1) % 2).to(tl.int64)
@@ -652,40 +666,44 @@ def _commit_path_kernel(
     dims = tl.arange(0, BLOCK_D).to(tl.int64)
     valid = (index < P) & (index < tl.load(count_ptr + b))
     nodes = tl.load(path_ptr + b * P + index, mask=valid, other=0).to(tl.int64)  # [BLOCK_P]
-    target = tl.load(lengths_ptr + b).to(tl.int64) + index
+    target = tl.load(lengths_ptr + slot).to(tl.int64) + index
     source = target - index + nodes
     moved = valid & (nodes != index) & (target >= 0) & (target < S) & (source >= 0) & (source < S)
     moved = moved[:, None] & (dims < D)[None, :]
     slice_ptr = kv_ptr + layer * stride_kvl + side * stride_kvside
-    slice_ptr = slice_ptr + b * stride_kvb + head * stride_kvh
+    slice_ptr = slice_ptr + slot * stride_kvb + head * stride_kvh
     slice_ptrs = slice_ptr + dims[None, :] * stride_kvd
     tile = tl.load(slice_ptrs + source[:, None] * stride_kvs, mask=moved)  # [BLOCK_P, BLOCK_D]
     tl.debug_barrier()  # all warps read before any writes: a target may be another row's source
     tl.store(slice_ptrs + target[:, None] * stride_kvs, tile, mask=moved)
 
 
-def commit_path(kv, lengths, path, count):
+def commit_path(kv, lengths, path, count, slots=None):
     """Moves the accepted nodes' keys and values to the front of their tree, in place, in all layers
-    of kv [L, 2, B, Hkv, S, D]. path [B, P]: ascending nodes from 0; the first count[b] are used."""
-    L, B, Hkv, S, D, P = _sizes("kv L 2 B Hkv S D real, lengths B int32, path B P int, count B int",
-                                kv, lengths, path, count)
+    of kv [L, 2, B, Hkv, S, D]. path [B, P]: ascending nodes from 0; the first count[b] are used.
+    slots: as in `tree_attention`."""
+    L, N, Hkv, S, D, B, P = _sizes(
+        "kv L 2 N Hkv S D real, lengths N int32, path B P int, count B int, slots B int64",
+        kv, lengths, path, count, slots)
     _check(P <= 64, "a path of at most 64 nodes", path)
+    _check_slots(slots, B, N)
     if not runs_triton(kv):
-        return commit_path_reference(kv, lengths, path, count)
+        return commit_path_reference(kv, lengths, path, count, slots)
     BLOCK_P, BLOCK_D = map(triton.next_power_of_2, (P, D))
-    _launch(_commit_path_kernel, (B * Hkv, L * 2),
-            kv, lengths.contiguous(), path.contiguous(), count.contiguous(), *kv.stride(),
+    inputs = map(_contiguous, (lengths, path, count, slots))
+    _launch(_commit_path_kernel, (B * Hkv, L * 2), kv, *inputs, *kv.stride(),
             P, S, Hkv, D=D, BLOCK_P=BLOCK_P, BLOCK_D=BLOCK_D,
             num_warps=_num_warps(BLOCK_P * BLOCK_D, 1024))
 
 
-def commit_path_reference(kv, lengths, path, count):
+def commit_path_reference(kv, lengths, path, count, slots=None):
     index = torch.arange(path.shape[1], device=kv.device)
     moved = (path != index) & (index < count[:, None])  # (B, P)
     b, index = moved.nonzero(as_tuple=True)
-    target = lengths[b] + index
-    source = lengths[b] + path[b, index]
-    kv[:, :, b, :, target] = kv[:, :, b, :, source]  # (moved rows, L, 2, Hkv, D)
+    slot = b if slots is None else slots[b]
+    target = lengths[slot] + index
+    source = lengths[slot] + path[b, index]
+    kv[:, :, slot, :, target] = kv[:, :, slot, :, source]  # (moved rows, L, 2, Hkv, D)
 
 
 # ==================================================================================================
@@ -905,7 +923,7 @@ def rotate(x, rope):
 
 @triton.jit(do_not_specialize=["T", "S", "Hq", "Hkv"])
 def _rope_cache_kernel(
-    qkv_ptr, rope_ptr, q_weight_ptr, k_weight_ptr, kv_ptr, lengths_ptr,
+    qkv_ptr, rope_ptr, q_weight_ptr, k_weight_ptr, kv_ptr, lengths_ptr, slots_ptr,
     stride_qb, stride_qt, stride_qh, stride_qd,
     stride_kvside, stride_kvb, stride_kvh, stride_kvs, stride_kvd,
     eps, T, S, Hq, Hkv, D: tl.constexpr, BLOCK_H: tl.constexpr, BLOCK_D: tl.constexpr,
@@ -923,7 +941,8 @@ def _rope_cache_kernel(
     high_mask = low_mask & (dims + HALF < D)
     # [BLOCK_H, BLOCK_D]
     head_ptrs = qkv_ptr + b * stride_qb + t * stride_qt + head * stride_qh
-    row = tl.load(lengths_ptr + b).to(tl.int64) + t
+    slot = _slot(slots_ptr, b)
+    row = tl.load(lengths_ptr + slot).to(tl.int64) + t
     low = tl.load(head_ptrs + dims * stride_qd, mask=low_mask, other=0.0)
     high = tl.load(head_ptrs + (dims + HALF) * stride_qd, mask=high_mask, other=0.0)
     x = low.to(tl.float32)
@@ -945,35 +964,40 @@ def _rope_cache_kernel(
     tl.store(head_ptrs + (dims + HALF) * stride_qd, high, mask=high_mask & is_query)
     cached = (head >= Hq) & (row >= 0) & (row < S)
     kv_head = tl.where(is_value, head - Hkv, head) - Hq
-    row_ptrs = kv_ptr + is_value.to(tl.int64) * stride_kvside + b * stride_kvb
+    row_ptrs = kv_ptr + is_value.to(tl.int64) * stride_kvside + slot * stride_kvb
     row_ptrs = row_ptrs + kv_head * stride_kvh + row * stride_kvs
     tl.store(row_ptrs + dims * stride_kvd, low, mask=low_mask & cached)
     tl.store(row_ptrs + (dims + HALF) * stride_kvd, high, mask=high_mask & cached)
 
 
-def rope_cache(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5):
+def rope_cache(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5, slots=None):
     """Applies RoPE to queries and keys and writes keys and values to cache rows lengths, lengths +
     1, ... -> the queries [B, T, Hq, D], a view of qkv. qkv [B, T, H, D]: H = Hq + 2 Hkv query, key
     and value heads in this order, overwritten. rope: as in `rotate`, or None. kv [2, B, Hkv, S, D]:
-    a layer's cache; float64 takes the reference. q_weight, k_weight [D]: RMSNorm, or None."""
-    B, T, H, D, Hkv, S = _sizes(
-        "qkv B T H D real, kv 2 B Hkv S D same|float64, rope B T 2 D same, lengths B int, "
-        "q_weight/k_weight D same", qkv, kv, rope, lengths, q_weight, k_weight)
+    a layer's cache; float64 takes the reference. q_weight, k_weight [D]: RMSNorm, or None. slots:
+    as in `tree_attention`."""
+    B, T, H, D, N, Hkv, S = _sizes(
+        "qkv B T H D real, kv 2 N Hkv S D same|float64, rope B T 2 D same, lengths N int, "
+        "q_weight/k_weight D same, slots B int64",
+        qkv, kv, rope, lengths, q_weight, k_weight, slots)
     _check(H > 2 * Hkv and T <= S and (rope is None or D % 2 == 0)
            and (q_weight is None) == (k_weight is None), "H > 2 Hkv, T <= S, even D for a "
            "rotation, both weights or none", qkv, kv, q_weight, k_weight)
+    _check_slots(slots, B, N)
     if not runs_triton(kv, qkv):
-        return rope_cache_reference(qkv, rope, kv, lengths, q_weight, k_weight, eps)
+        return rope_cache_reference(qkv, rope, kv, lengths, q_weight, k_weight, eps, slots)
     tables = map(_contiguous, (rope, q_weight, k_weight))
     BLOCK_D = triton.next_power_of_2((D + 1) // 2)
     BLOCK_H = min(triton.next_power_of_2(H), 16, 1024 // BLOCK_D)
     _launch(_rope_cache_kernel, (B * T, triton.cdiv(H, BLOCK_H)),
-            qkv, *tables, kv, lengths.contiguous(), *_strides(qkv), *_strides(kv), eps, T, S,
-            H - 2 * Hkv, Hkv, D=D, BLOCK_H=BLOCK_H, BLOCK_D=BLOCK_D, num_warps=4)
+            qkv, *tables, kv, lengths.contiguous(), _contiguous(slots), *_strides(qkv),
+            *_strides(kv), eps, T, S, H - 2 * Hkv, Hkv, D=D, BLOCK_H=BLOCK_H, BLOCK_D=BLOCK_D,
+            num_warps=4)
     return qkv[:, :, :H - 2 * Hkv]
 
 
-def rope_cache_reference(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5):
+def rope_cache_reference(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5,
+                         slots=None):
     B, T, H, D = qkv.shape
     Hkv = kv.shape[2]
     queries = qkv[:, :, :H - 2 * Hkv]
@@ -984,9 +1008,9 @@ def rope_cache_reference(qkv, rope, kv, lengths, q_weight=None, k_weight=None, e
         new[:, :, 0] = F.rms_norm(new[:, :, 0], (D,), k_weight, eps)
     if rope is not None:
         rotated.copy_(rotate(rotated, rope))
-    rows = lengths[:, None] + torch.arange(T, device=kv.device)
-    batch = torch.arange(B, device=kv.device)[:, None]
-    kv.permute(1, 3, 0, 2, 4)[batch, rows] = new.to(kv.dtype)
+    slots = torch.arange(B, device=kv.device) if slots is None else slots
+    rows = lengths[slots, None] + torch.arange(T, device=kv.device)
+    kv.permute(1, 3, 0, 2, 4)[slots[:, None], rows] = new.to(kv.dtype)
     return queries
 
 
@@ -1183,12 +1207,13 @@ def select_candidates_reference(logprobs, tokens, candidates, depth):
 # Bytes: 4 * length per sequence, read once by a single program.
 
 @triton.jit(do_not_specialize=["S", "n"])
-def _ngram_lookup_kernel(history_ptr, lengths_ptr, chain_ptr, S, n,
+def _ngram_lookup_kernel(history_ptr, lengths_ptr, slots_ptr, chain_ptr, S, n,
                          BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr):
     """Program b: the chain of one sequence."""
     b = tl.program_id(0).to(tl.int64)
-    history_ptr += b * S
-    last = tl.load(lengths_ptr + b)  # the newest token's index
+    slot = _slot(slots_ptr, b)
+    history_ptr += slot * S
+    last = tl.load(lengths_ptr + slot)  # the newest token's index
     best = tl.zeros([BLOCK_S], tl.int32)  # the length of a match, << 28, plus its last index
     for start in range(0, last, BLOCK_S):
         index = start + tl.arange(0, BLOCK_S)
@@ -1210,21 +1235,25 @@ def _ngram_lookup_kernel(history_ptr, lengths_ptr, chain_ptr, S, n,
     tl.store(chain_ptr + 1 + step, token.to(tl.int64), mask=step < n)
 
 
-def ngram_lookup(history, lengths, n):
+def ngram_lookup(history, lengths, n, slots=None):
     """Proposes n tokens by n-gram lookup -> int64 [B, 1 + n]: the length of the match, 0 to 4, then
     the tokens, which are -1 if there is no match. history: int32 [B, S]. lengths: the index of the
-    newest token, int32 [B]."""
-    B, S = _sizes("history B S int32, lengths B int32", history, lengths)
+    newest token, int32 [B]. slots: as in `tree_attention`."""
+    N, S, *B = _sizes("history N S int32, lengths N int32, slots B int64", history, lengths, slots)
     _check(S < 2**28 and 1 <= n <= 63, "texts under 2^28 tokens and 1 <= n <= 63", history, n)
     if not runs_triton(history):
-        return ngram_lookup_reference(history, lengths, n)
+        return ngram_lookup_reference(history, lengths, n, slots)
+    B, = B or [N]
     chain = history.new_empty(B, 1 + n, dtype=torch.int64)
-    _launch(_ngram_lookup_kernel, (B,), history.contiguous(), lengths.contiguous(), chain, S, n,
+    inputs = map(_contiguous, (history, lengths, slots))
+    _launch(_ngram_lookup_kernel, (B,), *inputs, chain, S, n,
             BLOCK_S=4096, BLOCK_N=triton.next_power_of_2(n), num_warps=8)
     return chain
 
 
-def ngram_lookup_reference(history, lengths, n):
+def ngram_lookup_reference(history, lengths, n, slots=None):
+    if slots is not None:
+        history, lengths = history[slots], lengths[slots]
     chains = []
     for row, last in zip(history, lengths.tolist()):
         text = row[:last + 1].tolist()
@@ -1397,18 +1426,19 @@ def best_tree_reference(root, candidates, lookup, chances, temperature, tree_siz
 @triton.jit(do_not_specialize=["S", "n", "T"])
 def _prompt_chain_kernel(
     history_ptr, lengths_ptr, ends_ptr, tokens_ptr, parents_ptr, depths_ptr, ancestors_ptr,
-    sources_ptr, probabilities_ptr, lookup_ptr, S, n, T, BLOCK_T: tl.constexpr,
+    sources_ptr, probabilities_ptr, lookup_ptr, slots_ptr, S, n, T, BLOCK_T: tl.constexpr,
 ):
     """Program b: the tree of one sequence."""
     b = tl.program_id(0).to(tl.int64)
-    start = tl.load(lengths_ptr + b)
-    unread = tl.load(ends_ptr + b) - start
+    slot = _slot(slots_ptr, b)
+    start = tl.load(lengths_ptr + slot)
+    unread = tl.load(ends_ptr + slot) - start
     node = tl.arange(0, BLOCK_T)
     mask = (node < T) & (unread > 0)
     known = mask & (node <= unread)
     offsets = b * T + node
     index = node.to(tl.int64)
-    token = tl.load(history_ptr + b * S + start + node, mask=known, other=0)
+    token = tl.load(history_ptr + slot * S + start + node, mask=known, other=0)
     ancestors = (tl.full([BLOCK_T], 2, tl.int64) << index) - 1
     tl.store(tokens_ptr + offsets, token.to(tl.int64), mask=mask)
     tl.store(parents_ptr + offsets, tl.where(known & (node > 0), index - 1, 0), mask=mask)
@@ -1420,26 +1450,31 @@ def _prompt_chain_kernel(
         tl.store(lookup_ptr + b * (n + 1), 0, mask=unread > 0)
 
 
-def prompt_chain(history, lengths, ends, tree, probabilities, lookup=None):
+def prompt_chain(history, lengths, ends, tree, probabilities, lookup=None, slots=None):
     """Replaces, in place, the trees of the sequences with unread prompt tokens: lengths < ends.
     history: int32 [B, S], with the whole prompts. lengths: index of each root, int32 [B]. ends:
     index of the prompt's last token, int32 [B]. tree, probabilities, lookup: as from `best_tree`
-    and `ngram_lookup`; a replaced tree has no sources and no match."""
+    and `ngram_lookup`; a replaced tree has no sources and no match. slots: as in
+    `tree_attention`."""
     outputs = *tree, probabilities, lookup
-    B, S, T, *_ = _sizes(
-        "history B S int32, lengths/ends B int32, tokens/parents/depths/ancestors/sources B T "
-        "int64, probabilities B T float32, lookup B m int64", history, lengths, ends, *outputs)
+    N, S, B, T, *_ = _sizes(
+        "history N S int32, lengths/ends N int32, tokens/parents/depths/ancestors/sources B T "
+        "int64, probabilities B T float32, lookup B m int64, slots B int64", history, lengths, ends,
+        *outputs, slots)
+    _check_slots(slots, B, N)
     is_contiguous = all(x.is_contiguous() for x in outputs if x is not None)
     _check(T <= 64 and is_contiguous, "T <= 64, contiguous outputs", *tree)
     n = 0 if lookup is None else lookup.shape[1] - 1
     if not runs_triton(history):
-        return prompt_chain_reference(history, lengths, ends, tree, probabilities, lookup)
+        return prompt_chain_reference(history, lengths, ends, tree, probabilities, lookup, slots)
     inputs = map(_contiguous, (history, lengths, ends))
-    _launch(_prompt_chain_kernel, (B,), *inputs, *tree, probabilities, lookup, S, n, T,
-            BLOCK_T=triton.next_power_of_2(T), num_warps=1)
+    _launch(_prompt_chain_kernel, (B,), *inputs, *tree, probabilities, lookup, _contiguous(slots),
+            S, n, T, BLOCK_T=triton.next_power_of_2(T), num_warps=1)
 
 
-def prompt_chain_reference(history, lengths, ends, tree, probabilities, lookup=None):
+def prompt_chain_reference(history, lengths, ends, tree, probabilities, lookup=None, slots=None):
+    if slots is not None:
+        history, lengths, ends = (x[slots] for x in (history, lengths, ends))
     node = torch.arange(tree[0].shape[1], device=history.device)
     unread = (ends - lengths)[:, None]  # (B, 1)
     known = node <= unread
@@ -1466,11 +1501,12 @@ def prompt_chain_reference(history, lengths, ends, tree, probabilities, lookup=N
 @triton.jit(do_not_specialize=["T", "P", "n"])
 def _accept_path_kernel(
     tokens_ptr, parents_ptr, depths_ptr, ancestors_ptr, sources_ptr, target_ptr, active_ptr,
-    temperature_ptr, lookup_ptr, history_ptr, lengths_ptr, ends_ptr, counts_ptr, out_ptr,
+    temperature_ptr, lookup_ptr, history_ptr, lengths_ptr, ends_ptr, slots_ptr, counts_ptr, out_ptr,
     T, P, n, S, BINS: tl.constexpr, SOURCES: tl.constexpr, BLOCK_T: tl.constexpr,
 ):
     """Program b: the path of one sequence."""
     b = tl.program_id(0).to(tl.int64)
+    slot = _slot(slots_ptr, b)
     node = tl.arange(0, BLOCK_T)
     mask = node < T
     offsets = b * T + node
@@ -1481,9 +1517,9 @@ def _accept_path_kernel(
     target = tl.load(target_ptr + offsets, mask=mask, other=0)
     expected = tl.load(target_ptr + b * T + parent, mask=mask, other=0)
     if history_ptr is not None:
-        index = tl.load(lengths_ptr + b) + depth
-        end = tl.load(ends_ptr + b)
-        history_ptr += b * S + index
+        index = tl.load(lengths_ptr + slot) + depth
+        end = tl.load(ends_ptr + slot)
+        history_ptr += slot * S + index
         known = tl.load(history_ptr, mask=mask & (index <= end), other=0).to(tl.int64)
         expected = tl.where(index <= end, known, expected)
         known = tl.load(history_ptr + 1, mask=mask & (index < end), other=0).to(tl.int64)
@@ -1491,7 +1527,7 @@ def _accept_path_kernel(
     mismatch = mask & (depth > 0) & (token != expected)
     rejected = tl.sum(mismatch.to(tl.int64) << node.to(tl.int64), 0)  # bitmask of nodes
     on_path = (ancestors != 0) & ((ancestors & rejected) == 0) & (depth < P)
-    active = tl.load(active_ptr + b)
+    active = tl.load(active_ptr + slot)
     last = tl.max(tl.where(on_path, depth, 0), 0)
 
     out_ptr += b * (3 * P + 2)
@@ -1525,35 +1561,42 @@ def _accept_path_kernel(
 
 
 def accept_path(tokens, parents, depths, ancestors, sources, target, active, max_path, temperature,
-                counts, lookup=None, known=None):
+                counts, lookup=None, known=None, slots=None):
     """The accepted path of each tree of `best_tree`, at most P = max_path nodes -> int64 [B, 3 P +
     2]: the path's target tokens, which are emitted (P), its nodes, root first (P), their sources
     (P), their number, and the index of the last. A shorter path is padded with the root. target:
     the model's own next token at each node. active: 1, or 0 for an idle sequence, whose number and
     index are 0. temperature: [B]. counts [2, SOURCES, 2] is updated in place, see above. known:
-    (history, lengths, ends) as in `prompt_chain`, of prompts that may have unread tokens."""
+    (history, lengths, ends) as in `prompt_chain`, of prompts that may have unread tokens. slots: as
+    in `tree_attention`; active and known have N sequences."""
     tree = tokens, parents, depths, ancestors, sources
     history, lengths, ends = known or (None, None, None)
-    B, T, *_ = _sizes(
-        "tokens/parents/depths/ancestors/sources/target B T int64, active B int32, temperature B "
-        f"float32, counts 2 {SOURCES} 2 float64, lookup B m int64, history B S int32, lengths/ends "
-        "B int32", *tree, target, active, temperature, counts, lookup, history, lengths, ends)
+    B, T, N, *_ = _sizes(
+        "tokens/parents/depths/ancestors/sources/target B T int64, active N int32, temperature B "
+        f"float32, counts 2 {SOURCES} 2 float64, lookup B m int64, history N S int32, lengths/ends "
+        "N int32, slots B int64", *tree, target, active, temperature, counts, lookup, history,
+        lengths, ends, slots)
+    _check_slots(slots, B, N)
     n = 0 if lookup is None else lookup.shape[1] - 1
     _check(T <= 64 and 1 <= max_path <= 64 and counts.is_contiguous(),
            "T <= 64, 1 <= max_path <= 64, contiguous counts", tokens, max_path, counts)
     if not runs_triton(tokens):
         return accept_path_reference(*tree, target, active, max_path, temperature, counts, lookup,
-                                     known)
+                                     known, slots)
     out = tokens.new_empty(B, 3 * max_path + 2)
     S = history.shape[1] if known else 0
-    inputs = map(_contiguous, (*tree, target, active, temperature, lookup, history, lengths, ends))
-    _launch(_accept_path_kernel, (B,), *inputs, counts, out, T, max_path, n, S, BINS=BINS,
-            SOURCES=SOURCES, BLOCK_T=triton.next_power_of_2(max(T, max_path)), num_warps=1)
+    inputs = *tree, target, active, temperature, lookup, history, lengths, ends, slots
+    _launch(_accept_path_kernel, (B,), *map(_contiguous, inputs), counts, out, T, max_path, n, S,
+            BINS=BINS, SOURCES=SOURCES, BLOCK_T=triton.next_power_of_2(max(T, max_path)),
+            num_warps=1)
     return out
 
 
 def accept_path_reference(tokens, parents, depths, ancestors, sources, target, active, max_path,
-                          temperature, counts, lookup=None, known=None):
+                          temperature, counts, lookup=None, known=None, slots=None):
+    if slots is not None:
+        active = active[slots]
+        known = known and tuple(x[slots] for x in known)
     if known:
         history, lengths, ends = known
         index = lengths[:, None] + 1 + depths
@@ -1583,6 +1626,77 @@ def accept_path_reference(tokens, parents, depths, ancestors, sources, target, a
             if match:
                 added[BINS + match] += added.new_tensor([right, min(right + 1, len(equal))])
     return torch.tensor(rows, device=depths.device)
+
+
+# --------------------------------------------------------------------------------------------------
+# advance: a path's tokens become part of their sequence
+#
+#   history[lengths + 1 + j] = tokens[j] for j < count; root = tokens[last]; state = states[last];
+#   lengths += count
+
+@triton.jit(do_not_specialize=["P", "S", "C"])
+def _advance_kernel(
+    packed_ptr, states_ptr, slots_ptr, lengths_ptr, root_ptr, history_ptr, state_ptr, P, S, C,
+    BLOCK_P: tl.constexpr, BLOCK_C: tl.constexpr,
+):
+    """Program b: one sequence."""
+    b = tl.program_id(0).to(tl.int64)
+    slot = _slot(slots_ptr, b)
+    packed_ptr += b * (3 * P + 2)
+    count = tl.load(packed_ptr + 3 * P).to(tl.int32)
+    if count == 0:
+        return
+    last = tl.load(packed_ptr + 3 * P + 1)
+    length = tl.load(lengths_ptr + slot)
+    tl.store(lengths_ptr + slot, length + count)
+    tl.store(root_ptr + slot, tl.load(packed_ptr + last))
+    if history_ptr is not None:
+        j = tl.arange(0, BLOCK_P)
+        token = tl.load(packed_ptr + j, mask=j < count, other=0)
+        tl.store(history_ptr + slot * S + length + 1 + j, token.to(tl.int32), mask=j < count)
+    if states_ptr is not None:
+        for start in range(0, C, BLOCK_C):
+            dims = start + tl.arange(0, BLOCK_C)
+            state = tl.load(states_ptr + (b * P + last) * C + dims, mask=dims < C, other=0.0)
+            tl.store(state_ptr + slot * C + dims, state, mask=dims < C)
+
+
+def advance(packed, lengths, root, history=None, states=None, state=None, slots=None):
+    """Appends the tokens of accepted paths to their sequences, in place. packed: from
+    `accept_path`, int64 [B, 3 P + 2]. lengths: int32 [B], index of the root. root: int64 [B], the
+    newest token. history: int32 [B, S]. states [B, P, C] of the path's nodes: the last one's
+    becomes state [B, C]. A path of no tokens changes nothing. slots: as in `tree_attention`."""
+    B, n, N, *_ = _sizes(
+        "packed B n int64, lengths N int32, root N int64, history N S int32, states B P C real, "
+        "state N C real, slots B int64",
+        packed, lengths, root, history, states, state, slots)
+    _check_slots(slots, B, N)
+    outputs = lengths, root, history, state
+    _check(all(x is None or x.is_contiguous() for x in outputs)
+           and (states is None or states.dtype == state.dtype),
+           "contiguous outputs, states of one dtype", lengths, states, state)
+    if not runs_triton(packed):
+        return advance_reference(packed, lengths, root, history, states, state, slots)
+    S = 0 if history is None else history.shape[1]
+    C = 0 if state is None else state.shape[1]
+    P = (n - 2) // 3
+    _launch(_advance_kernel, (B,), *map(_contiguous, (packed, states, slots)), *outputs, P, S, C,
+            BLOCK_P=triton.next_power_of_2(P), BLOCK_C=1024, num_warps=4)
+
+
+def advance_reference(packed, lengths, root, history=None, states=None, state=None, slots=None):
+    *_, counts, last = packed.unbind(1)
+    slots = torch.arange(len(packed), device=packed.device) if slots is None else slots
+    for b, (slot, count) in enumerate(zip(slots.tolist(), counts.tolist())):
+        if count == 0:
+            continue
+        root[slot] = packed[b, last[b]]
+        if history is not None:
+            start = lengths[slot] + 1
+            history[slot, start:start + count] = packed[b, :count]
+        if states is not None:
+            state[slot] = states[b, last[b]]
+        lengths[slot] += count
 
 
 # --------------------------------------------------------------------------------------------------
@@ -1780,6 +1894,10 @@ def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0):
 DTYPES = dict(float="float32|float16|bfloat16", real="float32|float16|bfloat16|float64",
               int="int32|int64")
 CANDIDATES = "joint B K n float32, tokens/parents B K n int64"
+
+
+def _check_slots(slots, B, N):
+    _check(slots is not None or B == N, "slots, or as many sequences in all tensors", B, N)
 
 
 def _check(condition, expected, *got):

@@ -73,14 +73,18 @@ class GPTConfig:
 
 @dataclass(eq=False)
 class KVCache:
-    """Keys and values of B sequences."""
-    kv: torch.Tensor       # [L, 2, B, Hkv, S, D]
-    lengths: torch.Tensor  # int32 [B]: committed rows
+    """Keys and values of N sequences."""
+    kv: torch.Tensor       # [L, 2, N, Hkv, S, D]
+    lengths: torch.Tensor  # int32 [N]: committed rows
+    slots: torch.Tensor | None = None  # int64 [B]: the sequences of a batch; None: all
 
-    def slots(self, first, count=1):
-        """A view of `count` sequences, starting with sequence `first`."""
-        rows = slice(first, first + count)
-        return KVCache(self.kv[:, :, rows], self.lengths[rows])
+    def one(self, slot):
+        """A view of one sequence."""
+        return KVCache(self.kv[:, :, slot:slot + 1], self.lengths[slot:slot + 1])
+
+    def select(self, slots):
+        """The same cache for a batch of these sequences."""
+        return KVCache(self.kv, self.lengths, slots)
 
 
 @dataclass(eq=False)
@@ -255,7 +259,7 @@ class Attention(nn.Module):
         scale = self.config.attn_scale
         if isinstance(mask, TreeMask):
             y = tree_attention(q, k, v, cache.lengths, mask.ancestors, scale, mask.slopes,
-                               self.window)
+                               self.window, cache.slots)
         else:
             y = causal_attention(q, k, v, mask, scale)
         return self.proj(y.reshape(B, T, -1))  # (B, T, Hq D)
@@ -274,7 +278,8 @@ class Attention(nn.Module):
             norms = ()
             if c.qk_norm == "head":
                 norms = self.q_norm.weight, self.k_norm.weight, self.q_norm.eps
-            return rope_cache(qkv, rope, cache.kv, cache.lengths, *norms), *cache.kv
+            q = rope_cache(qkv, rope, cache.kv, cache.lengths, *norms, slots=cache.slots)
+            return q, *cache.kv
         q, k, v = qkv.split(n_heads, dim=2)  # from here on a differentiable `rope_cache`
         if c.qk_norm == "head":
             q, k = self.q_norm(q), self.k_norm(k)
@@ -374,7 +379,7 @@ class Blocks(nn.ModuleList):
             for layer, block in enumerate(self):
                 attn = block.attn
                 rope = ropes[attn.has_own_rope] if attn.rotates else None
-                own_cache = None if cache is None else KVCache(cache.kv[layer], cache.lengths)
+                own_cache = cache and KVCache(cache.kv[layer], cache.lengths, cache.slots)
                 hidden, residual = block(hidden, residual, rope, masks[attn.window], own_cache)
         return hidden, residual
 

@@ -645,7 +645,7 @@ class CompiledDecoder(Decoder):
         P = self.path_limit(self.policy.largest)
         cache = self.slots.heads_cache
         self.slots.heads_cache = KVCache(cache.kv, torch.zeros_like(cache.lengths))
-        self.slot_ids = (c_int32 * B)(*range(B))
+        self.slot_array = (c_int32 * B)(*range(B))
         self.running = list(range(B))
         integers = partial(torch.zeros, dtype=torch.int64)
         self.results = dict(
@@ -668,9 +668,9 @@ class CompiledDecoder(Decoder):
         tensors = self.results | dict(
             chances=policy.chances, seconds=policy.step_seconds, counts=policy.counts,
             lengths=slots.cache.lengths, heads_lengths=slots.heads_cache.lengths,
-            history=slots.history, active=slots.active, root=slots.root, sequence=slots.sequence,
-            seed=slots.sampling["seed"], temperature=slots.sampling["temperature"],
-            state=slots.state)
+            history=slots.history, active=slots.active, root=slots.all.root,
+            sequence=slots.all.sequence, seed=slots.all.sampling["seed"],
+            temperature=slots.all.sampling["temperature"], state=slots.state)
         struct = header.Step(blocks=model.blocks.structs, n_blocks=len(model.blocks), embed_scale=1,
                       norm=norm_struct(model.norm, self.tensors), K=policy.depth, W=self.beams,
                       with_lookup=policy.lookup, history_stride=slots.history.stride(0),
@@ -706,18 +706,27 @@ class CompiledDecoder(Decoder):
 
     def slot_pass(self, cache):
         a_pass = pass_struct((self.batch_size, 1), self.model.tables, cache.kv, cache.lengths)
-        a_pass.slots = ctypes.addressof(self.slot_ids)
+        a_pass.slots = ctypes.addressof(self.slot_array)
         return a_pass
 
     def run_slots(self, running):
         self.running = list(running)
         self.struct.trees.B = len(self.running)
-        self.slot_ids[:len(self.running)] = self.running
+        self.slot_array[:len(self.running)] = self.running
         return self.running
 
     def behind(self):
         slots = self.slots
         return int((slots.cache.lengths - slots.heads_cache.lengths)[self.running].sum())
+
+    @property
+    def samples_in_torch(self):
+        return self.sampling_mode == FILTERED or not self.struct.head.k
+
+    def read_rows(self, B):
+        """Only for sampling in torch: cpu.c reads the slots itself."""
+        if self.samples_in_torch:
+            self.rows = self.slots.rows(torch.tensor(self.running))
 
     def draft(self, tree_size, depths):
         struct = self.struct
@@ -753,16 +762,11 @@ class CompiledDecoder(Decoder):
         return self.view.normed, self.view.hidden
 
     def sample(self, normed, positions):
-        if self.sampling_mode == FILTERED or not self.struct.head.k:
+        if self.samples_in_torch:
             return self.view.target.copy_(super().sample(normed, positions))
         self.struct.noise = self.sampling_mode
         library().step_sample(self.struct)
         return self.view.target
-
-    def sampling_rows(self):
-        rows = self.running
-        sampling = {name: x[rows] for name, x in self.slots.sampling.items()}
-        return self.slots.sequence[rows], sampling
 
     def accept(self, tree, chain, target):
         library().step_accept(self.struct)

@@ -66,7 +66,7 @@ def step_time(decoder):
     """Seconds of one step of a `timing_decoder`; on CUDA, of its graph."""
     option, = decoder.policy.options
     with decoder.context():
-        return decoder_seconds(decoder, partial(decoder.run, *option))
+        return decoder_seconds(decoder, partial(decoder.run, decoder.B, *option))
 
 
 @torch.inference_mode()
@@ -76,7 +76,7 @@ def stage_times(decoder):
     option, = decoder.policy.options
     times = dict.fromkeys(STAGES, 0.0)
     with decoder.context():
-        decoder.step(*option)  # compiles all stages
+        decoder.step(decoder.B, *option)  # compiles all stages
         tree, chain = decoder.draft(*option)
         positions = decoder.positions(tree)
         normed, hidden = decoder.verify(tree, positions)

@@ -87,7 +87,7 @@ def step_launches(model, heads=None, lookup=False, tree_size=1, **options):
     policy = Policy(model, heads, lookup, tree_size)
     with recorded() as launches:
         decoder = Decoder(model, policy=policy, graph=False, reads_in_steps=True, **options)
-        step = partial(decoder.step, *policy.select(1))
+        step = partial(decoder.step, decoder.B, *policy.select(1))
         step()  # also does what only the first step does
         launches.clear()
         with Launches() as operations:
@@ -124,22 +124,25 @@ def print_launches(tree_sizes=(1, 5, 16, 64)):
 TREE = dict.fromkeys(("tokens", "parents", "depths", "ancestors", "sources"), "B T int64")
 HEAD = dict(hidden="M C real", weight="V C real")
 PLACE = dict(sequence="M int64", position="M int64")
+SLOTS = dict(slots="B int64 ?")
 TENSORS = dict(
-    tree_attention=dict(q="B T Hq D real", k_cache="B Hkv S D real", v_cache="B Hkv S D real", lengths="B int32",
-                        ancestors="B T int64", slopes="Hq float32 ?"),
+    tree_attention=dict(q="B T Hq D real", k_cache="N Hkv S D real", v_cache="N Hkv S D real", lengths="N int32",
+                        ancestors="B T int64", slopes="Hq float32 ?", **SLOTS),
     project_topk=HEAD | dict(vocab_ids="n int32 ?"), project_sample=HEAD | PLACE,
-    commit_path=dict(kv="L 2 B Hkv S D real", lengths="B int32", path="B P int64", count="B int32"),
+    commit_path=dict(kv="L 2 N Hkv S D real", lengths="N int32", path="B P int64", count="B int32", **SLOTS),
     add_norm=dict(x="3 C real", delta="3 C real ?", weight="C real ?", bias="C real ?"),
-    rope_cache=dict(qkv="B T H D real", rope="B T 2 D real ?", kv="2 B Hkv S D real", lengths="B int32",
-                    q_weight="D real ?", k_weight="D real ?"),
+    rope_cache=dict(qkv="B T H D real", rope="B T 2 D real ?", kv="2 N Hkv S D real", lengths="N int32",
+                    q_weight="D real ?", k_weight="D real ?", **SLOTS),
     glu=dict(x="3 C real"), cosine_mix=dict(z="3 C real", q="3 C real", kv="3 2C real"),
     select_candidates=dict(logprobs="B w W float32", tokens="B w W int64"),
-    ngram_lookup=dict(history="B S int32", lengths="B int32"),
+    ngram_lookup=dict(history="N S int32", lengths="N int32", **SLOTS),
     best_tree=dict(root="B int64", temperature="B float32", lookup="B 1+m int64 ?", chances="modes SOURCES float32"),
-    accept_path=TREE | dict(target="B T int64", active="B int32", temperature="B float32",
-                            counts="modes SOURCES modes float64", lookup="B 1+m int64 ?"),
-    prompt_chain=dict(history="B S int32", lengths="B int32", ends="B int32", probabilities="B T float32",
-                      lookup="B 1+m int64 ?"),
+    accept_path=TREE | dict(target="B T int64", active="N int32", temperature="B float32",
+                            counts="modes SOURCES modes float64", lookup="B 1+m int64 ?", **SLOTS),
+    prompt_chain=dict(history="N S int32", lengths="N int32", ends="N int32", probabilities="B T float32",
+                      lookup="B 1+m int64 ?", **SLOTS),
+    advance=dict(packed="B 3P+2 int64", lengths="N int32", root="N int64", history="N S int32 ?",
+                 states="B P C real ?", state="N C real ?", **SLOTS),
     filtered_sample=dict(logits="M V float32") | PLACE)
 DIMENSIONS = dict(B=2, L=2, M=3, T=3, H=12, Hq=8, Hkv=2, S=4096, C=4096, V=32000, n=32000, k=8, n_head=8,
                   temperature=0.8, seed=0, top_k=0, top_p=0.9, min_p=0.0, m=15, modes=2, SOURCES=kernels.SOURCES)
@@ -149,7 +152,8 @@ def arguments(name, dtype=BF16, present="", aligned=True, device="meta", **given
     """Arguments for a kernels.py function. given: sizes and others. present: optional tensors. aligned: to 16 bytes."""
     function = getattr(kernels, name)
     scope = DIMENSIONS | given
-    scope |= {"2C": 2 * scope["C"], "1+m": 1 + scope["m"]}
+    scope |= {"2C": 2 * scope["C"], "1+m": 1 + scope["m"], "3P+2": 3 * scope.get("P", 0) + 2}
+    scope.setdefault("N", scope["B"])
     made = {key: scope[key] for key in inspect.signature(function).parameters.keys() & scope}
     for argument, spec in TENSORS[name].items():
         *sizes, kind = spec.removesuffix(" ?").split()
@@ -164,7 +168,7 @@ def arguments(name, dtype=BF16, present="", aligned=True, device="meta", **given
     if name == "prompt_chain":
         made["tree"] = [int64(scope["B"], scope["T"]) for _ in TREE]
     if "known" in present.split():
-        made["known"] = int32(scope["B"], scope["S"]), int32(scope["B"]), int32(scope["B"])
+        made["known"] = int32(scope["N"], scope["S"]), int32(scope["N"]), int32(scope["N"])
     if name in ("select_candidates", "best_tree") and "candidates" not in given:
         root = torch.zeros(scope["B"], dtype=torch.int64, device=device)
         candidates = kernels.Candidates.empty(root, scope["K"], scope["n"])
@@ -190,7 +194,7 @@ GATE = dict(  # every shape class that kernels.py chooses; lists are alternative
         dict(T=[2, 16], D=[80, 192], window=[0, 1024]),
         dict(T=5, D=HEAD_SIZES, present="slopes", window=1024, dtype=[BF16, FP32], aligned=[True, False]),
         dict(T=5, D=128, dtype=[BF16, FP32], aligned=[True, False]),
-        dict(T=2, D=[16, 128, 256], S=[400, 65536]),  # few splits to combine, and many
+        dict(T=2, D=[16, 128, 256], S=[400, 65536], present=["", "slots"]),  # few splits to combine, and many
         dict(T=[2, 16], D=128, S=64, window=[0, 40])],  # one split
     project_sample=[
         dict(M=ROWS, dtype=[BF16, FP32]), dict(M=ROWS, aligned=False), dict(M=ROWS, V=8192),
@@ -200,17 +204,18 @@ GATE = dict(  # every shape class that kernels.py chooses; lists are alternative
         dict(M=8, C=4112), dict(M=ROWS, k=8, n=8192, present="vocab_ids noise"),  # masked channels; sampled drafts
         dict(M=ROWS, k=32, dtype=FP32), dict(M=ROWS, k=32, aligned=False),
         dict(M=8, k=[1, 32], V=128256, multiprocessors=[1, 4, 16, 256])],  # how many lists to merge
-    commit_path=[dict(P=64, D=256, dtype=[BF16, FP32])],
+    commit_path=[dict(P=64, D=256, present=["", "slots"], dtype=[BF16, FP32])],
     add_norm=[dict(C=[16, 1000, 16384], present=["", "delta weight bias"], dtype=[BF16, FP32])],
     rope_cache=[dict(D=21, present="q_weight k_weight", dtype=[BF16, FP32]),
-                dict(D=[16, 256], present=["rope", "rope q_weight k_weight"])],
+                dict(D=[16, 256], present=["rope", "rope q_weight k_weight", "rope slots"])],
     glu=[dict(C=2 * 11008, activation=["silu", "gelu"])],
     cosine_mix=[dict(C=16384, n_head=1)],
-    select_candidates=[dict(w=32, W=32, n=63, K=32, depth=31)], ngram_lookup=[dict(n=[1, 63])],
+    select_candidates=[dict(w=32, W=32, n=63, K=32, depth=31)], ngram_lookup=[dict(n=[1, 63], present=["", "slots"])],
     best_tree=[dict(K=[1, 2, 4, 8, 16, 32], n=63, tree_size=64, present="lookup"),
                dict(candidates=None, m=63, tree_size=64, present="lookup")],
-    prompt_chain=[dict(T=[2, 64], present=["", "lookup"])],
-    accept_path=[dict(T=[2, 64], max_path=5, present=["", "lookup", "known", "lookup known"])],
+    prompt_chain=[dict(T=[2, 64], present=["", "lookup", "lookup slots"])],
+    accept_path=[dict(T=[2, 64], max_path=5, present=["", "lookup", "known", "lookup known", "lookup known slots"])],
+    advance=[dict(P=[1, 64], present=["", "history", "history states state", "history states state slots"])],
     filtered_sample=[dict(V=[100, 8000, 50257, 128256, 262144])])  # tiles of 64 groups x 8 to 16 x 256
 
 

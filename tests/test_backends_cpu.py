@@ -214,8 +214,8 @@ def filled_decoder(cls, model, heads, lookup, tree_size, lengths=(40, 13, 0, 77)
     slots.cache.kv.normal_(generator=generator)
     slots.history.copy_(torch.tensor(TOKENS)[torch.randint(0, 6, slots.history.shape, generator=generator)])
     slots.cache.lengths.copy_(torch.tensor(lengths))
-    slots.root.copy_(slots.history[torch.arange(len(lengths)), slots.cache.lengths])
-    slots.sequence.copy_(torch.arange(len(lengths)) + 2**40)
+    slots.all.root.copy_(slots.history[torch.arange(len(lengths)), slots.cache.lengths])
+    slots.all.sequence.copy_(torch.arange(len(lengths)) + 2**40)
     slots.active.fill_(1)
     for slot, sampling in zip(range(len(lengths)), SAMPLINGS * 13):
         slots.set(slot, **vars(sampling))
@@ -235,7 +235,7 @@ def test_accept_in_c_is_its_reference(T, P):
     sources[:, 0], chain[:, 0] = -1, torch.randint(0, 5, (50,))
     counts = decoder.policy.counts.clone()
     active = torch.randint(0, 2, (50,), dtype=torch.int32)
-    temperature = decoder.slots.sampling["temperature"]
+    temperature = decoder.slots.all.sampling["temperature"]
     want = kernels.accept_path_reference(*trees, sources, target, active, P, temperature, counts, chain[:, :T])
     with torch.inference_mode():
         for name, values in dict(tree=torch.cat((*trees, sources)), target=target, chain=chain).items():
@@ -316,7 +316,7 @@ def test_a_tokens_hidden_state_is_the_same_bits_wherever_it_is(shape, dtype):
             cache = model.new_cache(batch, 200)
             for b in range(batch):
                 for start in range(0, 120, 40):
-                    model.prefill(texts[b:b + 1, start:start + 40], cache.slots(b), start)
+                    model.prefill(texts[b:b + 1, start:start + 40], cache.one(b), start)
             hidden = model(texts[:batch, 120:120 + T], torch.arange(120, 120 + T).expand(batch, T), cache,
                            chain(T).expand(batch, T))
             assert torch.equal(hidden[0], want[120:120 + T]), (T, batch)
@@ -326,7 +326,7 @@ def test_a_tokens_hidden_state_is_the_same_bits_wherever_it_is(shape, dtype):
         for batch in (1, 3):
             cache = model.new_cache(batch, 200)
             for b in range(batch):
-                model.prefill(texts[b:b + 1, :110], cache.slots(b))
+                model.prefill(texts[b:b + 1, :110], cache.one(b))
             hidden = model(nodes.expand(batch, -1), 110 + depths.expand(batch, -1), cache, ancestors.expand(batch, -1))
             assert torch.equal(hidden[0, ::2], want[110:110 + n]), batch
 

@@ -179,7 +179,8 @@ class World:
         """The places of each decoder's state tensors."""
         place = lambda x: (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride())
         parts = lambda slots: (vars(slots), vars(slots.cache), vars(slots.heads_cache))
-        owned = lambda decoder: (parts(decoder.slots), decoder.root_tree, decoder.policy.counts, decoder.policy.chances)
+        owned = lambda decoder: (parts(decoder.slots), decoder.root_tree, decoder.slot_ids, decoder.policy.counts,
+                                 decoder.policy.chances)
         return [list(map(place, tensors(owned(decoder)))) for decoder in self.decoders]
 
     def clear_workspaces(self):
@@ -281,7 +282,7 @@ def test_every_model_decodes_on_a_fake_gpu(name, dtype, kind, switches, start, p
     """Bug: a tensor on the CPU, a wrong dtype, a read from the device between steps, attention by the MATH backend."""
     world, model, heads = start(name, kind, dtype, **switches)
     engine = decode(model, heads)
-    assert [*engine.decoder.graphs] == [(option, GREEDY) for option in engine.policy.options]
+    assert [*engine.decoder.graphs] == [((3, *option), GREEDY) for option in engine.policy.options]
     assert len(world.graphs) == len(engine.policy.options) and all(graph.replays for graph in world.graphs)
     assert prefilled[:2] == [(1, 512), (1, 23)]  # the last tokens of a long prompt, and short ones, are read by steps
     shown = []
@@ -297,7 +298,7 @@ def test_sequences_with_different_sampling_share_a_step_on_a_fake_gpu(start):
     for mode, sampling in enumerate((Sampling(), Sampling(0.8), Sampling(0.8, top_k=5))):
         world.launches.clear()
         engine.generate([[1, 2], [3]], 9, sampling=[Sampling(), sampling])
-        assert [*engine.decoder.graphs] == [((4, False), seen) for seen in range(mode + 1)]
+        assert [*engine.decoder.graphs] == [((2, 4, 0), seen) for seen in range(mode + 1)]
         assert len(world.graphs) == len(engine.decoder.graphs)
         assert ("_filtered_sample_kernel" in world.launches) == (mode == 2) != ("_project_kernel" in world.launches)
 
@@ -349,7 +350,7 @@ def test_the_policy_selects_among_few_sizes_on_a_fake_gpu(start):
     world, model, heads = start()
     engine = Engine(model, policy=Policy(model, heads, True), batch_size=2, capacity=700)
     engine.generate([[1, 2], [3]], 600)
-    sizes = {T for (T, _), _ in engine.decoder.graphs}
+    sizes = {T for (_, T, _), _ in engine.decoder.graphs}
     assert 1 < len(sizes) and sizes <= {1, *generate.TREE_SIZES["cuda"]} == {T for T, _ in engine.policy.options}
     assert 1 < len(world.graphs) == len(engine.decoder.graphs)
 
@@ -420,8 +421,8 @@ def test_losses_of_training_on_a_fake_gpu(name, kind, start, monkeypatch):
 # Planted defects that the fake GPU must detect
 
 def move(decoder, accepted, old=[]):
-    old.append(decoder.slots.root)  # still alive, but the host writes elsewhere
-    decoder.slots.root = decoder.slots.root.clone()
+    old.append(decoder.slots.state)  # still alive, but the host writes elsewhere
+    decoder.slots.state = decoder.slots.state.clone()
 
 
 PLANTED = {
@@ -429,7 +430,7 @@ PLANTED = {
     "host's data while capturing": lambda decoder, accepted: accepted.count.add_(torch.tensor([1] * 3, device="cuda")),
     "nonzero|not linked": lambda decoder, accepted: accepted.count.nonzero(),
     "a number from the host": lambda decoder, accepted: decoder.slots.active.__setitem__(0, 1),
-    "memory that is gone": lambda decoder, accepted: setattr(decoder.slots, "root", decoder.slots.root.clone()),
+    "memory that is gone": lambda decoder, accepted: setattr(decoder.slots, "state", decoder.slots.state.clone()),
     "on memory that is gone": lambda decoder, accepted: setattr(decoder.policy, "chances", decoder.policy.chances + 0),
     "tensors were": move}
 

@@ -269,7 +269,7 @@ def test_a_captured_step_gives_the_eager_text_without_synchronising(name, option
             made.clear()
             junk = [torch.full((n,), 2**62, device="cuda") for n in range(1, 65) for _ in range(20)]
         made.decoder.warm_up()
-        captured = {option for option, _ in made.decoder.graphs}
+        captured = {(T, depths) for (_, T, depths), _ in made.decoder.graphs}
         assert captured == {*policy.options, *policy.reading_options} and junk
         torch.cuda.set_sync_debug_mode("error")
         try:

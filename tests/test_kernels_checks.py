@@ -12,14 +12,15 @@ from static import FP32, TENSORS, arguments
 from test_kernels import INTERPRETED, as_int64, plain
 
 GIVEN = dict(  # arguments of each function, optional tensors included
-    tree_attention=dict(B=2, T=3, Hq=4, Hkv=2, D=16, S=10, present="slopes"),
+    tree_attention=dict(B=2, N=4, T=3, Hq=4, Hkv=2, D=16, S=10, present="slopes slots"),
     project_topk=dict(M=2, C=8, V=9, n=5, k=2, present="vocab_ids"), project_sample=dict(M=2, C=8, V=9),
-    commit_path=dict(L=1, B=2, Hkv=1, S=10, D=16, P=3), glu=dict(C=8), cosine_mix=dict(C=8, n_head=2),
+    commit_path=dict(L=1, B=2, N=4, Hkv=1, S=10, D=16, P=3, present="slots"), glu=dict(C=8), cosine_mix=dict(C=8, n_head=2),
     add_norm=dict(C=8, present="delta weight bias"),
-    rope_cache=dict(B=2, T=3, H=4, Hkv=1, D=16, S=10, present="rope q_weight k_weight"),
-    select_candidates=dict(w=2, W=2, K=3, n=5, depth=1), ngram_lookup=dict(S=8, n=3),
-    best_tree=dict(K=3, n=5, tree_size=6, present="lookup"), prompt_chain=dict(S=8, T=3, present="lookup"),
-    accept_path=dict(S=8, T=3, max_path=3, present="lookup known"),
+    rope_cache=dict(B=2, N=4, T=3, H=4, Hkv=1, D=16, S=10, present="rope q_weight k_weight slots"),
+    select_candidates=dict(w=2, W=2, K=3, n=5, depth=1), ngram_lookup=dict(N=4, S=8, n=3, present="slots"),
+    best_tree=dict(K=3, n=5, tree_size=6, present="lookup"), prompt_chain=dict(N=4, S=8, T=3, present="lookup slots"),
+    accept_path=dict(N=4, S=8, T=3, max_path=3, present="lookup known slots"),
+    advance=dict(N=4, S=8, P=3, C=8, present="history states state slots"),
     filtered_sample=dict(M=2, V=8))
 NAMES = [name.removesuffix("_reference") for name in vars(kernels) if name.endswith("_reference")]
 
@@ -70,11 +71,12 @@ FURTHER = dict(  # more invalid arguments: changed sizes, or functions of the va
                        lambda _: lists(joint=lambda x: x.transpose(0, 1).contiguous().transpose(0, 1))],
     best_tree=[dict(tree_size=1), dict(tree_size=65), dict(m=64), dict(K=32, n=63, m=32), dict(SOURCES=41),
                dict(candidates=None, present=""), lambda _: lists(tokens=torch.Tensor.int)],
-    ngram_lookup=[dict(n=0), dict(n=64), lambda made: dict(history=made["history"][:, :1].expand(2, 2**28))],
+    ngram_lookup=[dict(n=0), dict(n=64), lambda made: dict(history=made["history"][:, :1].expand(4, 2**28))],
     prompt_chain=[dict(T=65), lambda made: dict(probabilities=made["probabilities"].mT.contiguous().mT)],
     accept_path=[dict(T=65), lambda made: dict(known=[x.long() for x in made["known"]]),
                  dict(max_path=0), dict(max_path=65), dict(SOURCES=41),
                  lambda made: dict(counts=made["counts"].mT.contiguous().mT)],
+    advance=[lambda made: dict(history=made["history"].mT.contiguous().mT)],
     filtered_sample=[lambda _: dict(top_k=torch.ones(2)), lambda made: dict(logits=made["logits"].half())])
 
 

@@ -391,6 +391,81 @@ def test_a_prompt_is_a_chain_that_is_accepted(T, n_chain, device):
 
 
 # ---------------------------------------------------------------------------------------------------------------------
+# advance, and slots
+
+def by_slot():
+    """{function: (arguments of 5 sequences, names of those that slots index, names of those changed in place)}"""
+    rng, B, T, P, S, C = random.Random(1), 5, 6, 4, 90, 40
+    lengths = torch.tensor([3, 70, 0, 41, 12], dtype=torch.int32)
+    ends = torch.tensor([3, 75, 0, 42, 90], dtype=torch.int32)
+    history = torch.randint(0, 3, (B, S), dtype=torch.int32)
+    kv = normal(3, 2, B, 2, S, 16)
+    trees = [as_int64(x) for x in zip(*(random_tree(rng, T, 3) for _ in range(B)))]
+    columns = dict(zip(("tokens", "parents", "depths", "ancestors"), trees), sources=torch.zeros(B, T).long())
+    path, count = torch.tensor([[0, 1, 3, 5]] * B), torch.tensor([4, 1, 2, 0, 3])
+    packed = torch.cat((torch.randint(0, 9, (B, 3 * P)), count[:, None], (count[:, None] - 1).clamp(min=0)), 1)
+    counts = torch.zeros(2, kernels.SOURCES, 2, dtype=torch.float64)
+    cached = dict(lengths=lengths)
+    return dict(
+        tree_attention=(dict(q=normal(B, T, 4, 16), k_cache=kv[0, 0], v_cache=kv[0, 1], ancestors=trees[3]) | cached,
+                        "k_cache v_cache lengths", ""),
+        rope_cache=(dict(qkv=normal(B, T, 8, 16), rope=normal(B, T, 2, 16), kv=kv[0].clone()) | cached,
+                    "kv lengths", "kv"),
+        commit_path=(dict(kv=kv, path=path, count=count) | cached, "kv lengths", "kv"),
+        ngram_lookup=(dict(history=history, n=7) | cached, "history lengths", ""),
+        prompt_chain=(dict(history=history, ends=ends, tree=[*columns.values()], probabilities=torch.rand(B, T),
+                           lookup=torch.ones(B, 8).long()) | cached, "history ends lengths", ""),
+        accept_path=(columns | dict(
+            target=torch.randint(0, 3, (B, T)), active=torch.tensor([1, 1, 0, 1, 1]).int(), max_path=P,
+            temperature=torch.tensor([0.0, 1, 0, 1, 1]), counts=counts, known=(history, lengths, ends)),
+            "active known", ""),
+        advance=(dict(packed=packed, root=torch.arange(B), history=history, states=normal(B, P, C),
+                      state=normal(B, C)) | cached, "lengths root history state", "lengths root history state"))
+
+
+@pytest.mark.parametrize("name", by_slot())
+def test_slots_select_sequences_of_the_caches(name, device):
+    """Bug: a row reads or writes the cache, history or numbers of another slot."""
+    def each(function, x):
+        return type(x)(each(function, y) for y in x) if isinstance(x, (list, tuple)) else function(x)
+
+    made, indexed, changed = by_slot()[name]
+    slots = torch.tensor([3, 0, 4])
+    at = lambda key: 2 if name == "commit_path" and key == "kv" else 1 if key == "kv" else 0
+    copy = lambda key, x: each(lambda y: y.clone() if torch.is_tensor(y) else y, x)
+    alone, batch = ({key: copy(key, x) for key, x in made.items()} for _ in range(2))
+    for key, x in made.items():
+        own = lambda y: y.index_select(at(key), slots) if torch.is_tensor(y) and key != "counts" else y
+        alone[key] = each(own, x)
+        if key not in indexed.split():
+            batch[key] = each(own, x)
+    to_device = lambda x: each(lambda y: y.to(device) if torch.is_tensor(y) else y, x)
+    alone, batch = ({key: to_device(x) for key, x in given.items()} for given in (alone, batch))
+    function = getattr(kernels, name)
+    want, got = function(**alone), function(**batch, slots=slots.to(device))
+    assert (want is None) == (got is None) and (want is None or torch.equal(want, got))
+    if name == "prompt_chain":
+        for a, b in zip([*alone["tree"], alone["lookup"]], [*batch["tree"], batch["lookup"]]):
+            assert torch.equal(a, b)
+    for key in changed.split():
+        assert torch.equal(alone[key].cpu(), batch[key].cpu().index_select(at(key), slots))
+        others = torch.tensor([1, 2])
+        assert torch.equal(made[key].index_select(at(key), others), batch[key].cpu().index_select(at(key), others))
+
+
+def test_advance_appends_a_path(device):
+    """Bug: tokens at wrong places, beyond the path or of an empty path; the root or state of another node."""
+    packed = torch.tensor([[5, 6, 7, 0, 2, 3, -1, -1, -1, 2, 1], [8, 9, 1, 0, 0, 0, -1, -1, -1, 0, 0]])
+    lengths, root = torch.tensor([2, 3], dtype=torch.int32), torch.tensor([40, 41])
+    history, states, state = torch.arange(14).view(2, 7).int(), normal(2, 3, 1111), normal(2, 1111)
+    given = [x.to(device) for x in (packed, lengths, root, history, states, state)]
+    kernels.advance(*given)
+    assert given[1].tolist() == [4, 3] and given[2].tolist() == [6, 41]
+    assert given[3].tolist() == [[0, 1, 2, 5, 6, 5, 6], [*range(7, 14)]]
+    assert torch.equal(given[5].cpu(), torch.stack((states[0, 1], state[1])))
+
+
+# ---------------------------------------------------------------------------------------------------------------------
 # filtered_sample
 
 FILTERS = [(0, 1e-6, 0), (0, 0.9, 0), (0, 0.9999, 0), (5, 1, 0), (50, 0.9, 0.01), (1, 1, 0), (999, 0.5, 0), (0, 1, 0.3)]

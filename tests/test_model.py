@@ -57,7 +57,7 @@ def test_tree_nodes_see_their_own_path(shape):
     nodes = torch.tensor(random_prompts([6, 6, 6], seed=1))
     cache = model.new_cache(3, 40)
     for b, prompt in enumerate(prompts):
-        model.prefill(prompt[None], cache.slots(b))
+        model.prefill(prompt[None], cache.one(b))
     assert cache.lengths.tolist() == [9, 1, 20]
     hidden = model(nodes, cache.lengths[:, None] + depths, cache, torch.tensor(ancestors).expand(3, -1))
     for b, prompt in enumerate(prompts):
