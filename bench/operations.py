@@ -107,7 +107,7 @@ def tree_cases(c, device, sizes):
     """Lookup, and the kernels that make, replace and accept trees of heads and lookup. Their inputs
     are small or read by one program per sequence: compare their times with a launch."""
     integers = partial(torch.zeros, dtype=torch.int64, device=device)
-    table = torch.rand(2, kernels.SOURCES, device=device)
+    chances = torch.linspace(0.9, 0.1, kernels.SOURCES, device=device).repeat(2, 1)
     counts = torch.zeros(2, kernels.SOURCES, 2, dtype=torch.float64, device=device)
     for S, B in product(sizes.histories, sizes.sequences):
         make = lambda: (torch.randint(c.vocab_size, (B, S), dtype=torch.int32, device=device),
@@ -119,8 +119,8 @@ def tree_cases(c, device, sizes):
         greedy = torch.zeros(B, device=device)
         rank = torch.arange(16, device=device).expand(B, 4, 16).contiguous()
         depth = torch.arange(4, device=device)[:, None]
-        candidates = kernels.Candidates(-1.0 - depth - rank / 16, rank, rank % 4)
-        make = lambda: (integers(B), candidates, torch.ones_like(integers(B, 16)), table, greedy)
+        candidates = kernels.Candidates(-0.5 - depth / 2 - rank / 4, rank, rank % 4)
+        make = lambda: (integers(B), candidates, integers(B, 16) + 1, chances, greedy)
         best_tree = partial(kernels.best_tree, tree_size=T)
         yield "best_tree", shape, size, make, best_tree, None
         known = torch.ones(B, 2 * T, dtype=torch.int32, device=device), *integers(2, B).int()
