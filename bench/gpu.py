@@ -31,6 +31,7 @@ from clover import CloverHeads
 from generate import Sampling
 from hf.files import read_config
 from hf.paths import default_heads, find_model
+from hf.tokenizer import load_encoding
 from kernels import add_norm
 from model import InputError, expect
 from tools.flags import DEMO
@@ -110,26 +111,32 @@ def demo(run):
             yield dict(model="demo") | row
 
 
-def load(run, model, heads, prompts):
-    """Returns (model, heads, prompts, stop tokens). Prompts are chats, or held-out texts for a
-    model without a chat template."""
-    args = SimpleNamespace(model=str(model), device=str(run.device), dtype=None, quantize=None,
-                           data=None, prompts=prompts, prompt_tokens=64)
+def load(run, model, heads, count):
+    """Returns (model, heads, prompts, stop tokens)."""
+    args = SimpleNamespace(model=str(model), device=str(run.device), dtype=None, quantize=None)
+    prompts, stop = read_prompts(args.model, count)
     model, encoding = load_model(args)
-    args.chats = ROOT / "bench" / "prompts.jsonl" if encoding.template else None
-    groups, stop = load_prompts(args, encoding)
-    prompts = [prompt for row in zip(*groups.values()) for prompt in row]  # kinds alternate
     return model, CloverHeads.from_pretrained(heads, model, encoding.hash), prompts, stop
+
+
+def read_prompts(model, count):
+    """Chats, or held-out texts for a model without a chat template, as token ids; and the stop
+    tokens."""
+    encoding = load_encoding(model)
+    chats = ROOT / "bench" / "prompts.jsonl" if encoding.template else None
+    args = SimpleNamespace(model=model, chats=chats, data=None, prompts=count, prompt_tokens=64)
+    groups, stop = load_prompts(args, encoding)
+    return [prompt for row in zip(*groups.values()) for prompt in row], stop  # kinds alternate
 
 
 def server(run):
     """A server under load, plain and with all drafters. start_seconds: until it listens."""
-    *_, prompts, _ = load(run, run.model, run.heads, run.sizes.prompts)
+    prompts, _ = read_prompts(run.model, run.sizes.prompts)
     prompts = (prompts * run.sizes.clients)[:run.sizes.clients]
     flags = ("--model", run.model, "--batch-size", str(run.sizes.slots), "--context", "1024",
              "--device", str(run.device))
     plain = None
-    for name, drafter in (("plain", ("--draft", "none")), ("auto", ("--heads", str(run.heads)))):
+    for name, drafter in (("plain", ("--draft", "none")), ("auto", ("--heads", run.heads))):
         started = time.perf_counter()
         with serving.server(run.out / "server.log", run.deadline, *flags, *drafter) as port:
             row = dict(model=Path(run.model).name, drafter=name, batch_size=run.sizes.slots,
@@ -235,13 +242,13 @@ def bench(args):
 
 
 def find_models(run, args):
-    """Sets run.model and run.heads."""
-    default = DEMO if args.dry_run else "smollm2"
-    run.model = args.model or str(find_model(default))
-    read_config(run.model)  # raises if it is no model
-    run.heads = args.heads or default_heads(run.model)
-    expect(run.heads and (Path(run.heads) / "heads.json").exists(),
-           f"{run.heads or run.model}: has no draft heads; give their folder as --heads")
+    """Sets run.model and run.heads: absolute paths, which other processes read too."""
+    model = find_model(args.model or (DEMO if args.dry_run else "smollm2"))
+    read_config(model)  # raises if it is no model
+    heads = args.heads or default_heads(model)
+    expect(heads and (Path(heads) / "heads.json").exists(),
+           f"{heads or model}: has no draft heads; give their folder as --heads")
+    run.model, run.heads = (os.path.abspath(path) for path in (model, heads))
 
 
 def run_part(run, name):
