@@ -48,7 +48,7 @@ FULL = SimpleNamespace(
     written=100_000, training=("--steps", "200"),
     sequences=(1, 32),              # of kernels
     trees=(16, 64), prefixes=(256, 4096), histories=(256, 32_768),
-    rows=(1, 32, 512),              # of a matrix product
+    rows=(1, 32, 512),              # of the LM head's product
     matmul=8192,                    # rows and columns of a large product
     copies=64,                      # most copies of a kernel's inputs
     workers=("-n", "12"),           # for pytest-xdist
@@ -56,7 +56,8 @@ FULL = SimpleNamespace(
 TINY = SimpleNamespace(
     models=("tiny",), batch_sizes=(1, 2), tree_sizes=(1, 4), chats=(1, 2), texts=(2,), prompts=6,
     new_tokens=8,
-    slots=2, clients=4, written=2000, training=("--steps", "2", "--block-size", "32"),
+    slots=2, clients=4, written=2000, 
+    training=("--steps", "2", "--block-size", "32", "--model", str(DEMO)),  # others take minutes
     sequences=(1, 2), trees=(4,), prefixes=(16,), histories=(64,), rows=(1, 3), matmul=64, copies=1,
     workers=(), tests=("-m", "not gpu", "tests/test_model.py"))
 
@@ -177,8 +178,7 @@ def steps(run):
 
 
 def ceilings(run):
-    """The limits of the hardware: a large copy, a large product, a launch in a graph; and the
-    products of the largest model's step, a lower bound of the step's time."""
+    """The limits of the hardware: a large copy, a large product, a launch in a graph."""
     random = partial(torch.randn, device=run.device, dtype=torch.bfloat16)
     time_graph = lambda body: seconds(ops.in_graph(body, run.device), run.device)
     yield dict(copy_gb_per_s=copy_bandwidth(run.device) / 1e9)
@@ -188,14 +188,6 @@ def ceilings(run):
     x, weight = random(2, 4096)
     norms = lambda: [add_norm(x[None], None, weight) for _ in range(300)]
     yield dict(launch_us=1e6 * time_graph(norms) / 300)
-    name = run.sizes.models[-1]
-    model, _ = ops.random_model(name, run.device, torch.bfloat16)
-    layers = [layer for layer in model.modules() if isinstance(layer, torch.nn.Linear)]
-    moved = sum(layer.weight.nbytes for layer in layers)
-    for M in run.sizes.rows:
-        inputs = {size: random(M, size) for size in {layer.in_features for layer in layers}}
-        time = time_graph(lambda: [layer(inputs[layer.in_features]) for layer in layers])
-        yield dict(model=name, M=M, products_ms=1e3 * time, gb_per_s=moved / time / 1e9)
 
 
 def kernels(run):
