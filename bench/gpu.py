@@ -45,7 +45,8 @@ FULL = SimpleNamespace(
     texts=(1, 32),                  # batch sizes of demo/
     prompts=72, new_tokens=128,
     slots=32, clients=64,           # of the server
-    written=100_000, training=("--steps", "200"),
+    trained=None, written=100_000,  # None: --model
+    training=("--steps", "200"),
     sequences=(1, 32),              # of kernels
     trees=(16, 64), prefixes=(256, 4096), histories=(256, 32_768),
     rows=(1, 32, 512),              # of the LM head's product
@@ -56,8 +57,8 @@ FULL = SimpleNamespace(
 TINY = SimpleNamespace(
     models=("tiny",), batch_sizes=(1, 2), tree_sizes=(1, 4), chats=(1, 2), texts=(2,), prompts=6,
     new_tokens=8,
-    slots=2, clients=4, written=2000, 
-    training=("--steps", "2", "--block-size", "32", "--model", str(DEMO)),  # others take minutes
+    slots=2, clients=4, trained=DEMO, written=2000,
+    training=("--steps", "2", "--block-size", "32"),
     sequences=(1, 2), trees=(4,), prefixes=(16,), histories=(64,), rows=(1, 3), matmul=64, copies=1,
     workers=(), tests=("-m", "not gpu", "tests/test_model.py"))
 
@@ -152,14 +153,15 @@ def server(run):
 def training(run):
     """Writing text with the model and training heads on it, by the rates that train_heads.py
     prints."""
+    model = str(run.sizes.trained or run.model)
     with tempfile.TemporaryDirectory() as out:
         output, code = run_process(
-            run, "training.log", "train_heads.py", "--model", run.model, "--data", "self",
+            run, "training.log", "train_heads.py", "--model", model, "--data", "self",
             "--self-tokens", str(run.sizes.written), *run.sizes.training, "--out", out,
             "--device", str(run.device))
     rates = {kind: re.findall(rf"^{start}.* (\d+) tokens/s", output, re.MULTILINE)
              for kind, start in (("written", r"\d+[.]jsonl"), ("trained", "step"))}
-    yield dict(model=Path(run.model).name, exit_code=code) | {
+    yield dict(model=Path(model).name, exit_code=code) | {
         f"{kind}_tokens_per_second": int(found[-1]) if found else None
         for kind, found in rates.items()}
 
