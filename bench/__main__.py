@@ -14,7 +14,7 @@ def parse(argv=None):
     add = parser.add_subparsers(dest="command", required=True).add_parser
     add_decode_flags(add("decode", help="compare drafters with plain decoding"))
     add_gpu_flags(add("gpu", help="measure everything that needs a GPU"))
-    add("draw", help="draw the README's picture")
+    add("draw", help="draw the pictures of README.md and docs/results.md")
     args = parser.parse_args(argv)
     if args.command == "decode":
         check_decode_flags(parser, args)
@@ -73,7 +73,8 @@ def add_gpu_flags(parser):
     add("--seconds", type=flags.at_least(1), default=480, metavar="N",
         help="total time of all parts; default: 480")
     add("--model", type=flags.model_path, metavar="MODEL",
-        help="also answer the chats of bench/prompts.jsonl with this model and its heads")
+        help="answers chats; default: smollm2, with --dry-run demo/")
+    add("--heads", metavar="DIR", help="its draft heads; default: the model's own")
     add("--dry-run", action="store_true", help="use tiny sizes, also on a CPU")
 
 

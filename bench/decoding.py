@@ -1,20 +1,24 @@
 """`python -m bench decode`: drafters and plain decoding, over temperatures, batch sizes and tree
 sizes. Runs are interleaved, so that other work on the machine slows all of them alike."""
 
+import time
+from collections import Counter
 from functools import partial, reduce
 from itertools import islice, product
-from operator import add
+from operator import add, eq
 from pathlib import Path
 from statistics import fmean, median
 
-from bench import Measured, Table
+from bench import Measured, Table, operations
 from bench.llama_cpp import llama_cpp_methods
+from bench.timing import step_time, timing_decoder
 from clover import CloverHeads
-from generate import Policy, prepare
+from generate import Policy, Sampling, prepare
 from hf.chat import stop_tokens
 from hf.paths import find_model
 from hf.text import messages_of, read_objects
 from model import expect
+from tools.compare import first_difference
 from tools.load import load_model
 from training.data import load_tokens, prompts
 
@@ -81,19 +85,23 @@ def decode_once(model, texts, new, stop=(), **options):
     beforehand, but the policy has learnt nothing yet. options: those of `prepare`."""
     engine = prepare(model, texts, new, **options)
     policy = engine.policy
-
-    def forget(step):
-        """Prevents prompts from reusing the cache of earlier ones."""
-        engine.cached_prefix = dict.fromkeys(engine.cached_prefix, ())
     engine.policy = Policy(model)  # plain decoding
-    engine.generate(texts[:engine.decoder.batch_size], 1, on_step=forget)  # compiles the plain step
+    decode(engine, texts[:engine.decoder.batch_size], 1)  # compiles the plain step
     engine.clear()
     engine.decoder.warm_up()
-    first = engine.generate(texts, 1, on_step=forget)
+    first = decode(engine, texts, 1)
     engine.policy = policy
-    out = engine.generate(texts, new, stop, forget)
+    out = decode(engine, texts, new, stop)
     return Measured(out.tokens, out.steps, out.seconds, out.seconds - first.seconds,
                     sum(map(len, texts)), out.batch_steps - first.batch_steps)
+
+
+def decode(engine, texts, new, stop=(), sampling=None):
+    """`Engine.generate`, except that prompts do not reuse the cache of earlier ones."""
+    def forget(step):
+        if step.sequence.ended:
+            engine.cached_prefix = dict.fromkeys(engine.cached_prefix, ())
+    return engine.generate(texts, new, stop, forget, sampling=sampling)
 
 
 def interleave(methods, groups, new, rounds):
@@ -132,3 +140,52 @@ def compare(runs):
             speed_up=median(speed(a) / speed(b) for a, b in zip(own, plain)),
             identical=fmean(same) if method[1] else None)  # not for llama.cpp
     return rows
+
+
+# --------------------------------------------------------------------------------------------------
+# On a GPU, whose times vary little: each row is measured once, and is known before the next
+
+METHODS = ("plain", 1), ("heads + lookup", None), ("heads + lookup", 4), ("heads + lookup", 16)
+CHECKED = 8  # outputs that differ from plain decoding, at most, whose difference is looked into
+
+
+def gpu_rows(model, heads, texts, new, stop, B, temperature=0.0, seeds=(0,)):
+    """Yields rows of METHODS, one per seed. warm_seconds: to compile and capture beforehand.
+    engine_ms: seconds / steps; graph_ms: a step alone, on CUDA its graph. ties, bugs: see
+    `differences`."""
+    prefix = sum(map(len, texts)) // len(texts) + new // 2  # about the mean length
+    plain = {}  # seed -> Output
+    for name, T in METHODS:
+        drafter = dict(tree_size=T, batch_size=B, **operations.drafters(name, heads))
+        started = time.perf_counter()
+        engine = prepare(model, texts, new, temperature=temperature, **drafter)
+        engine.decoder.warm_up()
+        decode(engine, texts, 1)  # compiles prefill
+        engine.clear()
+        warm_seconds = time.perf_counter() - started
+        for seed in seeds:
+            sampling = [Sampling(temperature, seed=seed)] * len(texts)
+            out = decode(engine, texts, new, stop, sampling)
+            reference = plain.setdefault(seed, out)
+            row = dict(dtype=str(model.dtype), drafter=name, batch_size=B, tree_size=T or "auto",
+                       temperature=temperature, seed=seed, tokens_per_second=out.tokens_per_second,
+                       speed_up=out.tokens_per_second / reference.tokens_per_second,
+                       tokens_per_step=out.tokens_per_step,
+                       engine_ms=1e3 * out.seconds / out.batch_steps,
+                       identical=fmean(map(eq, out.tokens, reference.tokens)))
+            if seed == seeds[0]:
+                row |= differences(model, texts, sampling, out.tokens, reference.tokens)
+                row["warm_seconds"] = warm_seconds
+                if T:
+                    decoder = timing_decoder(model, prefix=prefix, sampling=sampling[0], **drafter)
+                    row["graph_ms"] = 1e3 * step_time(decoder)
+            yield row
+
+
+def differences(model, texts, sampling, ours, plain):
+    """Counts the first CHECKED outputs that differ from plain decoding: by ties, and by bugs."""
+    kinds = Counter()
+    for i in [i for i, tokens in enumerate(ours) if tokens != plain[i]][:CHECKED]:
+        only_this = [*ours[:i], plain[i]]
+        kinds[first_difference(model, texts, ours, only_this, sampling)[-1]] += 1
+    return dict(ties=kinds["tie"], bugs=kinds["bug"])

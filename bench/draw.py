@@ -1,19 +1,29 @@
-"""`python -m bench draw`: the README's picture, drawn from a saved run as SVG. Tokens have the
-colours of their drafters, on a dark card that is readable on GitHub's white and dark pages."""
+"""`python -m bench draw`: the pictures of README.md and docs/results.md, as SVG: a saved run, whose
+tokens have the colours of their drafters, and throughput over batch size. Both are on a dark card
+that is readable on GitHub's white and dark pages."""
 
+import json
+from statistics import fmean
 from xml.sax.saxutils import escape
 
-from bench import ROOT
-from model import read_json
+from bench import ROOT, roofline
+from model import InputError, read_json
 
 RUN = ROOT / "docs" / "img" / "run.json"  # from generate.py --json --show-tree
 PICTURE = RUN.with_name("text.svg")
+BATCHES = RUN.with_name("batches.svg")
 WIDTH = 760
 COLUMNS = 88  # characters per line
 CARD, FRAME, BRIGHT, DIM = "#161b22", "#6e7681", "#f0f6fc", "#8b949e"
 COLOURS = {"root": BRIGHT, "model": DIM, "lookup": "#e3b341", "head 1": "#3fb950",
            "head 2": "#39c5cf", "head 3": "#58a6ff", "head 4": "#d2a8ff"}
 MONO = 'font-family="DejaVu Sans Mono, Menlo, Consolas, monospace"'
+STYLE = {"figure.facecolor": CARD, "savefig.facecolor": CARD, "axes.facecolor": CARD,
+         "axes.grid": True, "grid.color": FRAME, "grid.alpha": 0.4, "legend.fontsize": 8,
+         "axes.titlesize": 10, "svg.fonttype": "none", "svg.hashsalt": "clover"}
+LARGEST = 256  # batch size of the prediction
+PREDICTED = ("plain, T = 1", "heads + lookup, T = 5", "heads + lookup, T = 17",
+             "chain of 5 at 0.4")  # of `roofline.predict`
 
 
 def line(y, content, style=""):
@@ -55,6 +65,50 @@ def draw_text(run):
             + "\n".join(shapes) + "\n</svg>\n")
 
 
+def measured(records):
+    """{label: [(B, tokens per second)]} of SmolLM2, greedy, in the records of `bench gpu` (paths):
+    means over the seeds. A later record replaces rows of an earlier one."""
+    rates = {}  # label -> B -> seed -> tokens per second
+    for row in (json.loads(line) for record in records for line in record.open()):
+        if row.get("part") == "smollm2" and row.get("temperature") == 0:
+            label = f"{row['drafter']}, T = {row['tree_size']}"
+            by_seed = rates.setdefault(label, {}).setdefault(row["batch_size"], {})
+            by_seed[row["seed"]] = row["tokens_per_second"]
+    return {label: [(B, fmean(by_seed.values())) for B, by_seed in sorted(own.items())]
+            for label, own in rates.items()}
+
+
+def draw_batches(records, path):
+    """Draws throughput over batch size like Figure 2 of the paper, as SVG: predicted for a model of
+    32 B parameters, and measured for SmolLM2 if the records have it. Returns a matplotlib Figure.
+    Raises InputError without matplotlib."""
+    try:
+        from matplotlib import style
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise InputError("bench draw needs matplotlib; pip install matplotlib") from None
+    predicted = {name: [*enumerate(rates[:LARGEST], start=1)] for name, (_, rates, _)
+                 in roofline.predict(*roofline.NOMINAL).items() if name in PREDICTED}
+    panels = {"predicted: 32 B parameters, H100": predicted}
+    if lines := measured(records):
+        panels["measured: SmolLM2-135M, H100"] = lines
+    with style.context(["dark_background", STYLE]):
+        figure = Figure(figsize=(7.6, 3.6), layout="constrained")
+        for axes, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0],
+                                        panels.items()):
+            axes.set(title=title, xlabel="sequences decoded together, B",
+                     ylabel="tokens per second", yscale="log")
+            axes.set_xscale("log", base=2)
+            axes.xaxis.set_major_formatter("{x:g}")
+            axes.yaxis.set_major_formatter("{x:,g}")
+            for label, points in lines.items():
+                axes.plot(*zip(*points), label=label, marker="o" * (len(points) < LARGEST))
+            axes.legend()
+        figure.savefig(path, format="svg", metadata=dict(Date=None))
+    return figure
+
+
 def bench():
     PICTURE.write_text(draw_text(read_json(RUN)), encoding="utf-8")
-    print(PICTURE)
+    draw_batches(sorted((ROOT / "bench" / "results").glob("gpu-h100*.jsonl")), BATCHES)
+    print(PICTURE, BATCHES, sep="\n")

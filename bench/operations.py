@@ -24,10 +24,10 @@ random = partial(torch.randn, dtype=torch.bfloat16)
 
 # --------------------------------------------------------------------------------------------------
 # Kernels. A case is (name, shape, bytes to move, function that makes inputs, our function, torch's
-# function). c: the GPTConfig that gives the sizes.
+# function or None). c: the GPTConfig that gives the sizes.
 
 def attention_cases(c, device, sizes):
-    for prefix, T, B in product(sizes.prefixes[::-1], sizes.tree_sizes[:4], sizes.batch_sizes):
+    for prefix, T, B in product(sizes.prefixes, sizes.trees, sizes.sequences):
         S = math.ceil((prefix + T) / 64) * 64
         size = 4 * B * c.head_size * (c.n_kv_head * (prefix + T) + c.n_head * T)
         lengths = torch.full((B,), prefix, device=device, dtype=torch.int32)
@@ -88,7 +88,7 @@ def sample(hidden, weight, temperature):
 def commit_cases(c, device, sizes):
     """Paths of P nodes where every row but the root's moves, against torch's indexing."""
     P = 5
-    for B in sizes.batch_sizes:
+    for B in sizes.sequences:
         lengths = torch.full((B,), 20, device=device, dtype=torch.int32)
         path = (2 * torch.arange(P, device=device)).repeat(B, 1)
         b = torch.arange(B, device=device)[:, None]
@@ -103,6 +103,47 @@ def commit_cases(c, device, sizes):
         yield "commit_path", dict(batch=B), size, make, kernels.commit_path, move
 
 
+def tree_cases(c, device, sizes):
+    """Lookup, and the kernels that make, replace and accept trees of heads and lookup. Their inputs
+    are small or read by one program per sequence: compare their times with a launch."""
+    integers = partial(torch.zeros, dtype=torch.int64, device=device)
+    chances = torch.linspace(0.9, 0.1, kernels.SOURCES, device=device).repeat(2, 1)
+    counts = torch.zeros(2, kernels.SOURCES, 2, dtype=torch.float64, device=device)
+    for S, B in product(sizes.histories, sizes.sequences):
+        make = lambda: (torch.randint(c.vocab_size, (B, S), dtype=torch.int32, device=device),
+                        torch.full((B,), S - 1, dtype=torch.int32, device=device))
+        yield ("ngram_lookup", dict(batch=B, history=S), 4 * B * S, make,
+               partial(kernels.ngram_lookup, n=15), None)
+    for T, B in product(sizes.trees, sizes.sequences):
+        shape, size = dict(batch=B, T=T), 5 * 8 * B * T  # five columns of integers
+        greedy = torch.zeros(B, device=device)
+        rank = torch.arange(16, device=device).expand(B, 4, 16).contiguous()
+        depth = torch.arange(4, device=device)[:, None]
+        candidates = kernels.Candidates(-0.5 - depth / 2 - rank / 4, rank, rank % 4)
+        make = lambda: (integers(B), candidates, integers(B, 16) + 1, chances, greedy)
+        best_tree = partial(kernels.best_tree, tree_size=T)
+        yield "best_tree", shape, size, make, best_tree, None
+        known = torch.ones(B, 2 * T, dtype=torch.int32, device=device), *integers(2, B).int()
+        known[2].fill_(T)  # a whole tree of unread tokens
+        trees = lambda: (*known, [*integers(5, B, T)], torch.zeros(B, T, device=device))
+        yield "prompt_chain", shape, size, trees, kernels.prompt_chain, None
+        accept = partial(kernels.accept_path, max_path=T, temperature=greedy, counts=counts,
+                         active=torch.ones_like(known[1]), target=integers(B, T))
+        yield "accept_path", shape, size, lambda: best_tree(*make())[:5], accept, None
+
+
+def filtered_cases(c, device, sizes):
+    """Top-p sampling."""
+    for M in sizes.sequences:
+        make = lambda: (4 * torch.randn(M, c.vocab_size, device=device),)
+        zeros = torch.zeros(M, dtype=torch.int64, device=device)
+        floats = {name: torch.full((M,), value, device=device)
+                  for name, value in dict(temperature=0.8, top_p=0.9, min_p=0.0).items()}
+        ours = partial(kernels.filtered_sample, **floats, top_k=zeros, seed=zeros, sequence=zeros,
+                       position=torch.arange(M, device=device))
+        yield "filtered_sample", dict(M=M), 4 * M * c.vocab_size, make, ours, None
+
+
 def kernel_row(case, device, bandwidth, copies):
     """Times a case. Cycles through about 100 MB of copies of its inputs, so that none is cached."""
     name, shape, size, make, ours, other = case
@@ -112,9 +153,11 @@ def kernel_row(case, device, bandwidth, copies):
         body = in_graph(lambda: [function(*x) for x in inputs], device)
         return 1e6 * seconds(body, device) / len(inputs)
     us = microseconds(ours)
-    torch_us = microseconds(other)
-    return dict(kernel=name) | shape | dict(us=us, share_of_copy=size / bandwidth * 1e6 / us,
-                                            torch_us=torch_us, speed_up=torch_us / us)
+    row = dict(kernel=name) | shape | dict(us=us, share_of_copy=size / bandwidth * 1e6 / us)
+    if other:
+        torch_us = microseconds(other)
+        row |= dict(torch_us=torch_us, speed_up=torch_us / us)
+    return row
 
 
 def in_graph(body, device):
@@ -157,9 +200,10 @@ def drafters(name, heads):
     return dict(heads=heads if "heads" in name else None, lookup="lookup" in name)
 
 
-def step_rows(model, heads, shapes, bandwidth):
-    """Times a step and its stages for each shape (drafters, batch size, tree size, prefix,
-    sampling). floor_ms: the time to read the cache and the weights, embeddings only if tied."""
+def step_rows(model, heads, shapes, bandwidth, staged=None):
+    """Times a step for each shape (drafters, batch size, tree size, prefix, sampling), and its
+    stages, only for the batch size `staged` if that is given. floor_ms: the time to read the cache
+    and the weights, embeddings only if tied."""
     c = model.config
     per_token = 2 * c.n_layer * c.n_kv_head * c.head_size * model.dtype.itemsize
     weights = model.weight_bytes() - sum(x.nbytes for x in model.buffers())
@@ -172,7 +216,9 @@ def step_rows(model, heads, shapes, bandwidth):
         row = dict(drafted_by=name, batch_size=B, tree_size=T, prefix=prefix,
                    temperature=sampling.temperature, top_p=sampling.top_p, step_ms=ms,
                    floor_ms=floor, share=floor / ms)
-        yield row | {f"{stage}_ms": 1e3 * time for stage, time in stage_times(decoder).items()}
+        if staged in (None, B):
+            row |= {f"{stage}_ms": 1e3 * time for stage, time in stage_times(decoder).items()}
+        yield row
 
 
 def over_plain(rows):

@@ -267,7 +267,8 @@ SVG = "{http://www.w3.org/2000/svg}"
 def test_the_committed_picture_shows_the_committed_run():
     """Bug: run.json was replaced without running `python -m bench draw`."""
     drawn = draw.draw_text(read_json(draw.RUN))
-    assert drawn == draw.PICTURE.read_text() and list(draw.PICTURE.parent.glob("*.svg")) == [draw.PICTURE]
+    assert drawn == draw.PICTURE.read_text()
+    assert {*draw.PICTURE.parent.glob("*.svg")} == {draw.PICTURE, draw.BATCHES}
     picture = ElementTree.fromstring(drawn)
     assert picture[0].tag == SVG + "title" and len([*picture.iter(SVG + "text")]) >= 10
 
@@ -279,6 +280,31 @@ def test_hostile_tokens_are_escaped():
     picture = ElementTree.fromstring(draw.draw_text(run))
     shown = "".join(text.text or "" for text in picture.iter(SVG + "tspan"))
     assert "<b>&\"'\ufffd[31m\ufffd\ufffd\ufffd\ufffd\ufffdgnirts\ufffd]]>\u4e2d\U0001f600xxx" in shown
+
+
+def test_measured_throughput_is_drawn_beside_the_prediction(tmp_path):
+    """Bug: rows of another part or temperature, one seed instead of the mean, an old record instead of the newer."""
+    pytest.importorskip("matplotlib")
+    names = "part", "drafter", "tree_size", "batch_size", "temperature", "seed", "tokens_per_second"
+    record = lambda *rows: "\n".join(map(json.dumps, [dict(about="no part"), *(dict(zip(names, row)) for row in rows)]))
+    old, new = tmp_path / "gpu-h100.jsonl", tmp_path / "gpu-h100-smollm2.jsonl"
+    plain, ours = ("smollm2", "plain", 1), ("smollm2", "heads")
+    old.write_text(record((*plain, 32, 0.0, 0, 5), (*ours, "auto", 1, 0.0, 0, 9)))
+    new.write_text(record((*plain, 32, 0.0, 0, 100), (*plain, 32, 0.0, 1, 300), (*plain, 8, 0.0, 0, 50),
+                          (*plain, 8, 0.8, 0, 7), ("demo", "plain", 1, 8, 0.0, 0, 7), (*ours, 16, 8, 0.0, 0, 70)))
+    predicted, measured = draw.draw_batches([old, new], tmp_path / "drawn.svg").axes
+    assert {line.get_label(): list(line.get_xydata().ravel()) for line in measured.lines} == {
+        "plain, T = 1": [8, 50, 32, 200], "heads, T = auto": [1, 9], "heads, T = 16": [8, 70]}
+    alone, = draw.draw_batches([], tmp_path / "drawn.svg").axes
+    for axes in predicted, alone:
+        assert [line.get_label() for line in axes.lines] == list(draw.PREDICTED)
+        assert list(axes.lines[0].get_ydata()) == list(roofline.predict(*roofline.NOMINAL)["plain, T = 1"][1][:256])
+    assert ElementTree.parse(tmp_path / "drawn.svg").getroot().tag == SVG + "svg"
+
+
+def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
+    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
+    refusal(lambda: draw.draw_batches([], "x.svg"), "pip install matplotlib")
 
 
 def test_the_prediction_is_in_docs_results(capsys):

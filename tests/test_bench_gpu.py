@@ -1,9 +1,12 @@
 """bench gpu: torch's versions do the same work, rows hold the measurements, parts run and fail independently."""
 
+import io
 import json
+import math
 import os
 import re
 import shutil
+from contextlib import redirect_stdout
 from itertools import count
 from types import SimpleNamespace
 
@@ -11,11 +14,15 @@ import pytest
 import torch
 
 import kernels
+import train_heads
+from bench import ROOT, decoding, gpu, operations, serving, size_config, timing
 from bench import __main__ as bench
-from bench import gpu, operations, size_config, timing
 from conftest import call_once, refusal
+from hf.tokenizer import load_encoding
 from test_kernels import as_int64, random_forest
+from test_train_heads import measured
 from tools.flags import DEMO
+from training.flags import parse_heads
 
 
 @pytest.mark.parametrize("T", [1, 13, 64])
@@ -40,7 +47,7 @@ def test_torch_computes_the_same_projections_and_moves():
     share = torch.bincount(tokens, minlength=5) / len(tokens)
     torch.testing.assert_close(share, ((hidden @ weight.T)[0] / 0.7).softmax(-1), atol=0.02, rtol=0)
     assert torch.equal(operations.sample(hidden, weight, 0.0), (hidden @ weight.T).argmax(-1))
-    sizes = SimpleNamespace(batch_sizes=[3])
+    sizes = SimpleNamespace(sequences=[3])
     (_, _, size, make, ours, other), = operations.commit_cases(size_config("tiny"), "cpu", sizes)
     assert size == 2 * 2 * 3 * 4 * 2 * 2 * 2 * 16
     a, *rest = make()
@@ -50,8 +57,30 @@ def test_torch_computes_the_same_projections_and_moves():
     assert torch.equal(a, b) and not torch.equal(a[..., 21, :], a[..., 22, :])
 
 
+@torch.inference_mode()
+def test_trees_of_the_benchmark_are_full():
+    """Bug: a kernel is timed on padding: trees without candidates, prompts that are read, paths of one node."""
+    sizes = SimpleNamespace(trees=[16], sequences=[2], histories=[64])
+    inputs, outputs = {}, {}
+    for name, _, _, make, ours, _ in operations.tree_cases(size_config("tiny"), "cpu", sizes):
+        inputs[name] = make()
+        outputs[name] = ours(*inputs[name])
+    assert (outputs["best_tree"][4][:, 1:] >= 0).all()
+    assert (inputs["prompt_chain"][3][0] == 1).all()
+    assert (outputs["accept_path"][:, -2] > 3).all()
+
+
 def rows_of(folder):
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
+
+
+def train_here(run, log, program, *flags, elsewhere=gpu.run_process):
+    """run_process, but training runs in this process, where its evaluation is replaced."""
+    if program != "train_heads.py":
+        return elsewhere(run, log, program, *flags)
+    with redirect_stdout(io.StringIO()) as output:
+        code = train_heads.main(parse_heads(flags))
+    return output.getvalue(), code
 
 
 def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
@@ -61,6 +90,8 @@ def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
     for module in gpu, operations:
         monkeypatch.setattr(module, "seconds", call_once)
     monkeypatch.setattr(gpu, "copy_bandwidth", lambda device: 1e9)
+    monkeypatch.setattr(gpu, "run_process", train_here)
+    monkeypatch.setattr(train_heads, "measure", measured)
     load = gpu.load_prompts
 
     def few_prompts(*given):
@@ -69,56 +100,95 @@ def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(gpu, "load_prompts", few_prompts)
     monkeypatch.setenv("CLOVER_COMMIT", "abc123")
     (tmp_path / "test_one.py").write_text("def test_one(): pass")
-    smaller = dict(batch_sizes=(2,), tests=("-p", "no:cacheprovider", str(tmp_path / "test_one.py")))
-    monkeypatch.setattr(gpu, "TINY", SimpleNamespace(**vars(gpu.TINY) | smaller))
-    folder = shutil.copytree(DEMO, tmp_path / "chatty", copy_function=os.symlink,
-                             ignore=shutil.ignore_patterns("clover", "medusa", "smollm2"))
-    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content[:99] }}{% endfor %}")
+    tests = dict(tests=("-p", "no:cacheprovider", str(tmp_path / "test_one.py")))
+    monkeypatch.setattr(gpu, "TINY", SimpleNamespace(**vars(gpu.TINY) | tests))
     out = tmp_path / "out"
-    bench.main(bench.parse(["gpu", "--dry-run", "--model", str(folder), "--out", str(out)]))
+    bench.main(bench.parse(["gpu", "--dry-run", "--out", str(out)]))
     rows = rows_of(out)
     assert [json.loads(line) for line in capsys.readouterr().out.splitlines()] == rows
     assert rows[0]["dry_run"] and rows[0]["commit"] == "abc123"
-    ends = {row["part"]: row["ended"] for row in rows if "ended" in row}
-    assert [*ends] == [*gpu.PARTS]
+    assert {row["part"]: row["ended"] for row in rows if "ended" in row} == dict.fromkeys(gpu.PARTS, "done")
     select = lambda part, key: [row for row in rows if row["part"] == part and key in row]
-    for part, end in ends.items():
-        found = [row for row in rows if row["part"] == part and "ended" not in row]
-        assert end in ("done", "out of time") and found, (part, end)
     steps, plain = select("steps", "step_ms"), {}
     for row in steps:
-        case = row["batch_size"], row["temperature"], row["top_p"]
-        assert plain.setdefault(case, row)["tree_size"] == 1
-        assert row["over_plain"] == pytest.approx(row["step_ms"] / plain[case]["step_ms"], rel=1e-3)
-    assert len(steps) == 2 * len(plain) == 3 * 2
+        assert plain.setdefault(row["batch_size"], row)["tree_size"] == 1
+        assert row["over_plain"] == pytest.approx(row["step_ms"] / plain[row["batch_size"]]["step_ms"], rel=1e-3)
+        assert ("verify_ms" in row) == (row["batch_size"] == 2)
+    assert len(steps) == 2 * len(plain) == 2 * 2
     assert {row["kernel"] for row in select("kernels", "us")} == {
-        "tree_attention", "project_topk", "project_sample", "commit_path"}
+        "ngram_lookup", "best_tree", "prompt_chain", "accept_path", "filtered_sample", "tree_attention",
+        "project_topk", "project_sample", "commit_path"}
     assert all(row["us"] == 1000 for row in select("kernels", "us"))
-    first = select("kernels", "T")[0]  # 2 sequences, 16 + 1 rows of 2 heads of 16, and 1 x 4 queries in and out
+    first = select("kernels", "prefix")[0]  # 16 + 4 rows of 2 heads of 16, and 4 x 4 queries in and out
     assert select("ceilings", "copy_gb_per_s")[0]["copy_gb_per_s"] == 1
-    assert first["share_of_copy"] == pytest.approx(2 * 4 * 16 * (2 * 17 + 4) / 1e9 / 0.001, rel=1e-3)
-    by_lookup, by_heads = [("plain", 1), ("lookup", 8)], [("heads", T) for T in (4, 8, 16)]
-    for part, name, runs, ways in (
-            ("demo", "demo", 2, [*by_lookup, *by_heads, ("heads + lookup", 16), ("heads + lookup", "auto")]),
-            ("chats", "chatty", 1, [*by_lookup, ("lookup", 16), ("lookup", "auto")])):
-        decoded = select(part, "drafter")
-        assert [(row["drafter"], row["tree_size"]) for row in decoded] == runs * ways
-        assert all(row["bugs"] == 0 and row["model"] == name for row in decoded)
-        assert all(("graph_ms" in row) == (row["tree_size"] != "auto") for row in decoded)
-        assert sorted(row["engine_ms"] for row in decoded)[len(decoded) // 2] > 0  # other work may disturb a few
+    assert first["share_of_copy"] == pytest.approx(4 * 16 * (2 * 20 + 4 * 4) / 1e9 / 0.001, rel=1e-3)
+    ways = [("plain", 1), *(("heads + lookup", T) for T in ("auto", 4, 16))]
+    runs = [(*way, 1, t, 0) for t in (0.0, 0.8) for way in ways]
+    runs += [(*way, 2, t, seed) for t in (0.0, 0.8) for way in ways for seed in (0, 1)]
+    for part, want in (("smollm2", runs), ("demo", [(*way, 2, 0.0, 0) for way in ways])):
+        decoded, plain = select(part, "drafter"), {}
+        for row, case in zip(decoded, want, strict=True):
+            _, T, *setting, seed = case
+            assert tuple(row[key] for key in ("drafter", "tree_size", "batch_size", "temperature", "seed")) == case
+            base = plain.setdefault((*setting, seed), row)
+            assert row["speed_up"] == pytest.approx(row["tokens_per_second"] / base["tokens_per_second"], rel=2e-3)
+            assert row["identical"] == 1 and row.get("bugs", 0) == 0 and row["model"] == "demo"
+            assert ("warm_seconds" in row) == ("bugs" in row) == (seed == 0)
+            assert ("graph_ms" in row) == (seed == 0 and T != "auto") and row["engine_ms"] > 0
+    served = select("server", "drafter")
+    assert [row["drafter"] for row in served] == ["plain", "auto"]
+    assert all(0 < row["first_token_ms"] <= row["worst_first_token_ms"] for row in served)
+    assert served[1]["speed_up"] == pytest.approx(
+        served[1]["tokens_per_second"] / served[0]["tokens_per_second"], rel=2e-3)
+    training, = select("training", "exit_code")
+    assert training["written_tokens_per_second"] > 0 and training["trained_tokens_per_second"] > 0
     (summary,), code = (select("tests", "summary")[0][key] for key in ("summary", "exit_code"))
     assert re.match("=+ 1 passed", summary) and code == 0
-    assert {*os.listdir(out)} == {"results.jsonl", "tests.log"}
+    assert {*os.listdir(out)} == {"results.jsonl", "tests.log", "server.log"}
+
+
+def test_a_model_with_a_chat_template_answers_chats(tmp_path):
+    """Bug: a chat model continues texts, or all chats of one kind come before the others."""
+    folder = shutil.copytree(DEMO, tmp_path / "chatty", copy_function=os.symlink,
+                             ignore=shutil.ignore_patterns("clover", "medusa", "smollm2"))
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content[:20] }}{% endfor %}")
+    _, heads, prompts, _ = gpu.load(SimpleNamespace(device="cpu"), folder, DEMO / "clover", 3)
+    encoding = load_encoding(folder)
+    want = [json.loads(line)["messages"][0]["content"] for line in (ROOT / "bench/prompts.jsonl").open()][:3]
+    assert heads.config.n_draft == 4 and [encoding.decode(prompt) for prompt in prompts] == [x[:20] for x in want]
+
+
+def test_each_differing_output_is_looked_into(monkeypatch):
+    """Bug: only the first that differs counts, or another sequence's noise is used; a run with many takes minutes."""
+    ours = [[1, i] for i in range(20)]
+    plain = [[1, i if i < 3 else 0] for i in range(20)]
+    looked_into = []
+
+    def first(model, prompts, ours, plain, sampling):
+        index = next(i for i, (a, b) in enumerate(zip(ours, plain)) if a != b)
+        looked_into.append(index)
+        return index, 1, 0.0, "tie" if index % 2 else "bug"
+    monkeypatch.setattr(decoding, "first_difference", first)
+    assert decoding.differences(None, None, None, ours, ours) == dict(ties=0, bugs=0)
+    assert decoding.differences(None, None, None, ours, plain) == dict(ties=4, bugs=4)
+    assert looked_into == [*range(3, 11)]
+
+
+def test_a_server_that_ends_is_not_waited_for(tmp_path):
+    """Bug: a mistake in the flags takes until the deadline."""
+    with pytest.raises(RuntimeError, match="did not start"), serving.server(tmp_path / "log", math.inf, "--prot", "1"):
+        pass
+    assert "--prot" in (tmp_path / "log").read_text()
 
 
 def parts_of(monkeypatch, tmp_path, **functions):
     monkeypatch.setattr(gpu, "PARTS", {name: (function, 1) for name, function in functions.items()})
-    gpu.bench(SimpleNamespace(out=str(tmp_path / "new"), parts=[*functions], model=None, dry_run=True, seconds=5))
+    gpu.bench(SimpleNamespace(out=str(tmp_path / "new"), parts=[*functions], dry_run=True, seconds=10))
     return [{key: row[key] for key in row if key not in ("part", "seconds")} for row in rows_of(tmp_path / "new")[1:]]
 
 
 def test_an_error_or_a_budget_ends_only_its_part(monkeypatch, tmp_path):
-    """Bug: an error ends other parts, rows are written only at the end, or a part exceeds its budget."""
+    """Bug: an error ends other parts, rows are written at the end, a part exceeds its time or gets no unused time."""
     def fails(run):
         yield dict(row=1)
         raise ValueError("a reason")
@@ -129,11 +199,14 @@ def test_an_error_or_a_budget_ends_only_its_part(monkeypatch, tmp_path):
     clock = iter(range(100))
     monkeypatch.setattr(gpu.time, "perf_counter", lambda: next(clock))
     assert parts_of(monkeypatch, tmp_path, fails=fails, endless=endless) == [
-        dict(row=1), dict(ended="ValueError: a reason"), *[dict(row=2)] * 3, dict(ended="out of time")]
+        dict(row=1), dict(ended="ValueError: a reason"), *[dict(row=2)] * 7, dict(ended="out of time")]
 
 
-def test_without_a_gpu_the_error_is_one_line(monkeypatch):
-    """Bug: a traceback, or figures of a CPU."""
+def test_what_is_missing_is_told_in_one_line(monkeypatch, checkpoint, tmp_path):
+    """Bug: a traceback, figures of a CPU, or plain decoding where the heads are missing."""
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    for flags, says in (("", "needs a CUDA device; --dry-run"), ("--dry-run --parts kernel", "some of ceilings, ")):
-        refusal(lambda: bench.main(bench.parse(["gpu", "--out", "out", *flags.split()])), says)
+    for flags, says in (("", "needs a CUDA device; --dry-run"), ("--dry-run --parts kernel", "some of tests, "),
+                        (f"--dry-run --model {checkpoint}", "has no draft heads; give their folder as --heads"),
+                        (f"--dry-run --parts server --heads {tmp_path}", "has no draft heads")):
+        refusal(lambda: bench.main(bench.parse(["gpu", "--out", str(tmp_path / "out"), *flags.split()])), says)
+    assert not (tmp_path / "out").exists()
