@@ -17,11 +17,13 @@ if __name__ == "__main__":  # before importing torch, so that a mistyped flag fa
     from tools.flags import parse_generate
     args = parse_generate()
 
+import contextlib
 import math
 import time
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from functools import partial
+from itertools import product
 from typing import NamedTuple
 
 import torch
@@ -41,12 +43,13 @@ from kernels import (
 from model import MAX_TREE, InputError, KVCache, check, expect
 
 PREFILL_CHUNK = 512  # prompt tokens per forward pass; bounds its memory and the wait between steps
-# Where steps read prompts, a prompt with more unread tokens than LONG_PROMPT has a forward pass of
-# its own, up to its last PROMPT_REST. While a prompt is unread, a fixed T competes with READ_SIZES.
-LONG_PROMPT = 128
+# Where steps read prompts: a long prompt (see `long_prompt`) has a forward pass of its own, up to
+# its last PROMPT_REST tokens. While a prompt is unread, a fixed T competes with READ_SIZES.
 PROMPT_REST = 64
 READ_SIZES = 16, 64
 READ_STEPS = 32  # most steps in which a prompt is read
+LARGEST_STEP = 512  # most rows of a step that `capture_all` captures
+MEMORY_LEFT = 0.05  # share of a GPU's memory at which it ends
 DEFAULT_BATCH = 8    # sequences
 MAX_CHAIN = 15       # most tokens that lookup proposes
 # sampling modes, cheapest first; a batch runs in its costliest one, which changes no tokens
@@ -125,6 +128,7 @@ ROW = dict(cpu=(0.15, 0), cuda=(0.002, 0.005))
 # Initial guesses for a GPU, measured on an H100 by `bench gpu`
 BANDWIDTH = 3e12           # bytes per second of a copy
 LAUNCH_SECONDS = 12 * 2e-6 # launches of a layer or a draft head in a CUDA graph
+EAGER_SECONDS = 4.3e-4     # of a layer without a graph
 
 
 class Policy:
@@ -176,6 +180,7 @@ class Policy:
         self.step_seconds = torch.ones(LARGEST + 1)  # of T nodes, for the next step's heads and B
         # share of the model's blocks that heads run over each committed row
         self.augmenting = len(heads.augment_blocks) / model.config.n_layer if self.heads else 0
+        self.captured = None  # (B, *option) that `Decoder.capture_all` captured; None: any will do
         self.steps = self.B = 0
         self.best = self.last = None
         self.last_use = dict.fromkeys(self.options, 0)  # step
@@ -193,8 +198,9 @@ class Policy:
             return self.tree_size, min(self.depth, self.tree_size - 1)
         is_due = B != self.B or self.steps % PERIOD == 0 or self.steps in (2, 4, 8)
         if is_due:
+            self.trial = self.trial if B == self.B else []
             self.B = B
-            self.best = max(self.options, key=self.rate)
+            self.best = max(self.possible(B, self.options), key=self.rate)
             self.begin_trial(behind)
         option = self.trial.pop() if self.trial else self.best
         if option[0] is None and (is_due or option != self.last):
@@ -214,12 +220,18 @@ class Policy:
             read = sum(min(T, unread) for unread in reading)
             return (read + (B - len(reading)) * tokens) / self.times.seconds(B, T, depths)
         least = max(reading) / READ_STEPS
-        fast = [option for option in self.reading_options if option[0] >= least]
-        return max(fast or [max(self.reading_options)], key=rate)
+        options = self.possible(B, self.reading_options)
+        fast = [option for option in options if option[0] >= least]
+        return max(fast or [max(options)], key=rate)
+
+    def possible(self, B, options):
+        """Those options that need no capture while a server runs."""
+        return [x for x in options if self.captured is None or (B, *x) in self.captured]
 
     def begin_trial(self, behind):
         """Tries the option that was not used for longest, if time is left for it."""
-        unused = [x for x in self.options if self.steps - self.last_use[x] >= UNUSED]
+        unused = [option for option in self.possible(self.B, self.options)
+                  if self.steps - self.last_use[option] >= UNUSED]
         if not unused or self.trial:
             return
         T, depths = option = min(unused, key=self.last_use.get)
@@ -382,9 +394,21 @@ def guessed_costs(model, heads):
                        for layer in heads.draft_head(0).modules() if hasattr(layer, "in_features"))
         size = model.dtype.itemsize if is_cuda else 0.625  # packed in 4 bits, and scales
         launches = LAUNCH_SECONDS if is_cuda else 0.0
-        plain_seconds = model.weight_bytes() / BANDWIDTH + model.config.n_layer * launches
-        head = (numbers * size / BANDWIDTH + launches) / plain_seconds
+        head = (numbers * size / BANDWIDTH + launches) / guessed_seconds(model)
     return *ROW["cuda" if is_cuda else "cpu"], head
+
+
+def guessed_seconds(model):
+    """A guess at the seconds of a plain step."""
+    launches = LAUNCH_SECONDS if model.device.type == "cuda" else 0.0
+    return model.weight_bytes() / BANDWIDTH + model.config.n_layer * launches
+
+
+def long_prompt(model):
+    """How many unread tokens make it faster to read a prompt by itself, in a pass that is not
+    captured, than by steps of 64 nodes."""
+    steps = EAGER_SECONDS * model.config.n_layer / guessed_seconds(model)
+    return min(MAX_TREE * math.ceil(steps), READ_SIZES[0] * READ_STEPS)
 
 
 def bucket(rows):
@@ -535,6 +559,7 @@ class Decoder:
         self.inference_mode = torch.inference_mode()  # creating one takes as long as a stage
         is_cuda = model.device.type == "cuda"
         self.reads_in_steps = is_cuda if reads_in_steps is None else reads_in_steps
+        self.long_prompt = long_prompt(model)
         largest = max(policy.largest, *READ_SIZES) if self.reads_in_steps else policy.largest
         P = self.path_limit(largest)
         # captured graphs hold addresses: these tensors are allocated once and changed in place
@@ -577,6 +602,7 @@ class Decoder:
         target = self.sample(normed, positions)          # [B, T]: the model's own next tokens
         accepted = self.accept(tree, chain, target)      # tokens, path [B, P], count [B]
         self.commit(tree, hidden, accepted)
+        self.rows = self.slots.all  # lets go of memory that a graph made
         return accepted, tree
 
     def read_rows(self, B):
@@ -708,13 +734,43 @@ class Decoder:
             with self.context():
                 self.launch(*option).wait()
 
+    def capture_all(self, progress=iter):
+        """Captures, while all slots are idle, the policy's options in all sampling modes for 1, 2,
+        4, ... sequences: up to LARGEST_STEP rows, the largest first, until the GPU's memory is
+        nearly full. Others are no options from then on. Replays each graph once, to learn its
+        time. progress: wraps the list of graphs, as tqdm does."""
+        policy = self.policy
+        sizes = {2 ** i for i in range(self.batch_size.bit_length())} | {self.batch_size}
+        options = {(1, 0), *policy.options, *policy.reading_options}
+        steps = [(B, T, depths) for B, (T, depths) in product(sizes, options)
+                 if B * T <= LARGEST_STEP or T in (1, policy.tree_size)]
+        steps.sort(key=lambda step: (-step[0] * step[1], step))
+        policy.captured = set()
+        for step in progress(steps):
+            free, total = torch.cuda.mem_get_info(self.device)
+            if free < MEMORY_LEFT * total:
+                break
+            with contextlib.suppress(torch.OutOfMemoryError), self.context():
+                self.capture_modes(*step)
+        self.sizes = sorted({B for B, *_ in policy.captured})
+        self.B = self.batch_size
+
+    def capture_modes(self, B, *option):
+        """Captures an option in all sampling modes, and times it."""
+        self.B = B
+        for self.sampling_mode in (FILTERED, NOISE, GREEDY):
+            self.launch(*option).wait()
+            seconds = self.launch(*option).wait().seconds
+        self.policy.times.learn(B, *option, seconds)
+        self.policy.captured.add((B, *option))
+
     def prefill_end(self, length, start):
         """How many tokens of a prompt to read by `prefill`, from token `start` on; steps read the
         rest. Without `reads_in_steps` all but the last, which is the root of the first step."""
         last = length - 1
         if not self.reads_in_steps:
             return last
-        return last - PROMPT_REST if last - start > LONG_PROMPT else start
+        return last - PROMPT_REST if last - start > self.long_prompt else start
 
     @torch.inference_mode()
     def prefill(self, slot, prompt, start, end):

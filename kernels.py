@@ -22,9 +22,9 @@ It launches the kernel on CUDA tensors, and on CPU tensors if TRITON_INTERPRET=1
 import; otherwise, in float64, and if a gradient is required, it calls the reference. Inputs may
 have any strides unless noted. docs/kernels.md explains the choices and has measurements.
 
-Letters: B sequences, of N in the caches, T tree nodes, L layers, S cache capacity, Hq and Hkv query and key/value
-heads, G = Hq / Hkv, D head size, C hidden size, V vocabulary, M rows (hidden states), P nodes of a
-path, K depths and W beams of a draft."""
+Letters: B sequences, of N in the caches, T tree nodes, L layers, S cache capacity, Hq and Hkv query
+and key/value heads, G = Hq / Hkv, D head size, C hidden size, V vocabulary, M rows (hidden states),
+P nodes of a path, K depths and W beams of a draft."""
 
 import math
 import os

@@ -139,7 +139,8 @@ def test_every_run_of_auto_starts_with_a_new_policy(toy, monkeypatch):
         decoder = engine.decoder
         if new == 40:  # the measured run: all options are compiled and captured
             learnt.append((engine.policy.steps, decoder.policy.counts.sum().item()))
-            assert engine.policy is decoder.policy and {key[1:] for key, _ in decoder.graphs} >= {*engine.policy.options}
+            captured = {(T, depths) for (_, T, depths), _ in decoder.graphs}
+            assert engine.policy is decoder.policy and captured >= {*engine.policy.options}
         return run(engine, prompts, new, *rest, **options)
     monkeypatch.setattr(Engine, "generate", note)
     (_, runs), = decoding.interleave(methods, dict(text=[[5, 9, 2], [7, 1]]), 40, rounds=2)

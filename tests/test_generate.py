@@ -342,6 +342,7 @@ def test_prompts_read_by_steps_leave_what_prefill_leaves(name, lookup, T, ahead,
     engines = [new_engine(model, heads, lookup=lookup, tree_size=T, batch_size=3, capacity=400, reads_in_steps=reads)
                for reads in (False, True)]
     engines[1].decoder.steps_ahead = ahead
+    engines[1].decoder.long_prompt = 128
     first, got = (engine.generate(prompts, 12) for engine in engines)
     assert got.tokens == first.tokens and got.steps <= 12 * len(prompts)
     longer = [prompt + tokens + [5] for prompt, tokens in zip(prompts, got.tokens)]

@@ -32,6 +32,7 @@ from starlette.middleware.cors import CORSMiddleware
 from starlette.requests import ClientDisconnect
 from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, StreamingResponse
 from starlette.routing import Route
+from tqdm import tqdm
 
 from backends import tensor_parallel
 from generate import Output, Sampling, check_prompt
@@ -216,6 +217,8 @@ class App:
         self.args = args
         self.loaded = loaded
         self.engine = make_engine(args, loaded, [[0]] * args.batch_size, context - 1)
+        if self.engine.decoder.pool is not None:  # else requests would wait for captures
+            self.engine.decoder.capture_all(partial(tqdm, desc="capturing steps", leave=False))
         self.name = args.name or ("smollm2" if file.name == SMOLLM2 else file.resolve().name)
         self.max_active = args.batch_size + args.queue
         self.active = 0  # sequences running or waiting
