@@ -104,7 +104,7 @@ class Accepted(NamedTuple):
         """(tokens, path, sources of the path's nodes) of each sequence."""
         B, P = len(self.packed), self.P
         packed = self.packed.numpy()  # slices and lists take less time than in torch
-        if P == 1:  # with hundreds of sequences, a list for each would start the garbage collector
+        if P == 1:  # of hundreds of sequences: more new lists would start the garbage collector
             path, sources = [0], [-1]
             return [(tokens, path, sources) for tokens in packed[:, :1].tolist()]
         counts = packed[:, -2].tolist()
@@ -278,13 +278,16 @@ class Policy:
             self.sums[None, step.depths] = tokens, time
 
     def learn_means(self, step, results):
-        hits = Counter(node for result in results for node in result.path)
+        hits = [0] * step.tree_size
+        for result in results:
+            for node in result.path:
+                hits[node] += 1
         means, counts = self.means[step.depths > 0]
         means += extended(means, step.tree_size - 1)[len(means):]
         counts += [2] * (len(means) - len(counts))
-        for i in range(step.tree_size - 1):
+        for i, accepted in enumerate(hits[1:]):
             counts[i] = min(counts[i] + 1, WINDOW)
-            means[i] += (hits[i + 1] / len(results) - means[i]) / counts[i]
+            means[i] += (accepted / len(results) - means[i]) / counts[i]
 
     def learn_chances(self, counts):
         """Updates `chances` from the new total `counts`."""
@@ -977,7 +980,8 @@ class Sequence:
 
     def take(self, tokens):
         """Appends a step's tokens, up to the end of the sequence; returns those appended."""
-        new = tokens[:self.limit - len(self.tokens)]
+        left = self.limit - len(self.tokens)
+        new = tokens if len(tokens) <= left else tokens[:left]  # no copy: see `to_lists`
         if self.stream or not self.stop_tokens.isdisjoint(new):
             new = self.until_stop(new)
         self.tokens += new
