@@ -20,10 +20,11 @@ if __name__ == "__main__":  # before importing torch, so that a mistyped flag fa
 import contextlib
 import math
 import time
+from bisect import bisect
 from collections import Counter, deque
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import product
+from itertools import accumulate, product
 from typing import NamedTuple
 
 import torch
@@ -104,9 +105,15 @@ class Accepted(NamedTuple):
 
     def to_lists(self):
         """(tokens, path, sources of the path's nodes) of each sequence."""
-        P = self.P
-        return [(row[:count], row[P:P + count], row[2 * P:2 * P + count])
-                for *row, count, _ in self.packed.tolist()]
+        B, P = len(self.packed), self.P
+        packed = self.packed.numpy()  # slices and lists take less time than in torch
+        if P == 1:  # of hundreds of sequences: more new lists would start the garbage collector
+            path, sources = [0], [-1]
+            return [(tokens, path, sources) for tokens in packed[:, :1].tolist()]
+        counts = packed[:, -2].tolist()
+        columns = packed[:, :3 * P].reshape(B, 3, P)[:, :, :max(counts)].tolist()
+        return [(tokens[:n], path[:n], sources[:n])
+                for (tokens, path, sources), n in zip(columns, counts)]
 
 
 # --------------------------------------------------------------------------------------------------
@@ -200,7 +207,8 @@ class Policy:
         if is_due:
             self.trial = self.trial if B == self.B else []
             self.B = B
-            self.best = max(self.possible(B, self.options), key=self.rate)
+            rate = partial(self.rate, self.expected_tokens())
+            self.best = max(self.possible(B, self.options), key=rate)
             self.begin_trial(behind)
         option = self.trial.pop() if self.trial else self.best
         if option[0] is None and (is_due or option != self.last):
@@ -213,13 +221,17 @@ class Policy:
     def select_reading(self, B, reading):
         """The option with the most tokens per second, those of prompts included, among the options
         that read the longest prompt in at most READ_STEPS steps."""
+        expected = self.expected_tokens()
+        reading = sorted(reading)
+        sums = list(accumulate(reading, initial=0))
+
         def rate(option):
             T, depths = option
-            drafted = min(T, self.tree_size or T)
-            tokens = 1 + sum(extended(self.means[depths > 0][0], drafted - 1))
-            read = sum(min(T, unread) for unread in reading)
+            tokens = expected[depths > 0][min(T, self.tree_size or T)]
+            shorter = bisect(reading, T)  # prompts of which T nodes read all that is unread
+            read = sums[shorter] + T * (len(reading) - shorter)
             return (read + (B - len(reading)) * tokens) / self.times.seconds(B, T, depths)
-        least = max(reading) / READ_STEPS
+        least = reading[-1] / READ_STEPS
         options = self.possible(B, self.reading_options)
         fast = [option for option in options if option[0] >= least]
         return max(fast or [max(options)], key=rate)
@@ -242,11 +254,17 @@ class Policy:
             self.trial_seconds += seconds
             self.trial = [option, option]
 
-    def rate(self, option):
+    def expected_tokens(self):
+        """{whether heads draft: expected tokens of a sequence, by tree size 0, 1, ...}."""
+        return {drafts: [0, *accumulate(extended(means, self.largest - 1), initial=1)]
+                for drafts, (means, _) in self.means.items()}
+
+    def rate(self, expected, option):
         """Expected tokens of a sequence in the time of a plain step."""
         T, depths = option
-        tokens = 1 + sum(extended(self.means[depths > 0][0], T - 1 if T else depths))
-        time = self.times.plain_steps(self.B, T or depths + 1, depths)
+        T = T or depths + 1
+        tokens = expected[depths > 0][T]
+        time = self.times.plain_steps(self.B, T, depths)
         recent_tokens, recent_time = self.sums.get(option, (0, 0))
         return (PRIOR * tokens + recent_tokens) / (PRIOR * time + recent_time)
 
@@ -272,13 +290,16 @@ class Policy:
             self.sums[None, step.depths] = tokens, time
 
     def learn_means(self, step, results):
-        hits = Counter(node for result in results for node in result.path[1:])
+        hits = [0] * step.tree_size
+        for result in results:
+            for node in result.path:
+                hits[node] += 1
         means, counts = self.means[step.depths > 0]
         means += extended(means, step.tree_size - 1)[len(means):]
         counts += [2] * (len(means) - len(counts))
-        for i in range(step.tree_size - 1):
+        for i, accepted in enumerate(hits[1:]):
             counts[i] = min(counts[i] + 1, WINDOW)
-            means[i] += (hits[i + 1] / len(results) - means[i]) / counts[i]
+            means[i] += (accepted / len(results) - means[i]) / counts[i]
 
     def learn_chances(self, counts):
         """Updates `chances` from the new total `counts`."""
@@ -944,7 +965,9 @@ class Engine:
             read = min(unread, step.tree_size)  # known tokens, which the step accepted
             if sequence.ended or read == step.tree_size:
                 continue  # it ended while this step was in flight, or only read its prompt
-            tokens, path, sources = (values[read:] for values in step.accepted[row])
+            tokens, path, sources = step.accepted[row]
+            if read:
+                tokens, path, sources = tokens[read:], path[read:], sources[read:]
             tree = step.trees and step.trees[row]
             if tree and unread:
                 tree = Tree(*([value] for value in (0, 0, 0, 1, -1, 1.0)))
@@ -1053,18 +1076,24 @@ class Sequence:
 
     def take(self, tokens):
         """Appends a step's tokens, up to the end of the sequence; returns those appended."""
-        new = []
-        for token in tokens[:self.limit - len(self.tokens)]:
-            new.append(token)
-            if self.stream:
-                self.stream.feed([token])
-            if token in self.stop_tokens or (self.stream and self.stream.stopped):
-                self.ended = "stop"
-                break
+        left = self.limit - len(self.tokens)
+        new = tokens if len(tokens) <= left else tokens[:left]  # no copy: see `to_lists`
+        if self.stream or not self.stop_tokens.isdisjoint(new):
+            new = self.until_stop(new)
         self.tokens += new
         if not self.ended and len(self.tokens) == self.limit:
             self.ended = self.at_limit
         return new
+
+    def until_stop(self, tokens):
+        """The tokens up to the first that ends the sequence."""
+        for number, token in enumerate(tokens, start=1):
+            if self.stream:
+                self.stream.feed([token])
+            if token in self.stop_tokens or (self.stream and self.stream.stopped):
+                self.ended = "stop"
+                return tokens[:number]
+        return tokens
 
 
 class StepResult(NamedTuple):
@@ -1092,21 +1121,48 @@ def drafter(source, depth):
 class Output:
     """Generated sequences and statistics."""
     sequences: list = field(default_factory=list)  # a `Sequence` for each prompt, in order
-    steps: int = 0        # verify steps, summed over the sequences
     batch_steps: int = 0  # steps of the whole batch
     seconds: float = 0.0  # wall time, prefill included
-    step_lengths: Counter = field(default_factory=Counter)  # n -> steps that emitted n tokens
-    accepted: Counter = field(default_factory=Counter)  # drafter -> accepted guesses
-    sizes: dict = field(default_factory=dict)           # T -> [steps, tokens]
     batch_size: int = 1   # B
+    shapes: Counter = field(default_factory=Counter)   # (T, emitted tokens) -> verify steps
+    guesses: Counter = field(default_factory=Counter)  # (depth, source) -> accepted guesses
 
     def count(self, result):
-        emitted = len(result.tokens)
-        self.steps += 1
-        self.step_lengths[emitted] += 1
-        self.accepted.update(result.drafters)
-        steps, tokens = self.sizes.get(result.tree_size, (0, 0))
-        self.sizes[result.tree_size] = [steps + 1, tokens + emitted]
+        """Counts a `StepResult`."""
+        _, tokens, _, sources, tree_size, _ = result
+        self.shapes[tree_size, len(tokens)] += 1
+        if guessed := sources[1:len(tokens) + 1]:  # a sequence may end inside the path
+            self.guesses.update(enumerate(guessed, start=1))
+
+    @property
+    def steps(self):
+        """Verify steps, summed over the sequences."""
+        return self.shapes.total()
+
+    @property
+    def step_lengths(self):
+        """n -> steps that emitted n tokens."""
+        lengths = Counter()
+        for (_, emitted), steps in self.shapes.items():
+            lengths[emitted] += steps
+        return lengths
+
+    @property
+    def sizes(self):
+        """T -> [steps, tokens]."""
+        sizes = {}
+        for (T, emitted), steps in self.shapes.items():
+            so_far = sizes.get(T, (0, 0))
+            sizes[T] = [so_far[0] + steps, so_far[1] + steps * emitted]
+        return sizes
+
+    @property
+    def accepted(self):
+        """Drafter -> accepted guesses."""
+        accepted = Counter()
+        for (depth, source), number in self.guesses.items():
+            accepted[drafter(source, depth)] += number
+        return accepted
 
     @property
     def tree_size(self):

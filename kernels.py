@@ -823,15 +823,16 @@ def _project_blocks(M, k, dtype, aligned, gathered, small_vocabulary, noisy):
         case = "many rows, narrow" if narrow else "many rows"
     elif gathered:
         case = "draft vocabulary"
-    elif small_vocabulary:
+    elif small_vocabulary or (noisy and rows == 64 and 1 < k <= 8):  # noise would spill
         case = "small vocabulary"
     most_rows, BLOCK_V, BLOCK_C, num_stages = PROJECT_TILES[case]
     BLOCK_M = min(rows, most_rows)
     if BLOCK_M == 64 and case != "slow loads":
         num_stages -= 1  # for the hidden states of 64 rows
     maxnreg = 168 if case == "slow loads" else 255 if BLOCK_M < 64 else None
-    if maxnreg is None and BLOCK_M * BLOCK_V <= 8192 and 1 < k <= 8 and not gathered:
-        maxnreg = 128  # two programs of 8 warps share a multiprocessor
+    most_k = 4 if noisy and rows > 64 else 8
+    if maxnreg is None and BLOCK_M * BLOCK_V <= 8192 and 1 < k <= most_k and not gathered:
+        maxnreg = 128  # two programs of 8 warps share a multiprocessor; more entries would spill
     return dict(BLOCK_M=BLOCK_M, BLOCK_V=BLOCK_V, BLOCK_C=BLOCK_C, num_stages=num_stages,
                 num_warps=8 if BLOCK_M >= 64 else 4, maxnreg=maxnreg)
 

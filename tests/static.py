@@ -202,6 +202,7 @@ GATE = dict(  # every shape class that kernels.py chooses; lists are alternative
     project_topk=[
         dict(M=ROWS, k=[4, 8, 32], V=[8192, 32000], n=8192, present=["", "vocab_ids"]), dict(M=8, k=1),
         dict(M=8, C=4112), dict(M=ROWS, k=8, n=8192, present="vocab_ids noise"),  # masked channels; sampled drafts
+        dict(M=ROWS, k=[4, 8, 32], V=[8192, 32000], present="noise"),
         dict(M=ROWS, k=32, dtype=FP32), dict(M=ROWS, k=32, aligned=False),
         dict(M=8, k=[1, 32], V=128256, multiprocessors=[1, 4, 16, 256])],  # how many lists to merge
     commit_path=[dict(P=64, D=256, present=["", "slots"], dtype=[BF16, FP32])],

@@ -15,9 +15,20 @@ from backends import cpu
 from bench.timing import stage_times, timing_decoder
 from clover import PRESETS
 from conftest import SHAPES, needs_compiler, needs_cuda, random_prompts, refusal, toy_model
-from generate import Engine, Interrupted, Policy, Sampling, decoder_class, generate, prepare
+from generate import (
+    Accepted,
+    Engine,
+    Interrupted,
+    Output,
+    Policy,
+    Sampling,
+    StepResult,
+    decoder_class,
+    generate,
+    prepare,
+)
 from hf.tokenizer import load_encoding
-from kernels import filter_logits
+from kernels import BINS, filter_logits
 from model import GPT
 from test_clover import random_heads
 
@@ -44,6 +55,33 @@ PROMPTS = random_prompts([7, 1, 30, 2, 90, 12, 3, 18])
 SAMPLED = dict(temperature=0.9, seed=3)
 FILTERED = dict(temperature=0.7, top_k=20, top_p=0.8, seed=2**40)
 WAYS = {"greedy": dict(), "sampled": SAMPLED, "filtered": FILTERED}
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Results of steps
+
+@pytest.mark.parametrize("P", [1, 2, 16])
+def test_accepted_paths_are_cut_from_the_packed_rows(P):
+    """Bug: a column of another sequence or field, padding taken for tokens."""
+    counts = torch.randint(1, P + 1, (7,)).tolist()
+    fields = [[torch.arange(n) + 100 * i + 20 * part for part in range(3)] for i, n in enumerate(counts)]
+    if P == 1:
+        fields = [[tokens, torch.tensor([0]), torch.tensor([-1])] for tokens, *_ in fields]  # the root
+    pad = lambda x: torch.cat((x, x.new_zeros(P - len(x))))
+    rows = [torch.cat((*map(pad, row), torch.tensor([n, row[1][-1]]))) for row, n in zip(fields, counts)]
+    got = Accepted(torch.stack(rows), P).to_lists()
+    assert got == [tuple(part.tolist() for part in row) for row in fields]
+
+
+def test_statistics_are_those_of_the_emitted_tokens():
+    """Bug: guesses after the end of a sequence, a head named after another depth, steps of two sizes mixed up."""
+    output, lookup = Output(), BINS + 2
+    for tokens, sources, T in (([5, 6, 7], [-1, 3, lookup], 4), ([8], [-1], 1), ([9], [-1, lookup, 3], 4),
+                               ([5, 6, 7], [-1, 0, 3], 9)):
+        output.count(StepResult(None, tokens, [*range(len(sources))], sources, T))
+    assert output.accepted == {"head 1": 2, "lookup": 2, "head 2": 1} and output.steps == 4
+    assert output.step_lengths == {3: 2, 1: 2} and output.sizes == {4: [2, 4], 1: [1, 1], 9: [1, 3]}
+    assert output.tree_size == 18 / 4
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -221,6 +221,7 @@ def test_prompts_are_read_by_the_size_of_most_tokens_per_second(toy, tree_size, 
     policy.times = StepTimes(0.02, 0, 0)  # a further row takes a fiftieth of a step
     if tree_size is None:
         policy.reading_options = [(T, 0) for T in (1, 8, 32, 64)]
+        policy.largest = 64
     assert policy.select(B, reading=reading)[0] == want
 
 

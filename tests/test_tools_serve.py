@@ -3,13 +3,14 @@
 import asyncio
 import contextlib
 import json
+import re
 import shutil
 import signal
 import socket
 import subprocess
 import sys
 import threading
-from collections import defaultdict
+from collections import Counter, defaultdict
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -28,6 +29,7 @@ pytest.importorskip("starlette", reason="the server needs pip install starlette 
 uvicorn = pytest.importorskip("uvicorn", reason="the server needs pip install starlette uvicorn")
 
 from tools import serve  # noqa: E402
+from tools.metrics import Metrics  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 TEMPLATE = """{% for m in messages %}{{ raise_exception("no dogs") if m.role == "dog" }}{{ m.content }}
@@ -336,9 +338,57 @@ def test_a_full_queue_sends_retry_after(served):
             assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
         texts = [answer.result().json()["choices"][0]["text"] for answer in asked]
     assert texts == [served.want(ask(temperature=1, seed=seed))[0][0] for seed in range(8)]
-    said = dict(line.rsplit(" ", 1) for line in served.client.get("/metrics").text.splitlines())
-    assert int(said['clover_requests_total{status="429"}']) == 1 and said["clover_queue"] == "0"
-    assert int(said["clover_first_token_seconds_count"]) >= 8 and float(said["clover_tokens_per_step"]) >= 1
+    said = parsed(served.client.get("/metrics").text)
+    assert said['clover_requests_total{status="429"}'] == 1 and said["clover_queue"] == 0
+    assert said["clover_first_token_seconds_count"] >= 8 and said["clover_tokens_per_step"] >= 1
+
+
+def parsed(text):
+    """{sample's name and labels: value} of the Prometheus text format."""
+    *lines, last = text.split("\n")
+    kinds, values = {}, {}
+    for line in lines:
+        if line.startswith("# TYPE "):
+            family, kind = re.fullmatch(r"# TYPE ([a-z_:]+) (counter|gauge|histogram|summary)", line).groups()
+            assert family not in kinds
+            kinds[family] = kind
+        else:
+            sample, name, value = re.fullmatch(
+                r'(([a-z_:]+)(?:\{(?:[a-z_]+="(?:[^"\\]|\\[\\"n])*",?)+\})?) (\S+)', line).groups()
+            parts = {"summary": "_sum _count", "histogram": "_sum _count _bucket"}.get(kind)
+            assert name in [family + part for part in parts.split()] if parts else name == family
+            assert sample not in values
+            values[sample] = float(value)
+    assert last == ""
+    return values
+
+
+def test_metrics_have_vllms_names(served):
+    """Bug: a sample outside its family, a label that is not escaped, plain steps counted as drafts, a bucket that is
+    not cumulative."""
+    read = lambda: Counter(parsed(served.client.get("/metrics").text))
+    before = read()
+    said = [served.post(ask(prompt="abcabcabc", max_tokens=40, **draft)).json() for draft in ({}, dict(draft="none"))]
+    new = read() - before
+    count = lambda name: new[f'vllm:{name}{{model_name="toy"}}']
+    steps, accepted = said[0]["speculation"]["steps"], sum(said[0]["speculation"]["guessed"].values())
+    assert count("generation_tokens_total") == new["clover_tokens_total"] == 80 and accepted > 0
+    assert count("spec_decode_num_drafts_total") == steps and count("spec_decode_num_draft_tokens_total") == 6 * steps
+    by_position = [new[f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}",model_name="toy"}}']
+                   for i in range(6)]
+    assert count("spec_decode_num_accepted_tokens_total") == sum(by_position) == accepted
+    assert steps >= by_position[0] and by_position == sorted(by_position, reverse=True)
+    assert count("time_to_first_token_seconds_count") == 2 and count("time_to_first_token_seconds_sum") > 0
+    assert new['vllm:time_to_first_token_seconds_bucket{le="+Inf",model_name="toy"}'] == 2
+
+    metrics = Metrics()
+    for seconds in (0.001, 0.0011, 3000):
+        metrics.first_token(seconds)
+    said = parsed(metrics.text('a"b\\c\nd', 3, 4))
+    name = r'model_name="a\"b\\c\nd"'
+    bucket = lambda bound: said[f'vllm:time_to_first_token_seconds_bucket{{le="{bound}",{name}}}']
+    assert [bucket(bound) for bound in (0.001, 0.005, 2560.0, "+Inf")] == [1, 2, 2, 3]
+    assert [said[f"vllm:num_requests_{state}{{{name}}}"] for state in ("running", "waiting")] == [3, 4]
 
 
 @pytest.mark.parametrize("stream", [True, False])

@@ -21,7 +21,6 @@ import threading
 import time
 import traceback
 import uuid
-from collections import Counter
 from functools import partial
 from pathlib import Path
 
@@ -42,6 +41,7 @@ from model import InputError, expect
 from tools import fields
 from tools.errors import command, error_line
 from tools.load import load, make_engine
+from tools.metrics import Metrics
 from tools.printer import step_record
 
 PATIENCE = 30         # seconds for a body to arrive, a client to read, sequences to end on SIGTERM
@@ -141,7 +141,7 @@ class Worker(threading.Thread):
         self.tree_size = engine.policy.tree_size  # unless drafting is off
         self.jobs = {}  # sequence -> its Job
         self.calls = queue.SimpleQueue()  # functions to run between two steps
-        self.counts = Counter(steps_total=0, tokens_total=0)  # of /metrics
+        self.metrics = Metrics()
 
     def run(self):
         try:
@@ -165,9 +165,8 @@ class Worker(threading.Thread):
             sequence = step.sequence
             job = self.jobs[sequence]
             if not job.output.steps:
-                self.counts["first_token_seconds_sum"] += time.perf_counter() - job.started
-                self.counts["first_token_seconds_count"] += 1
-            self.counts.update(steps_total=1, tokens_total=len(step.tokens))
+                self.metrics.first_token(time.perf_counter() - job.started)
+            self.metrics.output.count(step)
             job.output.count(step)
             record = step_record(step, job.encoding.decode) if job.body["show_steps"] else None
             streams = job.body["stream"]
@@ -224,7 +223,6 @@ class App:
         self.active = 0  # sequences running or waiting
         self.worker = Worker(self.engine)
         self.worker.start()
-        self.counts = self.worker.counts
         route = lambda method, path, handler: Route(path, partial(self.guard, handler),
                                                     methods=[method])
         starlette = Starlette(
@@ -247,7 +245,7 @@ class App:
 
     async def refuse(self, request, error):
         status = getattr(error, "status_code", 400 if isinstance(error, InputError) else 500)
-        self.counts[f'requests_total{{status="{status}"}}'] += 1
+        self.worker.metrics.responses[status] += 1
         return JSONResponse(self.as_error(error, status), status, getattr(error, "headers", None))
 
     def as_error(self, error, status=500):
@@ -306,7 +304,7 @@ class App:
             ended = [sequence.ended for sequence in job.output.sequences]
             choices = list(map(job.choice, range(job.count), texts, ended))
             response = JSONResponse(job.head | dict(choices=choices) | job.usage())
-        self.counts['requests_total{status="200"}'] += 1
+        self.worker.metrics.responses[200] += 1
         await response(*asgi)
 
     def encode(self, job):
@@ -357,11 +355,9 @@ class App:
         return JSONResponse(dict(object="list", data=[model]) if name is None else model)
 
     async def metrics(self, request):
-        """Counters in the Prometheus text format."""
-        counts = dict(self.counts, running=len(self.engine.running), queue=len(self.engine.waiting))
-        counts["tokens_per_step"] = counts["tokens_total"] / max(counts["steps_total"], 1)
-        lines = (f"clover_{name} {value}\n" for name, value in sorted(counts.items()))
-        return PlainTextResponse("".join(lines))
+        engine = self.engine
+        text = self.worker.metrics.text(self.name, len(engine.running), len(engine.waiting))
+        return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
 def listen(host, port):
