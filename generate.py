@@ -164,12 +164,11 @@ class Policy:
         else:
             sizes = TREE_SIZES[model.device.type]
             self.options = [(1, 0), *((T, min(K, T - 1)) for T in sizes if K),
-                            *((T, 0) for T in sizes if lookup)]
+                            *((T, 0) for T in sizes if lookup and T <= MAX_CHAIN + 1)]
         self.largest = max(T or LARGEST for T, _ in self.options)
         # where steps read prompts
-        self.reading_options = self.options
-        if self.tree_size:
-            self.reading_options = [(T, min(K, T - 1)) for T in (self.tree_size, *READ_SIZES)]
+        reads = [(T, min(K, T - 1)) for T in READ_SIZES]
+        self.reading_options = list(dict.fromkeys([*self.options, *reads]))
         self.group = model.group
         self.known = known_counts(self.heads)  # [2, SOURCES, 2]: accepted, proposed
         # totals, to which steps add; in float32 they would stop at 2^24
@@ -631,7 +630,8 @@ class Decoder:
 
     def draft(self, tree_size, depths):
         """Returns the tree and the result of `ngram_lookup`, or None without lookup."""
-        slots, rows = self.slots, self.rows
+        slots = self.slots
+        rows = self.rows
         B = len(rows.root)
         temperature = rows.sampling["temperature"]
         if tree_size == 1:
@@ -661,13 +661,15 @@ class Decoder:
         if self.model.config.positions == "learned":
             # nodes beyond the context's end are never emitted, but have no position embedding
             positions = positions.clamp(max=self.model.config.block_size - 1)
-        model, cache = self.model, self.slots.cache.select(self.rows.slots)
+        model = self.model
+        cache = self.slots.cache.select(self.rows.slots)
         hidden = model.embeddings(tree.tokens, positions)
         return model.norm.add_and_norm(*model.blocks(hidden, model.tables, positions, cache,
                                                      tree.ancestors))
 
     def sample(self, normed, positions):
-        sequence, sampling = self.rows.sequence, self.rows.sampling
+        sequence = self.rows.sequence
+        sampling = self.rows.sampling
         if self.sampling_mode != FILTERED:
             temperature = 0.0 if self.sampling_mode == GREEDY else sampling["temperature"]
             return self.head.sample(normed, temperature, sampling["seed"], sequence, positions)
@@ -686,7 +688,8 @@ class Decoder:
     def commit(self, tree, hidden, accepted):
         """Keeps the path's cache rows, feeds its tokens to heads and lookup, and makes the bonus
         token the next root. Rows from `count` on are junk that the next step overwrites."""
-        slots, rows = self.slots, self.rows
+        slots = self.slots
+        rows = self.rows
         lengths = slots.cache.lengths
         history = slots.history if self.policy.lookup else None
         states = None
@@ -750,8 +753,7 @@ class Decoder:
         """Compiles and captures every option of the policy, in the present sampling mode, while all
         slots are idle."""
         policy = self.policy
-        reading = policy.reading_options if self.reads_in_steps else []
-        for option in dict.fromkeys([*policy.options, *reading]):
+        for option in policy.reading_options if self.reads_in_steps else policy.options:
             with self.context():
                 self.launch(*option).wait()
 
@@ -762,7 +764,7 @@ class Decoder:
         time. progress: wraps the list of graphs, as tqdm does."""
         policy = self.policy
         sizes = {2 ** i for i in range(self.batch_size.bit_length())} | {self.batch_size}
-        options = {(1, 0), *policy.options, *policy.reading_options}
+        options = {(1, 0), *policy.reading_options}
         steps = [(B, T, depths) for B, (T, depths) in product(sizes, options)
                  if B * T <= LARGEST_STEP or T in (1, policy.tree_size)]
         steps.sort(key=lambda step: (-step[0] * step[1], step))

@@ -10,6 +10,7 @@ if __name__ == "__main__":  # before torch is imported, so that a mistyped flag 
     args = parse_serve()
 
 import asyncio
+import gc
 import hmac
 import json
 import os
@@ -379,6 +380,7 @@ def main(args):
     loaded = load(args, group)
     context = min(args.context or 4096, loaded.model.config.block_size)
     app = App(args, loaded, context)
+    gc.freeze()  # else each full collection scans all that was loaded
     server = Server(uvicorn.Config(app.asgi, lifespan="off", log_level="warning",
                                    timeout_graceful_shutdown=PATIENCE))
     host, port, *_ = listener.getsockname()
