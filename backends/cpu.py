@@ -522,7 +522,9 @@ class PackedBlocks(Packed, Blocks):
         lengths = positions[:, 0].int() if ancestors is None else cache.lengths
         positions = positions.contiguous()
         ancestors = None if ancestors is None else ancestors.contiguous()
+        slots = None if cache.slots is None else cache.slots.int()
         a_pass = pass_struct(hidden.shape, tables, cache.kv, lengths, ancestors, positions)
+        a_pass.slots = pointer(slots)
         normed = torch.empty_like(x)
         failed = library().run_blocks(self.structs, len(self), header.NormWeights(), a_pass,
                                       x.data_ptr(), normed.data_ptr())
