@@ -82,15 +82,28 @@ def test_weights_by_confidence_are_products_of_the_chances_before():
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 @pytest.mark.parametrize("shape", ["llama", "gpt2"])
-def test_autocast_is_on_for_the_heads_and_off_for_a_half_model(shape, dtype):
+def test_autocast_is_on_for_a_float32_model_and_off_for_a_half_one(shape, dtype):
     """Catches slow half-precision models: CUDA's autocast computes norms in float32, with a cast at each of them."""
     model, seen = toy_model(**SHAPES[shape]).to(dtype), []
     heads, ids = CloverHeads(preset("clover"), model), torch.tensor(random_prompts([T + 4 + 1] * B))
     note = lambda name: lambda *_: seen.append((name, torch.is_autocast_enabled("cpu")))
     model.blocks[0].register_forward_pre_hook(note("model"))
     heads.augment_blocks[0].register_forward_pre_hook(note("heads"))
-    run_heads(heads, run_model(model, ids, dtype=torch.bfloat16), ids, dtype=torch.bfloat16)
-    assert seen == [("model", dtype == torch.float32), ("heads", True)] and not torch.is_autocast_enabled("cpu")
+    outputs = run_heads(heads, run_model(model, ids, dtype=torch.bfloat16), ids, dtype=torch.bfloat16)
+    assert seen == [("model", dtype == torch.float32), ("heads", dtype == torch.float32)]
+    assert {out.dtype for out in outputs} == {dtype} and not torch.is_autocast_enabled("cpu")
+    sum(out.float().sum() for out in outputs).backward()
+    assert all(p.dtype == p.grad.dtype == torch.float32 for p in heads.parameters())
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_a_half_model_computes_the_same_with_a_cache(shape):
+    """Catches layers that read other layers' keys, or positions and masks that ignore documents."""
+    model, ids = toy_model(**SHAPES[shape]).bfloat16(), torch.tensor(random_prompts([30, 30]))
+    documents = torch.arange(30).expand(2, -1) // torch.tensor([[12], [30]])
+    for given in None, documents:
+        want = model(ids[:, :-1], documents=None if given is None else given[:, :-1])
+        torch.testing.assert_close(run_model(model, ids, given), want, atol=0.02, rtol=0.02)
 
 
 def test_guesses_across_a_border_and_of_tokens_that_do_not_count_are_left_out():

@@ -15,8 +15,10 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.func import functional_call
 
 from kernels import FINITE_MIN, runs_triton, tl, triton
+from model import KVCache
 
 # Logits per chunk: 16 MB in float32, to fit a CPU's cache; larger on a GPU, where small products
 # are bound by reading the LM head. Peak memory is about six such chunks.
@@ -42,10 +44,21 @@ def autocast(model, dtype):
 def run_model(model, ids, documents=None, dtype=torch.float32):
     """The model's hidden states [B, T, C] for all but the last of the token ids [B, T + 1], and
     their documents likewise."""
+    tokens = ids[:, :-1]
     documents = None if documents is None else documents[:, :-1]
-    is_half = model.dtype.itemsize == 2  # needs no autocast, like decoding
-    with autocast(model, None if is_half else dtype):
-        return model(ids[:, :-1], documents=documents)
+    if model.dtype.itemsize == 2:  # as in decoding, without autocast
+        return model(tokens, documents=documents, cache=shared_cache(model, *tokens.shape))
+    with autocast(model, dtype):
+        return model(tokens, documents=documents)
+
+
+def shared_cache(model, B, T):
+    """A `KVCache` whose layers share their memory: for a model that has a cache, a kernel rotates
+    queries and keys."""
+    c = model.config
+    kv = torch.zeros(1, 2, B, c.n_kv_head, T, c.head_size, dtype=model.dtype, device=model.device)
+    lengths = torch.zeros(B, dtype=torch.int32, device=model.device)
+    return KVCache(kv.expand(c.n_layer, -1, -1, -1, -1, -1), lengths)
 
 
 def run_heads(heads, hidden, ids, documents=None, dtype=torch.float32):
@@ -53,8 +66,12 @@ def run_heads(heads, hidden, ids, documents=None, dtype=torch.float32):
     ids, documents: [B, T + K + 1]."""
     K = heads.config.n_draft
     documents = None if documents is None else documents[:, :-K - 1]
+    inputs = hidden[:, :-K], ids[:, 1:], documents
+    if heads.model.dtype == dtype:  # as in decoding; autocast would compute norms in float32
+        weights = {name: weight.to(dtype) for name, weight in heads.named_parameters()}
+        return functional_call(heads, weights, inputs)
     with autocast(heads.model, dtype):
-        return heads(hidden[:, :-K], ids[:, 1:], documents)
+        return heads(*inputs)
 
 
 def guess_masks(tokens, K, loss_mask, documents=None):
@@ -153,7 +170,7 @@ def teacher_targets(logits, drafted=None):
     n = V if drafted is None else len(drafted)
     target, mass = logits.new_empty(R, n, dtype=torch.float32), logits.new_empty(R).float()
     greedy = torch.empty_like(mass, dtype=torch.int64)
-    _teacher_kernel[R,](logits, drafted, target, mass, greedy, V, n, BLOCK=4096, num_warps=8)
+    _teacher_kernel[R,](logits, drafted, target, mass, greedy, V, n, BLOCK=2048, num_warps=8)
     return target, mass, greedy
 
 
@@ -164,7 +181,7 @@ def cross_entropy(logits, target, mass, wanted):
         loss, chance = torch.empty_like(mass), torch.empty_like(mass)
         guess = torch.empty_like(wanted)
         _cross_entropy_kernel[len(logits),](logits, target, mass, wanted, loss, guess, chance,
-                                            logits.shape[1], BLOCK=4096, num_warps=8)
+                                            logits.shape[1], BLOCK=2048, num_warps=8)
         return loss, guess, chance, logits
     dtype, logits = logits.dtype, logits.float()
     top, guess = logits.max(dim=-1)
@@ -224,8 +241,8 @@ def _cross_entropy_kernel(logits_ptr, target_ptr, mass_ptr, wanted_ptr, loss_ptr
     total, guess = _row_stats(logits_ptr, n, BLOCK)
     mass = tl.load(mass_ptr + row)
     wanted = tl.load(wanted_ptr + row)
-    x = tl.load(logits_ptr + wanted, mask=wanted >= 0, other=float("-inf")).to(tl.float32)
-    tl.store(chance_ptr + row, tl.exp(x - total))
+    logit = tl.load(logits_ptr + wanted, mask=wanted >= 0, other=float("-inf")).to(tl.float32)
+    tl.store(chance_ptr + row, tl.exp(logit - total))
     tl.store(guess_ptr + row, guess)
     product = tl.zeros([BLOCK], tl.float32)
     tl.debug_barrier()  # the wanted logit is read before a thread overwrites it
