@@ -373,6 +373,35 @@ def test_an_ablation_and_its_draft_vocabulary_are_kept(checkpoint, texts, tmp_pa
     refusal(lambda: train(*other), "draft-vocabulary None, not 12")
 
 
+def test_training_starts_from_other_heads(checkpoint, texts, tmp_path, monkeypatch, unmeasured):
+    """Catches fresh weights or another draft vocabulary, an --init that is lost or repeated on --resume."""
+    monkeypatch.setattr(data, "VOCABULARY_STEP", 16)
+    first, second = tmp_path / "first", tmp_path / "second"
+    before = run(checkpoint, texts, first, "--steps", "6", "--preset", "clover2", "--draft-heads", "2")
+    others = write_lines(tmp_path / "others.jsonl", (dict(text=f"{i}th OTHER Text; " * 30) for i in range(100)))
+    start = ["--init", first, "--lr", "1e-9"]
+    after = run(checkpoint, others, second, "--steps", "2", *start)
+    assert before["config"] == after["config"] and after["training"]["init"] == "first"
+    saved = CloverHeads.from_pretrained(first, GPT.from_pretrained(checkpoint, device="cpu", packed=False)).state_dict()
+    torch.testing.assert_close(trained(second), dict(saved), atol=1e-7, rtol=0)
+    shutil.rmtree(first)
+    train("--out", second, "--resume", "--steps", "3", "--lr", "1e-9")
+    assert record(second)["training"]["steps"] == 3
+
+
+@pytest.mark.parametrize("flags, says", [
+    ("--init {}", "holds heads with preset clover, not medusa; draft-heads 4, not 3; draft-vocabulary 0, not 9; leave"),
+    ("--init nowhere", "nowhere"), ("--init {} --model {model}", "belong to another model")])
+def test_heads_that_do_not_fit_are_no_start(flags, says, finished, checkpoint, texts, tmp_path):
+    model = shutil.copytree(checkpoint, tmp_path / "other")
+    toy_model(vocab_size=258, block_size=128, n_inner=64).save_pretrained(model)
+    others = "" if "--model" in flags else f"--model {checkpoint} --preset medusa --draft-heads 3 --draft-vocabulary 9"
+    flags = f"{flags.format(finished, model=model)} {others}".split()
+    refusal(lambda: train("--data", texts, "--out", tmp_path / "out", *flags), says)
+    assert not (tmp_path / "out").exists()
+    pytest.raises(SystemExit, train, "--resume", "--out", finished, "--init", finished)
+
+
 def test_the_loss_equals_cross_entropy_against_the_shifted_teacher(tmp_path):
     """Catches a target off by one position, and loss weights that rise, such as 0.7^-i instead of 0.7^i."""
     model = toy_model()
