@@ -24,8 +24,7 @@ from model import KVCache
 # are bound by reading the LM head. Peak memory is about six such chunks.
 CHUNK_LOGITS = 2**22
 CUDA_CHUNK_LOGITS = 2**27
-
-HEAD_WEIGHT = 0.7
+HEAD_WEIGHT = 0.7  # fixed weights: head i has 0.7^i
 
 
 class Guesses(NamedTuple):
@@ -53,8 +52,7 @@ def run_model(model, ids, documents=None, dtype=torch.float32):
 
 
 def shared_cache(model, B, T):
-    """A `KVCache` whose layers share their memory: for a model that has a cache, a kernel rotates
-    queries and keys."""
+    """A `KVCache` whose layers share their memory: with a cache, one kernel applies RoPE."""
     c = model.config
     kv = torch.zeros(1, 2, B, c.n_kv_head, T, c.head_size, dtype=model.dtype, device=model.device)
     lengths = torch.zeros(B, dtype=torch.int32, device=model.device)
@@ -92,7 +90,7 @@ def window_guesses(heads, ids, loss_mask, documents=None, dtype=torch.float32):
 
 
 def guess_weights(kind, chances):
-    """The weight of each guess in the loss, float32 [K, B, T]. chances: as in `Guesses`.
+    """The weight of each guess in the loss, float32 [K, B or 1, T or 1]. chances: of `Guesses`.
     "fixed": 0.7^i for head i, as decoding reaches later heads less often. "confidence": the
     probability that the heads before it guess the model's greedy tokens (D-PACE)."""
     K = len(chances)
@@ -107,32 +105,37 @@ def head_losses(heads, hidden, outputs, guess_mask, dtype=torch.float32):
     K, B, T = guess_mask.shape
     norm = heads.model.norm
     weight = heads.model.head.weight.to(dtype)  # (V, C)
-    drafted, weights = None, weight
-    ranks = torch.arange(len(weight), device=weight.device)  # of each token in the draft vocabulary
-    if heads.vocabulary is not None:
-        drafted = heads.vocabulary.long()
-        weights = weight[drafted]  # (n, C)
-        ranks = torch.full_like(ranks, -1).index_copy_(0, drafted, ranks[:len(drafted)])
+    drafted, places = draft_places(heads, weight)
+    drafted_weight = weight if drafted is None else weight[drafted]  # (n, C)
     teacher = norm(hidden).to(dtype).flatten(0, 1)  # (B (T + K), C)
     states = [align(norm(out.to(hidden.dtype)).to(dtype), i, K) for i, out in enumerate(outputs)]
     counted = torch.stack([align(mask[..., None], i, K) for i, mask in enumerate(guess_mask)])
-    wants_gradient = torch.is_grad_enabled()
     grads = [torch.zeros_like(x) for x in states]
+    wants_gradient = torch.is_grad_enabled()
     losses, hits, chances = torch.zeros(3, K, len(teacher), device=weight.device)
     with torch.no_grad():
         for rows in chunks(counted.any(dim=0).flatten(), chunk_rows(weight)):
             target, mass, greedy = teacher_targets(teacher[rows] @ weight.T, drafted)
-            wanted = ranks[greedy]
+            wanted = places[greedy]
             for i, state in enumerate(states):
-                results = cross_entropy(state[rows] @ weights.T, target, mass, wanted)
+                results = cross_entropy(state[rows] @ drafted_weight.T, target, mass, wanted)
                 losses[i, rows], guess, chances[i, rows], gradient = results
                 hits[i, rows] = (guess == wanted).float()
                 if wants_gradient:
-                    grads[i][rows] = gradient @ weights
+                    grads[i][rows] = gradient @ drafted_weight
     slopes = torch.stack([(x * grad).sum(-1) for x, grad in zip(states, grads)]).float()
     losses = losses + (slopes - slopes.detach())  # the value of losses, and their gradient
     unalign = lambda x: torch.stack([x[i].view(B, -1)[:, i + 1:i + 1 + T] for i in range(K)])
     return Guesses(unalign(losses), unalign(hits), unalign(chances), guess_mask)
+
+
+def draft_places(heads, weight):
+    """The draft vocabulary, int64 [n] or None, and the place of each token in it or -1, [V]."""
+    places = torch.arange(len(weight), device=weight.device)
+    if heads.vocabulary is None:
+        return None, places
+    drafted = heads.vocabulary.long()
+    return drafted, torch.full_like(places, -1).index_copy_(0, drafted, places[:len(drafted)])
 
 
 def align(x, i, K):
