@@ -2,6 +2,7 @@
 
     python train_heads.py                          # Clover heads for demo/, on the built-in corpus
     python train_heads.py --model DIR --data my_texts/ chats/*.jsonl.gz --out out/heads
+    python train_heads.py --init DIR --data PATH   # starts from trained heads
     python train_heads.py --evaluate --out DIR     # measures heads without training them
 
 A run is saved every few minutes, on Ctrl-C and on SIGTERM. --resume leads to the same heads as an
@@ -23,7 +24,7 @@ from pathlib import Path
 import torch
 
 from backends import cpu, tensor_parallel
-from clover import CloverHeads, model_hash, preset
+from clover import CloverHeads, model_hash, preset, read_record
 from hf.chat import load_chat_template, stop_tokens
 from model import InputError, check, expect, human, warn
 from tools.errors import command
@@ -31,9 +32,8 @@ from tools.load import load_model
 from training import data, runs, writing
 from training.evaluate import measure, record
 from training.flags import SELF, STORED, SWITCHES, TRAINING, RunConfig
-from training.loss import window_losses
+from training.loss import HEAD_WEIGHT, guess_weights, window_guesses
 
-HEAD_WEIGHT = 0.7   # head i has weight 0.7^i in the loss: decoding reaches later heads less often
 SHOW_EVERY = 20     # steps
 SAVE_EVERY = 180.0  # seconds
 MIN_VOCABULARY = 8  # the smallest draft vocabulary: twice the default beam width
@@ -48,7 +48,7 @@ class Run:
     def __init__(self, config, out, heads, tokenizer, key, group, state=None):
         self.config = config
         self.out = out
-        self.heads = heads.to(heads.model.device)
+        self.heads = heads.to(heads.model.device, torch.float32).requires_grad_().train()
         self.tokenizer = tokenizer
         self.key = key
         self.group = group
@@ -95,8 +95,7 @@ class Run:
 
     def train_step(self, *windows):
         """Does one optimizer step on a batch of windows -> (loss, head accuracies [K])."""
-        losses, accuracies = self.losses(*windows)
-        loss = sum(HEAD_WEIGHT ** i * head_loss for i, head_loss in enumerate(losses))
+        loss, accuracies = self.loss(*windows)
         loss.backward()
         for parameter in self.heads.parameters():
             self.group.all_reduce(parameter.grad)
@@ -107,16 +106,19 @@ class Run:
         self.step += 1
         return loss.detach(), accuracies
 
-    def losses(self, ids, loss_mask, documents):
-        """The (losses in nats, head accuracies), each [K], of a batch over all processes. The
-        gradient covers only this process's part of the batch."""
-        group = self.group
-        sums, hits, guesses = window_losses(self.heads, ids, loss_mask, documents, self.dtype)
-        count = group.all_reduce(guesses).clamp(min=1)
-        losses = sums / count
-        total = group.all_reduce(losses.detach().clone())
-        accuracies = group.all_reduce(hits) / count
-        return total + (losses - losses.detach()), accuracies
+    def loss(self, ids, loss_mask, documents):
+        """The (loss in nats, head accuracies [K]) of a batch over all processes. The gradient
+        covers only this process's part of the batch."""
+        total = lambda x: self.group.all_reduce(x.detach().sum(dim=(1, 2)))
+        found = window_guesses(self.heads, ids, loss_mask, documents, self.dtype)
+        count = total(found.mask.float()).clamp(min=1)
+        weights = guess_weights(self.config.loss_weights, found.chances) * found.mask
+        fixed = sum(HEAD_WEIGHT ** i for i in range(len(count)))
+        weights = weights * (fixed / (total(weights) / count).sum().clamp(min=1))
+        losses = found.losses * weights / count.view(-1, 1, 1)
+        loss = losses.sum()
+        value = total(losses).sum()
+        return value + (loss - loss.detach()), total(found.hits * found.mask) / count
 
     def save(self):
         """Writes the heads, then the state, so that the previous state survives any failure."""
@@ -127,6 +129,7 @@ class Run:
         config, heads = self.config, self.heads
         path = self.out / runs.STATE_FILE
         training = dict(steps=self.step, tokens=self.step * config.tokens_per_step,
+                        init=config.init and Path(config.init).name,
                         **config.select(TRAINING), **data_record(config.data, self.key))
         state = dict(identity=[model_hash(heads.model), self.key], step=self.step, log=self.log,
                      heads=heads.state_dict(), optimizer=self.optimizer.state_dict())
@@ -169,8 +172,23 @@ def read_config(args, out, group):
            f"draft vocabulary must be auto, 0 for all, or at least {MIN_VOCABULARY}")
     expect(args.evaluate or config.batch_size % group.size == 0, f"a batch size of "
            f"{config.batch_size} cannot be split over {group.size} processes; use a multiple")
+    if "init" in args:
+        return replace(config, **initial_switches(args))
     heads = preset(config.preset, **config.select(SWITCHES))
     return replace(config, **{name: getattr(heads, name) for name in SWITCHES})
+
+
+def initial_switches(args):
+    """The preset, switches and draft vocabulary of the heads in --init. Raises InputError if a flag
+    has another value."""
+    heads, _ = read_record(Path(args.init) / "heads.json")
+    theirs = {name: getattr(heads, name) for name in ("preset", *SWITCHES)}
+    theirs["draft_vocabulary"] = heads.vocabulary
+    differ = "; ".join(f"{runs.flag(name)} {value}, not {getattr(args, name)}"
+                       for name, value in theirs.items()
+                       if getattr(args, name, None) not in (None, value))
+    expect(not differ, f"{args.init} holds heads with {differ}; leave the flags out, or --init")
+    return theirs
 
 
 def prepare(config, out, group, resume):
@@ -182,7 +200,10 @@ def prepare(config, out, group, resume):
     dtype = torch.bfloat16 if config.device.startswith("cuda") else torch.float32
     model, encoding = load_model(config, packed=False, dtype=dtype)
     torch.manual_seed(config.seed)
-    heads = CloverHeads(preset(config.preset, **config.select(SWITCHES)), model)
+    if config.init and not state:
+        heads = CloverHeads.from_pretrained(config.init, model, encoding.hash)
+    else:
+        heads = CloverHeads(preset(config.preset, **config.select(SWITCHES)), model)
     config = replace(config, block_size=pick_block_size(config, heads))
     base = model_hash(model)
     home = out  # the folder of the tokens; runs on the model's own text share them
@@ -202,7 +223,7 @@ def prepare(config, out, group, resume):
         return key
     run = Run(config, out, heads, encoding.hash, group.on_first(prepare_text), group, state)
     corpus = data.open_tokens(home / data.FILE)["train"]
-    if not state:
+    if not state and not config.init:
         data.set_draft_vocabulary(heads, corpus.ids[corpus.loss_mask], config.draft_vocabulary,
                                   group.print)
     return run, corpus

@@ -30,6 +30,7 @@ from generate import GREEDY, Decoder, Engine, Policy, Sampling, capture
 from test_clover import random_heads
 from test_generate import Cycling
 from train_heads import Run
+from training.flags import RunConfig
 
 H200 = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=233472)
 pytestmark = pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs triton")
@@ -447,11 +448,11 @@ def test_losses_of_training_on_a_fake_gpu(name, kind, start, monkeypatch):
     attention = patch.object(F, "scaled_dot_product_attention", lambda q, *_, **__: q.bfloat16())
     with (patch.object(torch.cuda, "is_available", lambda: True), attention, torch.no_grad(), operations,
           patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True)):
-        run = SimpleNamespace(heads=heads, group=Group(), dtype=BF16)
+        run = SimpleNamespace(heads=heads, group=Group(), dtype=BF16, config=RunConfig())
         ids = torch.zeros(2, 40, dtype=torch.int64, device="cuda")
-        total, accuracies = Run.losses(run, ids, ids.bool(), ids)
-    assert total.shape == accuracies.shape == (heads.config.n_draft,)
-    assert total.dtype == FP32 and total.is_cuda and products == {BF16}
+        loss, accuracies = Run.loss(run, ids, ids.bool(), ids)
+    assert loss.shape == () and accuracies.shape == (heads.config.n_draft,)
+    assert loss.dtype == FP32 and loss.is_cuda and products == {BF16}
     assert allowed and torch.nn.attention.SDPBackend.CUDNN_ATTENTION not in allowed
 
 

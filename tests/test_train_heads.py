@@ -1,5 +1,6 @@
 """train_heads.py: heads learn to predict the model's tokens, runs resume, the output works in generate.py."""
 
+import copy
 import json
 import multiprocessing.forkserver
 import os
@@ -217,7 +218,7 @@ def run_killed(left, flags):
                 os.kill(os.getpid(), signal.SIGKILL)
             return call(*args, **kwargs)
         return wrapped
-    for where, name in ((os, "replace"), (os, "chmod"), (torch, "save"), (train_heads, "window_losses"),
+    for where, name in ((os, "replace"), (os, "chmod"), (torch, "save"), (train_heads, "window_guesses"),
                         (torch.optim.AdamW, "step")):
         setattr(where, name, mortal(getattr(where, name)))
     train_heads.SAVE_EVERY = 0.0  # after each step
@@ -372,21 +373,59 @@ def test_an_ablation_and_its_draft_vocabulary_are_kept(checkpoint, texts, tmp_pa
     refusal(lambda: train(*other), "draft-vocabulary None, not 12")
 
 
-def test_losses_equal_cross_entropy_against_the_shifted_teacher(tmp_path):
+def test_training_starts_from_other_heads(checkpoint, texts, tmp_path, monkeypatch, unmeasured):
+    """Catches fresh weights or another draft vocabulary, an --init that is lost or repeated on --resume."""
+    monkeypatch.setattr(data, "VOCABULARY_STEP", 16)
+    first, second = tmp_path / "first", tmp_path / "second"
+    before = run(checkpoint, texts, first, "--steps", "6", "--preset", "clover2", "--draft-heads", "2")
+    others = write_lines(tmp_path / "others.jsonl", (dict(text=f"{i}th OTHER Text; " * 30) for i in range(100)))
+    start = ["--init", first, "--lr", "1e-9"]
+    after = run(checkpoint, others, second, "--steps", "2", *start)
+    assert before["config"] == after["config"] and after["training"]["init"] == "first"
+    saved = CloverHeads.from_pretrained(first, GPT.from_pretrained(checkpoint, device="cpu", packed=False)).state_dict()
+    torch.testing.assert_close(trained(second), dict(saved), atol=1e-7, rtol=0)
+    shutil.rmtree(first)
+    train("--out", second, "--resume", "--steps", "3", "--lr", "1e-9")
+    assert record(second)["training"]["steps"] == 3
+
+
+@pytest.mark.parametrize("flags, says", [
+    ("--init {}", "holds heads with preset clover, not medusa; draft-heads 4, not 3; draft-vocabulary 0, not 9; leave"),
+    ("--init nowhere", "nowhere"), ("--init {} --model {model}", "belong to another model")])
+def test_heads_that_do_not_fit_are_no_start(flags, says, finished, checkpoint, texts, tmp_path):
+    model = shutil.copytree(checkpoint, tmp_path / "other")
+    toy_model(vocab_size=258, block_size=128, n_inner=64).save_pretrained(model)
+    others = "" if "--model" in flags else f"--model {checkpoint} --preset medusa --draft-heads 3 --draft-vocabulary 9"
+    flags = f"{flags.format(finished, model=model)} {others}".split()
+    refusal(lambda: train("--data", texts, "--out", tmp_path / "out", *flags), says)
+    assert not (tmp_path / "out").exists()
+    pytest.raises(SystemExit, train, "--resume", "--out", finished, "--init", finished)
+
+
+def test_the_loss_equals_cross_entropy_against_the_shifted_teacher(tmp_path):
     """Catches a target off by one position, and loss weights that rise, such as 0.7^-i instead of 0.7^i."""
     model = toy_model()
     heads, ids = random_heads(model), torch.tensor(random_prompts([25, 25]))
     T, loss_mask = 25 - 4 - 1, torch.ones(2, 25, dtype=torch.bool)
-    run = train_heads.Run(RunConfig(dtype="float32"), tmp_path, heads.requires_grad_(), "", "", Group())
-    losses, accuracy = run.losses(ids, loss_mask, None)
     hidden = model(ids)
     whole = model.lm_head(hidden)
+    losses, hits, chances = [], [], []
     for i, out in enumerate(heads(hidden[:, :T], ids[:, 1:])):  # the model predicts token t + 2 + i at t + 1 + i
         logs, teacher = model.lm_head(out).log_softmax(-1), whole[:, i + 1:i + 1 + T]
-        torch.testing.assert_close(losses[i], -(teacher.softmax(-1) * logs).sum(-1).mean(), atol=1e-4, rtol=1e-4)
-        assert accuracy[i] == (logs.argmax(-1) == teacher.argmax(-1)).float().mean()
-    loss, _ = run.train_step(ids, loss_mask, None)
-    torch.testing.assert_close(loss, losses.detach() @ torch.tensor([1, 0.7, 0.49, 0.343]))
+        greedy = teacher.argmax(-1, keepdim=True)
+        losses.append(-(teacher.softmax(-1) * logs).sum(-1))
+        hits.append((logs.argmax(-1) == greedy[..., 0]).float().mean())
+        chances.append(logs.exp().gather(-1, greedy)[..., 0])
+    products = [torch.ones(2, T), *torch.stack(chances[:-1]).cumprod(0)]
+    fixed, scale = (1, 0.7, 0.49, 0.343), 2.533 / sum(x.mean() for x in products)
+    wants = dict(fixed=sum(weight * x.mean() for weight, x in zip(fixed, losses)),
+                 confidence=scale * sum((weight * x).mean() for weight, x in zip(products, losses)))
+    for kind, want in wants.items():
+        config = RunConfig(dtype="float32", loss_weights=kind)
+        run = train_heads.Run(config, tmp_path, copy.deepcopy(heads), "", "", Group())
+        loss, accuracies = run.train_step(ids, loss_mask, None)
+        torch.testing.assert_close(loss, want.detach(), atol=1e-4, rtol=1e-4)
+        assert accuracies.tolist() == torch.stack(hits).tolist()
 
 
 @pytest.mark.parametrize("fast, flag, want", [(True, None, torch.bfloat16), (False, None, torch.float32),

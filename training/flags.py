@@ -22,6 +22,7 @@ class RunConfig:
     lr: float = 6e-3
     seed: int = 1
     self_tokens: int | None = None
+    loss_weights: str = "fixed"
     dtype: str | None = None
     quantize: str | None = None
     preset: str = "clover"
@@ -32,6 +33,7 @@ class RunConfig:
     projector: str | None = None
     shared: bool | None = None
     draft_vocabulary: int | None = None
+    init: str | None = None   # absolute path
     device: str | None = None
 
     @property
@@ -51,7 +53,10 @@ def parse_heads(argv=None):
     """Parses train_heads.py's flags. A field of `RunConfig` is set only if its flag is given."""
     parser = Parser("Trains draft heads on a frozen model.", prog="train_heads.py")
     parser.add_argument("--out", metavar="DIR", help="default: out/ and the preset's name")
-    parser.add_argument("--resume", action="store_true", help="continue the run in --out")
+    one_of = parser.add_mutually_exclusive_group().add_argument
+    one_of("--resume", action="store_true", help="continue the run in --out")
+    one_of("--init", type=os.path.abspath, metavar="DIR", default=argparse.SUPPRESS,
+           help="start from these heads, with their preset, switches and draft vocabulary")
     parser.add_argument("--evaluate", action="store_true", help="only measure the heads in --out")
     run = parser.add_argument_group("run", "with --resume, defaults are those of the saved run",
                                     argument_default=argparse.SUPPRESS)
@@ -68,6 +73,8 @@ def parse_heads(argv=None):
     add("--block-size", **count, help="tokens per sequence; default: 256, if the context allows")
     add("--lr", type=float, metavar="X", help=f"peak learning rate; default: {RunConfig.lr}")
     add("--seed", type=int, metavar="N", help=f"default: {RunConfig.seed}")
+    add("--loss-weights", choices=("fixed", "confidence"), help="of head i: 0.7^i, or the "
+        "probability that the heads before it guess right; default: fixed")
     add("--preset", metavar="NAME", help=f"default: {RunConfig.preset}; docs/training.md lists "
         "presets and their switches, the next six flags")
     add("--draft-heads", dest="n_draft", type=int, metavar="K")

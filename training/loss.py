@@ -6,18 +6,33 @@ soon as the logits are known. The forward pass does so chunk by chunk, and keeps
 K * N * C. With torch.utils.checkpoint instead, training steps take 1.3 times as long.
 
 Head i (from 0) at position t guesses token t + 2 + i, which the model predicts at position
-t + 1 + i. With a draft vocabulary, the loss covers only its tokens. Losses are sums, so that
-several processes can add them up.
+t + 1 + i. With a draft vocabulary, the loss covers only its tokens.
 
-dtype: of matrix products, float32 or bfloat16."""
+dtype: of matrix products, float32 or bfloat16. R: rows of a chunk. n: size of the draft
+vocabulary."""
+
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.func import functional_call
+
+from kernels import FINITE_MIN, runs_triton, tl, triton
+from model import KVCache
 
 # Logits per chunk: 16 MB in float32, to fit a CPU's cache; larger on a GPU, where small products
 # are bound by reading the LM head. Peak memory is about six such chunks.
 CHUNK_LOGITS = 2**22
-CUDA_CHUNK_LOGITS = 2**26
+CUDA_CHUNK_LOGITS = 2**27
+HEAD_WEIGHT = 0.7  # fixed weights: head i has 0.7^i
+
+
+class Guesses(NamedTuple):
+    """What heads guess at the positions of a batch, each [K, B, T]."""
+    losses: torch.Tensor   # float32: cross-entropy against the model's distribution, in nats
+    hits: torch.Tensor     # float32, 0 or 1: top-1 is the model's greedy token
+    chances: torch.Tensor  # float32: probability of the model's greedy token, detached
+    mask: torch.Tensor     # bool: the guess counts; the others may have any values
 
 
 def autocast(model, dtype):
@@ -28,10 +43,20 @@ def autocast(model, dtype):
 def run_model(model, ids, documents=None, dtype=torch.float32):
     """The model's hidden states [B, T, C] for all but the last of the token ids [B, T + 1], and
     their documents likewise."""
+    tokens = ids[:, :-1]
     documents = None if documents is None else documents[:, :-1]
-    is_half = model.dtype.itemsize == 2  # needs no autocast, like decoding
-    with autocast(model, None if is_half else dtype):
-        return model(ids[:, :-1], documents=documents)
+    if model.dtype.itemsize == 2:  # as in decoding, without autocast
+        return model(tokens, documents=documents, cache=shared_cache(model, *tokens.shape))
+    with autocast(model, dtype):
+        return model(tokens, documents=documents)
+
+
+def shared_cache(model, B, T):
+    """A `KVCache` whose layers share their memory: with a cache, one kernel applies RoPE."""
+    c = model.config
+    kv = torch.zeros(1, 2, B, c.n_kv_head, T, c.head_size, dtype=model.dtype, device=model.device)
+    lengths = torch.zeros(B, dtype=torch.int32, device=model.device)
+    return KVCache(kv.expand(c.n_layer, -1, -1, -1, -1, -1), lengths)
 
 
 def run_heads(heads, hidden, ids, documents=None, dtype=torch.float32):
@@ -39,8 +64,12 @@ def run_heads(heads, hidden, ids, documents=None, dtype=torch.float32):
     ids, documents: [B, T + K + 1]."""
     K = heads.config.n_draft
     documents = None if documents is None else documents[:, :-K - 1]
+    inputs = hidden[:, :-K], ids[:, 1:], documents
+    if heads.model.dtype == dtype:  # as in decoding; autocast would compute norms in float32
+        weights = {name: weight.to(dtype) for name, weight in heads.named_parameters()}
+        return functional_call(heads, weights, inputs)
     with autocast(heads.model, dtype):
-        return heads(hidden[:, :-K], ids[:, 1:], documents)
+        return heads(*inputs)
 
 
 def guess_masks(tokens, K, loss_mask, documents=None):
@@ -52,60 +81,67 @@ def guess_masks(tokens, K, loss_mask, documents=None):
     return torch.stack([loss_mask[:, at] & (documents[:, at] == documents[:, :T]) for at in ahead])
 
 
-def window_losses(heads, ids, loss_mask, documents=None, dtype=torch.float32):
-    """Losses of a batch from `data.window_batch` -> the sums and hits of `head_losses`, and the
-    number of guesses, each float32 [K]."""
+def window_guesses(heads, ids, loss_mask, documents=None, dtype=torch.float32):
+    """The `Guesses` for a batch from `data.window_batch`."""
     hidden = run_model(heads.model, ids, documents, dtype)
     outputs = run_heads(heads, hidden, ids, documents, dtype)
     guess_mask = guess_masks(ids, len(outputs), loss_mask, documents)
-    sums, hits = head_losses(heads, hidden, outputs, guess_mask, dtype)
-    return sums, hits, guess_mask.sum(dim=(1, 2)).float()
+    return head_losses(heads, hidden, outputs, guess_mask, dtype)
+
+
+def guess_weights(kind, chances):
+    """The weight of each guess in the loss, float32 [K, B or 1, T or 1]. chances: of `Guesses`.
+    "fixed": 0.7^i for head i, as decoding reaches later heads less often. "confidence": the
+    probability that the heads before it guess the model's greedy tokens (D-PACE)."""
+    K = len(chances)
+    if kind == "fixed":
+        return HEAD_WEIGHT ** torch.arange(K, device=chances.device).view(K, 1, 1)
+    return torch.cat((torch.ones_like(chances[:1]), chances[:-1])).cumprod(dim=0)
 
 
 def head_losses(heads, hidden, outputs, guess_mask, dtype=torch.float32):
-    """Sums over guess_mask [K, B, T] for each head -> (cross-entropy against the model's next-token
-    distribution in nats, hits: top-1 is the model's greedy token), each float32 [K]. hidden:
-    [B, T + K, C] of the model; outputs: K tensors [B, T, C]; both before the final norm."""
+    """The `Guesses` of K outputs [B, T, C], from the model's hidden [B, T + K, C]; both before the
+    final norm. guess_mask: [K, B, T]."""
     K, B, T = guess_mask.shape
     norm = heads.model.norm
     weight = heads.model.head.weight.to(dtype)  # (V, C)
-    drafted = slice(None) if heads.vocabulary is None else heads.vocabulary.long()
-    tokens = torch.arange(len(weight), device=weight.device)[drafted]
-    weights = weight[drafted]
-    teacher = norm(hidden).to(dtype)
-    states = [norm(out.to(hidden.dtype)).to(dtype) for out in outputs]
+    drafted, places = draft_places(heads, weight)
+    drafted_weight = weight if drafted is None else weight[drafted]  # (n, C)
+    teacher = norm(hidden).to(dtype).flatten(0, 1)  # (B (T + K), C)
+    states = [align(norm(out.to(hidden.dtype)).to(dtype), i, K) for i, out in enumerate(outputs)]
+    counted = torch.stack([align(mask[..., None], i, K) for i, mask in enumerate(guess_mask)])
     grads = [torch.zeros_like(x) for x in states]
-    sums, hits = torch.zeros(2, K, device=weight.device).unbind()
-    counts = guess_mask.new_zeros(K, B, T + K)  # guess_mask by the teacher's position
-    for i in range(K):
-        counts[i, :, i + 1:i + 1 + T] = guess_mask[i]
-    for rows, positions in chunks(counts.any(dim=0), chunk_rows(weight)):
-        logits = (teacher[rows, positions] @ weight.T).float()  # (n, V)
-        greedy = logits.argmax(dim=-1)
-        total = logits.logsumexp(dim=-1, keepdim=True)
-        target = logits[:, drafted].sub_(total).exp_()
-        for i in range(K):
-            at = rows, (positions - 1 - i).clamp(0, T - 1)
-            counted = counts[i, rows, positions]
-            loss, guess, gradient = cross_entropy(states[i][at], weights, target, counted)
-            sums[i] += loss
-            hits[i] += (counted & (tokens[guess] == greedy)).sum()
-            grads[i].index_put_(at, gradient, accumulate=True)
-    slope = torch.stack([(state * grad).sum() for state, grad in zip(states, grads)])
-    return sums + (slope - slope.detach()), hits  # the value of sums, and their gradient
+    wants_gradient = torch.is_grad_enabled()
+    losses, hits, chances = torch.zeros(3, K, len(teacher), device=weight.device)
+    with torch.no_grad():
+        for rows in chunks(counted.any(dim=0).flatten(), chunk_rows(weight)):
+            target, mass, greedy = teacher_targets(teacher[rows] @ weight.T, drafted)
+            wanted = places[greedy]
+            for i, state in enumerate(states):
+                results = cross_entropy(state[rows] @ drafted_weight.T, target, mass, wanted)
+                losses[i, rows], guess, chances[i, rows], gradient = results
+                hits[i, rows] = (guess == wanted).float()
+                if wants_gradient:
+                    grads[i][rows] = gradient @ drafted_weight
+    slopes = torch.stack([(x * grad).sum(-1) for x, grad in zip(states, grads)]).float()
+    losses = losses + (slopes - slopes.detach())  # the value of losses, and their gradient
+    unalign = lambda x: torch.stack([x[i].view(B, -1)[:, i + 1:i + 1 + T] for i in range(K)])
+    return Guesses(unalign(losses), unalign(hits), unalign(chances), guess_mask)
 
 
-def cross_entropy(states, weight, target, counted):
-    """The loss of a chunk: the cross-entropy of states [n, C] against target [n, V], summed over
-    the rows that are counted -> (loss, top-1 index [n], gradient of the loss [n, C])."""
-    states = states.detach().requires_grad_(torch.is_grad_enabled())
-    logits = (states @ weight.T).float()
-    loss = (F.cross_entropy(logits, target, reduction="none") * counted).sum()
-    guess = logits.argmax(dim=-1)
-    if not loss.requires_grad:  # heads are only measured
-        return loss, guess, torch.zeros_like(states)
-    gradient, = torch.autograd.grad(loss, states)
-    return loss.detach(), guess, gradient
+def draft_places(heads, weight):
+    """The draft vocabulary, int64 [n] or None, and the place of each token in it or -1, [V]."""
+    places = torch.arange(len(weight), device=weight.device)
+    if heads.vocabulary is None:
+        return None, places
+    drafted = heads.vocabulary.long()
+    return drafted, torch.full_like(places, -1).index_copy_(0, drafted, places[:len(drafted)])
+
+
+def align(x, i, K):
+    """Head i's x [B, T, C] in the rows of the model's predictions of the same tokens: position t in
+    row t + 1 + i, [B (T + K), C]."""
+    return F.pad(x, (0, 0, i + 1, K - 1 - i)).flatten(0, 1)
 
 
 def chunk_rows(weight):
@@ -114,10 +150,110 @@ def chunk_rows(weight):
 
 
 def chunks(mask, n):
-    """Yields n (rows, positions) at a time where mask [B, length] is set. On a GPU yields all
-    positions, set or not, as reading the mask would synchronise."""
-    grid = torch.cartesian_prod(*(torch.arange(size, device=mask.device) for size in mask.shape))
+    """Yields n row numbers at a time where mask [rows] is set. On a GPU yields slices of all rows,
+    set or not, as reading the mask would synchronise."""
     if mask.device.type == "cpu":
-        grid = grid[mask.flatten()]
-    for first in range(0, len(grid), n):
-        yield grid[first:first + n].unbind(1)
+        yield from mask.nonzero()[:, 0].split(n)
+    else:
+        yield from (slice(first, first + n) for first in range(0, len(mask), n))
+
+
+# --------------------------------------------------------------------------------------------------
+# Rows of logits: on CUDA one pass of a kernel each, in place
+
+def teacher_targets(logits, drafted=None):
+    """The model's logits [R, V] -> (its probabilities of the draft vocabulary [R, n], their sum
+    [R], both float32, and the greedy token [R])."""
+    if not runs_triton(logits):
+        logits = logits.float()
+        target = logits.softmax(dim=-1)
+        target = target if drafted is None else target[:, drafted]
+        return target, target.sum(dim=-1), logits.argmax(dim=-1)
+    R, V = logits.shape
+    n = V if drafted is None else len(drafted)
+    target, mass = logits.new_empty(R, n, dtype=torch.float32), logits.new_empty(R).float()
+    greedy = torch.empty_like(mass, dtype=torch.int64)
+    _teacher_kernel[R,](logits, drafted, target, mass, greedy, V, n, BLOCK=2048, num_warps=8)
+    return target, mass, greedy
+
+
+def cross_entropy(logits, target, mass, wanted):
+    """A head's logits [R, n] and the model's target [R, n] of sum mass [R] -> (cross-entropy [R],
+    top-1 [R], probability of the wanted [R] or 0 for -1, the gradient [R, n] in logits' dtype)."""
+    if runs_triton(logits):
+        loss, chance = torch.empty_like(mass), torch.empty_like(mass)
+        guess = torch.empty_like(wanted)
+        _cross_entropy_kernel[len(logits),](logits, target, mass, wanted, loss, guess, chance,
+                                            logits.shape[1], BLOCK=2048, num_warps=8)
+        return loss, guess, chance, logits
+    dtype, logits = logits.dtype, logits.float()
+    top, guess = logits.max(dim=-1)
+    probabilities = logits.softmax(dim=-1)
+    at = lambda columns: probabilities.gather(1, columns[:, None])[:, 0]
+    total = top - at(guess).log()
+    loss = total * mass - (logits * target).sum(dim=-1)
+    chance = at(wanted.clamp(min=0)) * (wanted >= 0)
+    gradient = probabilities.mul_(mass[:, None]).sub_(target)
+    return loss, guess, chance, gradient.to(dtype)
+
+
+@triton.jit
+def _row_stats(x_ptr, n, BLOCK: tl.constexpr):
+    """log(sum(exp(x))) and the first column of the maximum, for a row x of n values."""
+    columns = tl.arange(0, BLOCK)
+    best = tl.full([BLOCK], FINITE_MIN, tl.float32)
+    best_at = tl.zeros([BLOCK], tl.int32)
+    total = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, n, BLOCK):
+        at = first + columns
+        x = tl.load(x_ptr + at, mask=at < n, other=FINITE_MIN).to(tl.float32)  # [BLOCK]
+        higher = tl.maximum(best, x)
+        total = total * tl.exp(best - higher) + tl.exp(x - higher)
+        best_at = tl.where(x > best, at, best_at)
+        best = higher
+    top = tl.max(best, 0)
+    total = tl.sum(total * tl.exp(best - top), 0)
+    return top + tl.log(total), tl.min(tl.where(best == top, best_at, n), 0)
+
+
+@triton.jit
+def _teacher_kernel(logits_ptr, drafted_ptr, target_ptr, mass_ptr, greedy_ptr, V, n,
+                    BLOCK: tl.constexpr):
+    """Program (row)."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * V
+    total, greedy = _row_stats(logits_ptr, V, BLOCK)
+    mass = tl.zeros([BLOCK], tl.float32)
+    for first in range(0, n, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        token = at if drafted_ptr is None else tl.load(drafted_ptr + at, mask=at < n, other=0)
+        x = tl.load(logits_ptr + token, mask=at < n, other=0.0).to(tl.float32)  # [BLOCK]
+        target = tl.where(at < n, tl.exp(x - total), 0.0)
+        mass += target
+        tl.store(target_ptr + row * n + at, target, mask=at < n)
+    tl.store(mass_ptr + row, tl.sum(mass, 0))
+    tl.store(greedy_ptr + row, greedy)
+
+
+@triton.jit
+def _cross_entropy_kernel(logits_ptr, target_ptr, mass_ptr, wanted_ptr, loss_ptr, guess_ptr,
+                          chance_ptr, n, BLOCK: tl.constexpr):
+    """Program (row). Overwrites the logits with the gradient: mass * softmax(logits) - target."""
+    row = tl.program_id(0).to(tl.int64)
+    logits_ptr += row * n
+    total, guess = _row_stats(logits_ptr, n, BLOCK)
+    mass = tl.load(mass_ptr + row)
+    wanted = tl.load(wanted_ptr + row)
+    logit = tl.load(logits_ptr + wanted, mask=wanted >= 0, other=float("-inf")).to(tl.float32)
+    tl.store(chance_ptr + row, tl.exp(logit - total))
+    tl.store(guess_ptr + row, guess)
+    product = tl.zeros([BLOCK], tl.float32)
+    tl.debug_barrier()  # the wanted logit is read before a thread overwrites it
+    for first in range(0, n, BLOCK):
+        at = first + tl.arange(0, BLOCK)
+        x = tl.load(logits_ptr + at, mask=at < n, other=0.0).to(tl.float32)  # [BLOCK]
+        target = tl.load(target_ptr + row * n + at, mask=at < n, other=0.0)  # [BLOCK]
+        product += x * target
+        gradient = tl.exp(x - total) * mass - target
+        tl.store(logits_ptr + at, gradient.to(logits_ptr.dtype.element_ty), mask=at < n)
+    tl.store(loss_ptr + row, total * mass - tl.sum(product, 0))

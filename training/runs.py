@@ -38,11 +38,15 @@ def run_config(args, out):
     except InputError as error:
         raise InputError(f"{out}: --resume needs a run that this version saved there "
                          f"({error})") from None
-    flag = lambda name: name.replace("n_draft", "draft_heads").replace("_", "-")
     differ = "; ".join(f"{flag(name)} {saved[name]}, not {flags[name]}" for name in FIXED
                        if flags.get(name, saved[name]) != saved[name])
     expect(not differ, f"{out} holds a run with {differ}, which --resume cannot change")
     return replace(RunConfig(**saved), **flags)
+
+
+def flag(name):
+    """The flag of a field of `RunConfig`, without its dashes."""
+    return name.replace("n_draft", "draft_heads").replace("_", "-")
 
 
 @contextlib.contextmanager
