@@ -20,37 +20,26 @@ from hf.tokenizer import encode_prompt
 from model import InputError, expect, human, read_json
 from training.runs import progress, save_lines
 
-ABOUT = "written_by.json"            # records beside the texts who wrote them
+ABOUT = "written_by.json"            # records the model's hash beside the texts
 PER_FILE = 32                        # tasks per file
-PER_TASK = 512                       # tokens, roughly
 SLOTS = dict(cpu=48, cuda=384)       # sequences decoded together
 CAPACITY = 1280                      # most tokens of a chat
-TEMPERATURES = (0.0, 0.8, 0.5, 1.0)  # for answers, cycled through
+LONGEST = dict(user=128, assistant=384, text=384)  # tokens of a message
+TEMPERATURES = (0.0, 0.8, 0.5, 1.0)  # for answers, cycled through by task
 USER_TEMPERATURE = 0.9               # for user messages
-MARK = "the user's words"            # placeholder for a user message in a template
+MARK = "the user's words"            # placeholder for a user message in a chat template
 GRAMMAR = Path(__file__).with_name("prompts.json")
 PLACEHOLDER = re.compile(r"\{(?:(\d+)-(\d+)|([a-z]+)\d?)\}")
-QUOTED = range(200, 1200)            # lengths of answers that {text} may stand for, in characters
-
-
-class File:
-    """A file of texts that is being written. tasks: the numbers of its tasks. texts: the texts of
-    each finished task, objects of .jsonl lines."""
-
-    def __init__(self, path, tasks):
-        self.path = path
-        self.exists = path.exists()
-        self.tasks = () if self.exists else tasks
-        self.texts = {}
+QUOTED = range(200, 1200)            # lengths of answers to quote as {text}, in characters
 
 
 class Writer:
     """Writes files of texts to a folder. stop: token ids that end a text. prompts: conversations
-    (lists of messages) to answer, each once per temperature; default: own text.
+    (lists of messages) to answer, once per temperature; None: the model's own text.
 
     A file is the work of PER_FILE tasks, generators that write one or two texts each and yield the
-    sequences they need. Task n depends on the seed and n only, and what is dropped as a duplicate
-    on the files before: a killed writer continues to the same texts."""
+    sequences that they need. Task n depends on the seed and n only, and its duplicates are dropped
+    when its file is saved, in order: a killed writer continues to the same texts."""
 
     def __init__(self, folder, model, encoding, stop, seed=0, prompts=None, log=print):
         self.folder = Path(folder)
@@ -62,12 +51,12 @@ class Writer:
         self.prompts = prompts
         self.log = log
         self.grammar = read_json(GRAMMAR)
-        self.seen = set()         # the first words of all turns saved so far
+        self.seen = set()         # the first words of all turns in the files so far
         self.dropped = Counter()  # reason -> messages
-        self.running = {}         # Sequence -> (task, its number, its File)
+        self.running = {}         # Sequence -> (task, its number, the texts of its file)
 
     def claim(self):
-        """Creates the folder. Raises InputError if it has texts of another model, or of answers to
+        """Creates the folder. Raises InputError if it has texts of another model, or answers to
         other prompts."""
         self.folder.mkdir(parents=True, exist_ok=True)
         about = dict(model=model_hash(self.model))
@@ -79,65 +68,80 @@ class Writer:
         save_lines(file, [about])
 
     def write(self, tokens, rank=0, size=1):
-        """Writes until all `size` processes together have `tokens` tokens, or all prompts are
-        answered; this process writes every size-th file -> its number of tokens. Files that exist
-        are not written again."""
+        """Writes until all `size` processes together have `tokens` tokens, or have answered all
+        prompts; this one writes every size-th file, unless it exists. Returns its own tokens."""
         goal = tokens // size
-        files = deque()  # begun and not saved yet, in order
-        queue = deque()  # (number, File) of tasks to begin
-        paths = self.files(rank, size)
-        done = saved = 0
+        numbers = itertools.count(rank, size)
+        if self.prompts:
+            tasks = len(self.prompts) * len(TEMPERATURES)
+            numbers = iter(range(rank, -(-tasks // PER_FILE), size))
+        files = deque()  # those in progress, in order: (path, {task number: its texts, or None})
+        queue = deque()  # their tasks that wait for a slot: (number, that dictionary)
+        done = 0
         show = None
         while done < goal:
-            average = done / saved if saved else PER_FILE * PER_TASK
-            if files and len(files[0].texts) == len(files[0].tasks):
-                file = files.popleft()
+            if files and None not in files[0][1].values():
+                path, texts = files.popleft()
                 before = done
-                done += self.save(file)
-                saved += 1
-                if show and (done >= goal or 50 * done // goal > 50 * before // goal):
-                    dropped = ", ".join(f"{n} {why}" for why, n in self.dropped.most_common())
-                    show(done, f"{file.path.name}  {human(done)} of {human(goal)} tokens  "
-                               f"dropped: {dropped or 'none'}")
-            elif not queue and done + average * len(files) < goal and (file := next(paths, None)):
-                files.append(file)
-                queue.extend((number, file) for number in file.tasks)
+                done += self.save(path, [*itertools.chain(*texts.values())])
+                if show and 50 * before // goal < 50 * done // goal:
+                    dropped = ", ".join(f"{n} {reason}" for reason, n in self.dropped.items())
+                    show(done, f"{path.name}: {human(done)} of {human(goal)} tokens  dropped: "
+                               f"{dropped or 'none'}")
+            elif not queue and (number := next(numbers, None)) is not None:
+                path, texts = self.begin(number)
+                files.append((path, texts))
+                queue.extend((n, texts) for n in texts if texts[n] is None)
             elif queue or self.running:
                 show = show or progress(done, goal, 1, self.log)
                 self.step(queue)
             else:
-                break  # all prompts are answered
+                break
         return done
 
-    def files(self, rank, size):
-        """Yields the files of a process."""
-        tasks = len(self.prompts) * len(TEMPERATURES) if self.prompts else None
-        for number in itertools.count(rank, size):
-            first = number * PER_FILE
-            last = first + PER_FILE if tasks is None else min(first + PER_FILE, tasks)
-            if first >= last:
-                return
-            yield File(self.folder / f"{number:05}.jsonl", range(first, last))
+    def begin(self, number):
+        """The (path, {task number: its texts}) of a file; texts are None if it does not exist."""
+        path = self.folder / f"{number:05}.jsonl"
+        if path.exists():
+            return path, {number: [json.loads(line) for line in read_lines(path)]}
+        return path, dict.fromkeys(range(number * PER_FILE, (number + 1) * PER_FILE))
 
-    def step(self, queue):
-        """Begins tasks while slots are free, runs a step of the engine, and continues the tasks
-        whose sequences it ends."""
-        while queue and len(self.running) < self.engine.decoder.batch_size:
-            number, file = queue.popleft()
-            self.proceed(self.task(number), number, file)
-        for result in self.engine.step():
-            if result.sequence.ended:
-                self.proceed(*self.running.pop(result.sequence), result.sequence)
+    def save(self, path, texts):
+        """Writes a file, without the turns that repeat earlier ones -> its number of tokens."""
+        if self.template and not self.prompts:
+            texts = [dict(messages=self.without_repeats(text["messages"])) for text in texts]
+            texts = [text for text in texts if text["messages"]]
+        expect(texts or self.prompts, "the model's own texts are all unusable for training; give "
+               "--data")
+        if not path.exists():
+            save_lines(path, texts)
+        strings = itertools.chain(*(
+            [message["content"] for message in text["messages"]] if "messages" in text
+            else text.values() for text in texts))
+        return sum(len(self.encoding.encode(string)) for string in strings)
 
-    def proceed(self, task, number, file, sequence=None):
-        """Continues a task with the sequence it waited for, to its next one or to its end."""
-        try:
-            prompt, longest, sampling, index = task.send(sequence)
-        except StopIteration as end:
-            file.texts[number] = end.value
-            return
-        sequence = self.engine.add(prompt, longest, sampling, self.stop, index=index)
-        self.running[sequence] = task, number, file
+    def without_repeats(self, messages):
+        """A chat up to a turn whose message and answer begin like those of an earlier turn, with
+        the same twelve words each. Remembers the turns before."""
+        new = []
+        for turn in zip(messages[::2], messages[1::2]):
+            key = tuple(tuple(message["content"].lower().split()[:12]) for message in turn)
+            if key in self.seen:
+                self.dropped["duplicate"] += 1
+                break
+            self.seen.add(key)
+            new += turn
+        return new
+
+    # ----------------------------------------------------------------------------------------------
+    # The engine
+
+    @cached_property
+    def capacity(self):
+        """Most tokens of a chat; more than CAPACITY if prompts need it."""
+        needed = [len(self.prompt("assistant", messages)) + LONGEST["assistant"]
+                  for messages in self.prompts or ()]
+        return min(max([CAPACITY, *needed]), self.model.config.block_size)
 
     @cached_property
     def engine(self):
@@ -151,108 +155,82 @@ class Writer:
                     raise
             slots //= 2
 
-    @cached_property
-    def capacity(self):
-        """Most tokens of a chat: more than CAPACITY only for prompts that need it."""
-        needed = [len(self.prompt(prompt)) + self.longest() for prompt in self.prompts or ()]
-        return min(max([CAPACITY, *needed]), self.model.config.block_size)
+    def step(self, queue):
+        """Begins tasks while slots are free, runs a step of the engine, and continues the tasks
+        whose sequences it ends."""
+        while queue and len(self.running) < self.engine.decoder.batch_size:
+            number, texts = queue.popleft()
+            self.proceed(self.task(number), number, texts)
+        for result in self.engine.step():
+            if result.sequence.ended:
+                self.proceed(*self.running.pop(result.sequence), result.sequence)
 
-    def longest(self, role="assistant"):
-        """Most tokens of a message."""
-        return min(128 if role == "user" else 384, self.model.config.block_size // 4)
-
-    def save(self, file):
-        """Saves a file without the turns that repeat earlier ones -> its number of tokens."""
-        if file.exists:
-            texts = list(map(json.loads, read_lines(file.path)))
-            self.without_repeats(texts)
-        else:
-            texts = [text for number in file.tasks for text in file.texts[number]]
-            texts = self.without_repeats(texts)
-            expect(texts or self.prompts,
-                   "the model's own texts are all unusable for training; give --data")
-            save_lines(file.path, texts)
-        words = itertools.chain(*map(words_of, texts))
-        return sum(len(self.encoding.encode(text)) for text in words)
-
-    def without_repeats(self, texts):
-        """Cuts each chat before a turn whose message and answer begin like those of an earlier turn
-        (twelve words each). Remembers the others."""
-        kept = []
-        for text in texts:
-            messages = text.get("messages", ())
-            if self.prompts or not messages:
-                kept.append(text)
-                continue
-            turns = 0
-            for question, answer in zip(messages[::2], messages[1::2]):
-                key = tuple(tuple(message["content"].lower().split()[:12])
-                            for message in (question, answer))
-                if key in self.seen:
-                    self.dropped["duplicate"] += 1
-                    break
-                self.seen.add(key)
-                turns += 1
-            if turns:
-                kept.append(dict(messages=messages[:2 * turns]))
-        return kept
+    def proceed(self, task, number, texts, sequence=None):
+        """Continues a task with the sequence it waited for, to the next one or to its end."""
+        try:
+            prompt, longest, sampling, index = task.send(sequence)
+        except StopIteration as end:
+            texts[number] = end.value
+            return
+        sequence = self.engine.add(prompt, longest, sampling, self.stop, index=index)
+        self.running[sequence] = task, number, texts
 
     # ----------------------------------------------------------------------------------------------
-    # Tasks: generators that yield arguments of `Engine.add`, get the `Sequence`, and return texts
+    # Tasks: generators that yield arguments of `Engine.add`, get the `Sequence`, and return texts,
+    # objects of .jsonl lines
 
     def task(self, number):
+        temperature = TEMPERATURES[number % len(TEMPERATURES)]
         if self.prompts:
             return self.answer(number)
-        return self.pair(number) if self.template else self.text(number)
+        if self.template:
+            return self.pair(number, temperature)
+        return self.text(number, temperature or 0.8)
 
     def answer(self, number):
-        """Answers a prompt."""
+        """Answers a prompt: first all at the first temperature, and so on."""
         turn, i = divmod(number, len(self.prompts))
-        messages = self.prompts[i]
-        answer = yield from self.say(messages, number, TEMPERATURES[turn])
-        if not answer:
+        if turn == len(TEMPERATURES):  # the last file may have tasks to spare
             return []
-        if not self.template:
+        messages = self.prompts[i]
+        answer = yield from self.say("assistant", messages, number, TEMPERATURES[turn])
+        if answer and not self.template:
             return [dict(prompt=messages[-1]["content"], completion=answer)]
-        return [dict(messages=[*messages, dict(role="assistant", content=answer)])]
+        return [dict(messages=[*messages, dict(role="assistant", content=answer)])] * bool(answer)
 
-    def text(self, number):
+    def text(self, number, temperature):
         """Writes a text of a base model."""
-        temperature = TEMPERATURES[number % len(TEMPERATURES)] or 0.8
-        text = yield from self.say(None, number, temperature)
-        return [dict(text=text)] if text else []
+        text = yield from self.say("text", [], number, temperature)
+        return [dict(text=text)] * bool(text)
 
-    def pair(self, number):
-        """Writes two chats: one that the model begins itself, and one that begins with a template,
-        which may quote the first one's answer. Half have a second turn of either kind."""
-        rng = random.Random(f"{self.seed} {number}")
-        temperature = TEMPERATURES[number % len(TEMPERATURES)]
+    def pair(self, number, temperature):
+        """Writes two chats: one whose first message the model writes, and one whose first message
+        is drawn, and may quote the other's answer. Half have a second turn, of either kind."""
+        draw = random.Random(f"{self.seed} {number}")
         chats = []
         quote = ""
-        for index, by_model in enumerate((True, False)):
+        for index, drawn in enumerate((False, True)):
             chat = []
-            for turn in range(rng.choice((1, 2))):
-                if by_model if turn == 0 else rng.random() < 0.5:
-                    message = yield from self.say(chat, number, USER_TEMPERATURE, index, "user")
+            for kind in ("templates", "followups")[:draw.choice((1, 2))]:
+                if drawn:
+                    message = fill(draw, self.grammar[kind], self.grammar["words"], quote)
                 else:
-                    kind = "followups" if turn else "templates"
-                    message = draw(self.grammar[kind], self.grammar["words"], rng, quote)
-                if not message:
-                    break
+                    message = yield from self.say("user", chat, number, USER_TEMPERATURE, index)
                 asked = [*chat, dict(role="user", content=message)]
-                answer = yield from self.say(asked, number, temperature, index)
+                answer = message and (yield from self.say("assistant", asked, number, temperature,
+                                                          index))
                 if not answer:
                     break
                 chat = [*asked, dict(role="assistant", content=answer)]
                 quote = answer if len(answer) in QUOTED else quote
-            if chat:
-                chats.append(dict(messages=chat))
+                drawn = draw.random() < 0.5
+            chats.append(dict(messages=chat))
         return chats
 
-    def say(self, messages, number, temperature, index=0, role="assistant"):
-        """Lets the model write a message -> its text, or None if it is unusable."""
-        prompt = self.prompt(messages, role)
-        longest = self.longest(role)
+    def say(self, role, messages, number, temperature, index=0):
+        """Lets the model write a role's next message -> its text, or None if it is unusable."""
+        prompt = self.prompt(role, messages)
+        longest = min(LONGEST[role], self.model.config.block_size // 4)
         if len(prompt) + longest > self.capacity:
             self.dropped["too long"] += 1
             return None
@@ -261,17 +239,20 @@ class Writer:
         tokens = [token for token in sequence.tokens if token not in self.stop]
         text = self.encoding.decode(tokens)
         grams = list(zip(*(tokens[start:] for start in range(4))))
-        reasons = {
+        flaws = {
             "empty": not text.strip(),
-            "special": not set(tokens).isdisjoint(self.encoding.special_tokens.values()),
+            "special tokens": not set(tokens).isdisjoint(self.encoding.special_tokens.values()),
             "repetitive": len(set(grams)) < len(grams) / 2,
             "unfinished": role == "user" and sequence.ended != "stop"}
-        self.dropped.update([reason for reason, applies in reasons.items() if applies][:1])
-        return None if any(reasons.values()) else text
+        for flaw, applies in flaws.items():
+            if applies:
+                self.dropped[flaw] += 1
+                return None
+        return text
 
-    def prompt(self, messages, role="assistant"):
-        """The prompt, token ids, for a role's next message. messages None: for a text."""
-        if messages is None:
+    def prompt(self, role, messages):
+        """The prompt, token ids, for a role's next message."""
+        if role == "text":
             return encode_prompt(self.encoding, "") or [end_of_text(self.encoding)]
         if not self.template:
             return encode_prompt(self.encoding, messages[-1]["content"])
@@ -283,29 +264,21 @@ class Writer:
         return self.encoding.encode(text, allowed_special="all")
 
 
-def draw(templates, words, rng, quote=""):
-    """Draws a template and fills it. {name}, {name2}: different entries of words["name"], the same
-    in the whole message. {3-9}: a number, drawn each time. {text}: the quote; if that is empty,
-    no template with it is drawn."""
+def fill(draw, templates, words, quote):
+    """Draws a template and fills in its placeholders. {name}, {name2}: different entries of
+    words["name"], each the same in the whole message. {3-9}: a number, drawn each time. {text}: the
+    quote; without one, templates that need it are not drawn."""
     chosen = {"{text}": quote}
 
-    def fill(match):
+    def value(match):
         low, high, kind = match.groups()
         if low:
-            return str(rng.randint(int(low), int(high)))
+            return str(draw.randint(int(low), int(high)))
         if match[0] not in chosen:
-            entry = rng.choice([entry for entry in words[kind] if entry not in chosen.values()])
-            chosen[match[0]] = entry
-            chosen[match[0]] = PLACEHOLDER.sub(fill, entry)
+            chosen[match[0]] = draw.choice([x for x in words[kind] if x not in chosen.values()])
+            chosen[match[0]] = PLACEHOLDER.sub(value, chosen[match[0]])  # entries have some, too
         return chosen[match[0]]
-    return PLACEHOLDER.sub(fill, rng.choice([t for t in templates if quote or "{text}" not in t]))
-
-
-def words_of(text):
-    """The strings of a .jsonl line's object."""
-    if "messages" in text:
-        return [message["content"] for message in text["messages"]]
-    return text.values()
+    return PLACEHOLDER.sub(value, draw.choice([x for x in templates if quote or "{text}" not in x]))
 
 
 def written_by(folder):
