@@ -26,19 +26,19 @@ class Sequence:
 
 
 class Scripted:
-    """A fake `Engine` with two slots. says(prompt text, Sampling, index) -> text, which ends with <|im_end|> unless it
-    ends with "...". Ends the newest sequence first."""
+    """A fake `Engine`. says(prompt text, Sampling, index) -> text, which ends with <|im_end|> unless it
+    ends with "...". Sequences end in a random order."""
 
     def __init__(self, encoding, says):
         self.encoding = encoding
         self.says = says
         self.calls = []
         self.waiting = []
+        self.random = random.Random(0)
 
     def __call__(self, model, batch_size, capacity):
         if batch_size > 2:
             raise InputError("the caches have no room")
-        self.decoder = SimpleNamespace(batch_size=batch_size)
         return self
 
     def add(self, prompt, longest, sampling, stop, index):
@@ -51,10 +51,7 @@ class Scripted:
         return sequence
 
     def step(self):
-        assert len(self.waiting) <= 2
-        if not self.waiting:
-            return []
-        sequence = self.waiting.pop()
+        sequence = self.waiting.pop(self.random.randrange(len(self.waiting)))
         sequence.ended = "stop" if sequence.tokens[-1] == END else "length"
         return [SimpleNamespace(sequence=sequence)]
 
@@ -92,7 +89,8 @@ def test_a_chat_model_asks_and_answers_and_what_is_no_good_is_dropped(encoding, 
         if text.endswith("assistant\n"):
             answer = "hell" if "0<" in text else f"hell {sampling.seed} {index}"
             return "he" * 40 if "5<" in text and index == 0 else answer
-        return asked[sampling.seed % 1_000_003] if text.count("user\n") == 1 else f"and {sampling.seed}?"
+        first = dict(enumerate(asked)).get(sampling.seed % 1_000_003, "next file")
+        return first if text.count("user\n") == 1 else f"and {sampling.seed}?"
     logged = []
     made, script = writer(tmp_path / "self", encoding, monkeypatch, says, log=logged.append)
     made.write(1)
@@ -136,10 +134,10 @@ def test_a_killed_writer_continues_to_the_same_texts(encoding, tmp_path, monkeyp
         made.stop = set(range(200, 264))  # so that messages of random bytes end
         step = made.step
 
-        def stopping(queue, steps=iter(range(10**6))):
+        def stopping(steps=iter(range(10**6))):
             if next(steps) == stop_after:
                 raise KeyboardInterrupt
-            step(queue)
+            step()
         made.step = stopping
         try:
             made.write(goal, rank, size)

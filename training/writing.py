@@ -3,6 +3,7 @@ user messages: those that it writes itself, from the chat template up to the poi
 message begins (Magpie, arXiv 2406.08464), and those drawn from the templates and word lists of
 prompts.json. With prompts it only answers these. A base model continues an empty prompt."""
 
+import contextlib
 import hashlib
 import itertools
 import json
@@ -76,7 +77,7 @@ class Writer:
             tasks = len(self.prompts) * len(TEMPERATURES)
             numbers = iter(range(rank, -(-tasks // PER_FILE), size))
         files = deque()  # those in progress, in order: (path, {task number: its texts, or None})
-        queue = deque()  # their tasks that wait for a slot: (number, that dictionary)
+        slots = SLOTS[self.model.device.type]
         done = 0
         show = None
         while done < goal:
@@ -85,39 +86,72 @@ class Writer:
                 before = done
                 done += self.save(path, [*itertools.chain(*texts.values())])
                 if show and 50 * before // goal < 50 * done // goal:
-                    dropped = ", ".join(f"{n} {reason}" for reason, n in self.dropped.items())
-                    show(done, f"{path.name}: {human(done)} of {human(goal)} tokens  dropped: "
+                    dropped = ", ".join(f"{n} {flaw}" for flaw, n in self.dropped.items())
+                    show(done, f"{path.name}: {human(done)} of {human(goal)} tokens, dropped "
                                f"{dropped or 'none'}")
-            elif not queue and (number := next(numbers, None)) is not None:
-                path, texts = self.begin(number)
-                files.append((path, texts))
-                queue.extend((n, texts) for n in texts if texts[n] is None)
-            elif queue or self.running:
+            elif len(self.running) < slots and (number := next(numbers, None)) is not None:
+                files.append(self.begin(number))
+            elif self.running:
                 show = show or progress(done, goal, 1, self.log)
-                self.step(queue)
+                self.step()
             else:
                 break
         return done
 
     def begin(self, number):
-        """The (path, {task number: its texts}) of a file; texts are None if it does not exist."""
+        """Reads a file, or else begins its tasks -> (path, {task number: its texts, or None})."""
         path = self.folder / f"{number:05}.jsonl"
         if path.exists():
             return path, {number: [json.loads(line) for line in read_lines(path)]}
-        return path, dict.fromkeys(range(number * PER_FILE, (number + 1) * PER_FILE))
+        texts = dict.fromkeys(range(number * PER_FILE, (number + 1) * PER_FILE))
+        for task in texts:
+            self.proceed(self.task(task), task, texts)
+        return path, texts
+
+    def step(self):
+        """Runs a step of the engine, and continues the tasks whose sequences it ends."""
+        for result in self.engine.step():
+            if result.sequence.ended:
+                self.proceed(*self.running.pop(result.sequence), result.sequence)
+
+    def proceed(self, task, number, texts, sequence=None):
+        """Continues a task with the sequence it waited for, to the next one or to its end."""
+        try:
+            prompt, longest, sampling, index = task.send(sequence)
+        except StopIteration as end:
+            texts[number] = end.value
+            return
+        sequence = self.engine.add(prompt, longest, sampling, self.stop, index=index)
+        self.running[sequence] = task, number, texts
+
+    @cached_property
+    def engine(self):
+        """An Engine with as many slots as fit in memory."""
+        slots = SLOTS[self.model.device.type]
+        while slots > 1:
+            with contextlib.suppress(InputError):
+                return Engine(self.model, batch_size=slots, capacity=self.capacity)
+            slots //= 2
+        return Engine(self.model, batch_size=1, capacity=self.capacity)
+
+    @cached_property
+    def capacity(self):
+        """Most tokens of a chat; more than CAPACITY if prompts need it."""
+        needed = [len(self.prompt("assistant", messages)) + LONGEST["assistant"]
+                  for messages in self.prompts or ()]
+        return min(max([CAPACITY, *needed]), self.model.config.block_size)
 
     def save(self, path, texts):
         """Writes a file, without the turns that repeat earlier ones -> its number of tokens."""
         if self.template and not self.prompts:
             texts = [dict(messages=self.without_repeats(text["messages"])) for text in texts]
             texts = [text for text in texts if text["messages"]]
-        expect(texts or self.prompts, "the model's own texts are all unusable for training; give "
-               "--data")
+        expect(texts or self.prompts,
+               "the model's own texts are all unusable for training; give --data")
         if not path.exists():
             save_lines(path, texts)
-        strings = itertools.chain(*(
-            [message["content"] for message in text["messages"]] if "messages" in text
-            else text.values() for text in texts))
+        strings = (string for text in texts for string in
+                   [message["content"] for message in text.pop("messages", ())] + [*text.values()])
         return sum(len(self.encoding.encode(string)) for string in strings)
 
     def without_repeats(self, messages):
@@ -132,48 +166,6 @@ class Writer:
             self.seen.add(key)
             new += turn
         return new
-
-    # ----------------------------------------------------------------------------------------------
-    # The engine
-
-    @cached_property
-    def capacity(self):
-        """Most tokens of a chat; more than CAPACITY if prompts need it."""
-        needed = [len(self.prompt("assistant", messages)) + LONGEST["assistant"]
-                  for messages in self.prompts or ()]
-        return min(max([CAPACITY, *needed]), self.model.config.block_size)
-
-    @cached_property
-    def engine(self):
-        """An Engine with as many slots as fit in memory."""
-        slots = SLOTS[self.model.device.type]
-        while True:
-            try:
-                return Engine(self.model, batch_size=slots, capacity=self.capacity)
-            except InputError:
-                if slots == 1:
-                    raise
-            slots //= 2
-
-    def step(self, queue):
-        """Begins tasks while slots are free, runs a step of the engine, and continues the tasks
-        whose sequences it ends."""
-        while queue and len(self.running) < self.engine.decoder.batch_size:
-            number, texts = queue.popleft()
-            self.proceed(self.task(number), number, texts)
-        for result in self.engine.step():
-            if result.sequence.ended:
-                self.proceed(*self.running.pop(result.sequence), result.sequence)
-
-    def proceed(self, task, number, texts, sequence=None):
-        """Continues a task with the sequence it waited for, to the next one or to its end."""
-        try:
-            prompt, longest, sampling, index = task.send(sequence)
-        except StopIteration as end:
-            texts[number] = end.value
-            return
-        sequence = self.engine.add(prompt, longest, sampling, self.stop, index=index)
-        self.running[sequence] = task, number, texts
 
     # ----------------------------------------------------------------------------------------------
     # Tasks: generators that yield arguments of `Engine.add`, get the `Sequence`, and return texts,
