@@ -168,6 +168,8 @@ def test_texts_of_another_model_or_prompts_are_not_continued(encoding, tmp_path,
 def test_prompts_are_answered_once_at_each_temperature(encoding, tmp_path, monkeypatch):
     """Catches text of other prompts, a prompt left out, answers without end, and long prompts cut off."""
     prompts = [[dict(role="user", content=f"{i} " * (1 if i else 450))] for i in range(5)]  # 900 tokens: too many
+    one, _ = writer(tmp_path / "one", encoding, monkeypatch, lambda *_: "hell", prompts=prompts[1:2])
+    assert one.write(10**6) and len(lines(tmp_path / "one")) == 4
     says = lambda text, sampling, index: f"hell {sampling.temperature}"
     for template in (CHATML, None):
         made, script = writer(tmp_path / f"{template}", encoding, monkeypatch, says, template, prompts=prompts)

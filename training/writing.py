@@ -150,9 +150,9 @@ class Writer:
                "the model's own texts are all unusable for training; give --data")
         if not path.exists():
             save_lines(path, texts)
-        strings = (string for text in texts for string in
-                   [message["content"] for message in text.pop("messages", ())] + [*text.values()])
-        return sum(len(self.encoding.encode(string)) for string in strings)
+        parts = [message["content"] for text in texts for message in text.get("messages", ())]
+        parts += [part for text in texts for part in text.values() if isinstance(part, str)]
+        return sum(len(self.encoding.encode(part)) for part in parts)
 
     def without_repeats(self, messages):
         """A chat up to a turn whose message and answer begin like those of an earlier turn, with
@@ -182,18 +182,20 @@ class Writer:
     def answer(self, number):
         """Answers a prompt: first all at the first temperature, and so on."""
         turn, i = divmod(number, len(self.prompts))
-        if turn == len(TEMPERATURES):  # the last file may have tasks to spare
+        if turn >= len(TEMPERATURES):  # the last file may have tasks to spare
             return []
         messages = self.prompts[i]
         answer = yield from self.say("assistant", messages, number, TEMPERATURES[turn])
-        if answer and not self.template:
+        if not answer:
+            return []
+        if not self.template:
             return [dict(prompt=messages[-1]["content"], completion=answer)]
-        return [dict(messages=[*messages, dict(role="assistant", content=answer)])] * bool(answer)
+        return [dict(messages=[*messages, dict(role="assistant", content=answer)])]
 
     def text(self, number, temperature):
         """Writes a text of a base model."""
         text = yield from self.say("text", [], number, temperature)
-        return [dict(text=text)] * bool(text)
+        return [dict(text=text)] if text else []
 
     def pair(self, number, temperature):
         """Writes two chats: one whose first message the model writes, and one whose first message
