@@ -47,8 +47,9 @@ PREFILL_CHUNK = 512  # prompt tokens per forward pass; bounds its memory and the
 # Where steps read prompts: a long prompt (see `long_prompt`) has a forward pass of its own, up to
 # its last PROMPT_REST tokens. While a prompt is unread, a fixed T competes with READ_SIZES.
 PROMPT_REST = 64
-READ_SIZES = 16, 64
-READ_STEPS = 32  # most steps in which a prompt is read
+READ_SIZES = 4, 16, 64
+READ_STEPS = 32    # steps in which to read a prompt
+READ_VALUE = 0.75  # large steps delay the other sequences: chosen by simulation (docs/kernels.md)
 LARGEST_STEP = 512  # most rows of a step that `capture_all` captures
 MEMORY_LEFT = 0.05  # share of a GPU's memory at which it ends
 DEFAULT_BATCH = 8    # sequences
@@ -218,22 +219,26 @@ class Policy:
         return option
 
     def select_reading(self, B, reading):
-        """The option with the most tokens per second, those of prompts included, among the options
-        that read the longest prompt in at most READ_STEPS steps."""
+        """The option with the most tokens per second, where n tokens of a prompt count as
+        n^READ_VALUE; if a step may take twice as long, among the options that read the longest
+        prompt in at most READ_STEPS steps."""
         expected = self.expected_tokens()
         reading = sorted(reading)
-        sums = list(accumulate(reading, initial=0))
+        sums = list(accumulate((n ** READ_VALUE for n in reading), initial=0))
+        seconds = lambda option: self.times.seconds(B, *option)
 
         def rate(option):
             T, depths = option
             tokens = expected[depths > 0][min(T, self.tree_size or T)]
             shorter = bisect(reading, T)  # prompts of which T nodes read all that is unread
-            read = sums[shorter] + T * (len(reading) - shorter)
-            return (read + (B - len(reading)) * tokens) / self.times.seconds(B, T, depths)
+            read = sums[shorter] + T ** READ_VALUE * (len(reading) - shorter)
+            return (read + (B - len(reading)) * tokens) / seconds(option)
         least = reading[-1] / READ_STEPS
         options = self.possible(B, self.reading_options)
-        fast = [option for option in options if option[0] >= least]
-        return max(fast or [max(options)], key=rate)
+        best = max(options, key=rate)
+        fast = [option for option in options
+                if option[0] >= least and seconds(option) <= 2 * seconds(best)]
+        return max(fast, key=rate, default=best)
 
     def possible(self, B, options):
         """Those options that need no capture while a server runs."""
@@ -428,7 +433,7 @@ def long_prompt(model):
     """How many unread tokens make it faster to read a prompt by itself, in a pass that is not
     captured, than by steps of 64 nodes."""
     steps = EAGER_SECONDS * model.config.n_layer / guessed_seconds(model)
-    return min(MAX_TREE * math.ceil(steps), READ_SIZES[0] * READ_STEPS)
+    return min(MAX_TREE * math.ceil(steps), 512)
 
 
 def bucket(rows):

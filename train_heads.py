@@ -28,7 +28,7 @@ from clover import CloverHeads, model_hash, preset, read_record
 from hf.chat import load_chat_template, stop_tokens
 from model import InputError, check, expect, human, warn
 from tools.errors import command
-from tools.load import load_model
+from tools.load import load_model, read_prompt_file
 from training import data, runs, writing
 from training.evaluate import measure, record
 from training.flags import SELF, STORED, SWITCHES, TRAINING, RunConfig
@@ -195,7 +195,8 @@ def prepare(config, out, group, resume):
     """Loads the model, data and saved state, and checks them -> (Run, training Tokens)."""
     keys = ("identity", "step", "heads", "optimizer", "log")
     state = runs.load_file(out / runs.STATE_FILE, keys) if resume else None
-    if config.data == [SELF] or (config.data is None and load_chat_template(config.model)):
+    writes = config.prompts or load_chat_template(config.model)
+    if config.data == [SELF] or (config.data is None and writes):
         config = replace(config, data=[write_texts(config, out, group)])
     dtype = torch.bfloat16 if config.device.startswith("cuda") else torch.float32
     model, encoding = load_model(config, packed=False, dtype=dtype)
@@ -230,16 +231,27 @@ def prepare(config, out, group, resume):
 
 
 def write_texts(config, out, group):
-    """Generates text with the model and returns its folder."""
+    """Generates text with the model, or its answers to --prompts, and returns their folder."""
     model, encoding = load_model(config)
+    prompts = None
+    if config.prompts:
+        missing = None if encoding.template else "a model with a chat template"
+        prompts = group.raise_together(lambda: read_prompt_file(config.prompts, missing))
+        expect(all(prompt[-1]["role"] != "assistant" for prompt in prompts), f"{config.prompts}: "
+               "a prompt ends with an answer; end each with the user's message")
     folder = out / SELF
     enough = max(config.steps * config.batch_size * (config.block_size or 256), MIN_SELF_TOKENS)
     goal = config.self_tokens or enough
-    group.print(f"generating {human(goal)} tokens of training text with the model, in {folder}")
+    what = f"answers to {len(prompts)} prompts" if prompts else "training text"
+    group.print(f"generating {human(goal)} tokens of {what} with the model, in {folder}")
     stop = stop_tokens(config.model, encoding)
-    writer = writing.Writer(folder, model, encoding, stop, config.seed, group.print)
+    writer = writing.Writer(folder, model, encoding, stop, config.seed, prompts, group.print)
     group.on_first(writer.claim)
-    writer.write(goal, group.rank, group.size)
+    done = writer.write(goal, group.rank, group.size)
+    if done < goal // group.size:
+        group.print(f"{config.prompts}: all prompts are answered, at {len(writing.TEMPERATURES)} "
+                    f"temperatures, with {human(done * group.size)} tokens; give more prompts for "
+                    "better heads")
     group.barrier()
     return str(folder.absolute())
 

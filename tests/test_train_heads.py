@@ -316,7 +316,6 @@ def test_two_processes_train_as_one_does(forks, checkpoint, texts, tmp_path, mon
 
 def test_the_model_writes_its_own_data_and_another_preset_reads_them(checkpoint, tmp_path, monkeypatch, unmeasured):
     """Catches texts generated twice, tokens of another folder, and less text by default than one pass reads."""
-    monkeypatch.setattr(writing, "ROUND", (120, 120))
     monkeypatch.setattr(writing, "TEMPERATURES", (1.0,))
     monkeypatch.setattr(train_heads, "MIN_SELF_TOKENS", 1000)
     write, goals = writing.Writer.write, []
@@ -327,7 +326,7 @@ def test_the_model_writes_its_own_data_and_another_preset_reads_them(checkpoint,
     folder = tmp_path / "one" / "self"
     assert (folder / "tokens.pt").exists() and record(tmp_path / "one")["training"]["data"] == ["self"]
     with monkeypatch.context() as patch:
-        patch.setattr(writing.Writer, "round", None)
+        patch.setattr(writing.Writer, "step", None)
         patch.setattr(data, "encode_splits", None)
         train(*flags, "--data", "self", "--steps", "7", "--out", tmp_path / "one", "--resume")
         train(*flags, "--data", folder, "--preset", "medusa", "--out", tmp_path / "two")
@@ -335,6 +334,24 @@ def test_the_model_writes_its_own_data_and_another_preset_reads_them(checkpoint,
     train(*flags, "--data", "self", "--self-tokens", "900", "--quantize", "int8", "--out", tmp_path / "rounded")
     assert goals == [6 * 8 * 40, 900]
     CloverHeads.from_pretrained(tmp_path / "rounded", GPT.from_pretrained(checkpoint, device="cpu"))
+
+
+def test_heads_train_on_answers_to_prompts_of_ones_own(checkpoint, tmp_path, unmeasured, capsys):
+    """Catches other text beside the answers, a resumed run that forgets them, and prompts that are read too late."""
+    flags = ["--model", checkpoint, "--steps", "2", "--out", tmp_path / "out"]
+    file = write_lines(tmp_path / "prompts.jsonl", [dict(prompt=f"{i} plus {i * i}") for i in range(60)])
+    train(*flags, "--prompts", file)
+    texts = [json.loads(line) for part in (tmp_path / "out/self").glob("0*.jsonl") for line in open(part)]
+    assert {text["prompt"] for text in texts} <= {f"{i} plus {i * i}" for i in range(60)} and len(texts) > 100
+    assert "60 prompts" in (said := capsys.readouterr().out) and "all prompts are answered" in said
+    assert record(tmp_path / "out")["training"]["data"] == ["self"]
+    train(*flags[:2], "--resume", "--steps", "3", "--prompts", file, "--out", tmp_path / "out")
+    other = write_lines(tmp_path / "other.jsonl", [dict(messages=[dict(role="user", content="hi")])])
+    refusal(lambda: train(*flags, "--resume", "--prompts", other), "prompts", "cannot change")
+    flags[-1] = tmp_path / "new"
+    refusal(lambda: train(*flags, "--prompts", other), "line 1", "need a model with a chat template")
+    with pytest.raises(SystemExit):
+        parse_heads(["--prompts", str(file), "--data", "texts"])
 
 
 def test_heads_are_measured_on_the_data_of_their_training(checkpoint, texts, tmp_path, unmeasured):

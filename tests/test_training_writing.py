@@ -1,6 +1,8 @@
 """training/writing.py: the model's own text."""
 
 import json
+import random
+import re
 from types import SimpleNamespace
 
 import pytest
@@ -11,6 +13,7 @@ from test_training_data import CHATML, EOT, save
 from training import writing
 
 END = 263  # <|im_end|>
+GRAMMAR = json.loads(writing.GRAMMAR.read_text())
 
 
 @pytest.fixture
@@ -18,36 +21,51 @@ def encoding(tmp_path):
     return save(tmp_path, {EOT: 261, "<|im_start|>": 262, "<|im_end|>": END})
 
 
+class Sequence:
+    tokens = ended = None
+
+
 class Scripted:
-    """A fake `Engine` that answers each prompt with a function of its index and text."""
+    """A fake `Engine`. says(prompt text, Sampling, index) -> text, which ends with <|im_end|> unless it
+    ends with "...". Sequences end in a random order."""
 
     def __init__(self, encoding, says):
         self.encoding = encoding
         self.says = says
         self.calls = []
+        self.waiting = []
+        self.random = random.Random(0)
 
-    def __call__(self, model, sampling, batch_size, **options):
-        if batch_size > 3:
+    def __call__(self, model, batch_size, capacity):
+        if batch_size > 2:
             raise InputError("the caches have no room")
-        self.sampling = sampling
         return self
 
-    def generate(self, prompts, max_new_tokens, stop):
-        texts = [self.encoding.decode(prompt) for prompt in prompts]
-        self.calls.append((texts, self.sampling.temperature, self.sampling.seed))
-        said = [self.says(i, text) for i, text in enumerate(texts)]
-        tokens = [self.encoding.encode(text, allowed_special="all") for text in said]
-        return SimpleNamespace(sequences=[
-            SimpleNamespace(tokens=ids, ended="stop" if ids[-1:] == [END] else "length") for ids in tokens])
+    def add(self, prompt, longest, sampling, stop, index):
+        text = self.encoding.decode(prompt)
+        self.calls.append((text, sampling, index))
+        said = self.says(text, sampling, index)
+        sequence = Sequence()
+        sequence.tokens = self.encoding.encode(said, allowed_special="all") + [END] * (not said.endswith("..."))
+        self.waiting.append(sequence)
+        return sequence
+
+    def step(self):
+        sequence = self.waiting.pop(self.random.randrange(len(self.waiting)))
+        sequence.ended = "stop" if sequence.tokens[-1] == END else "length"
+        return [SimpleNamespace(sequence=sequence)]
 
 
-def writer(folder, encoding, monkeypatch, says, template=CHATML, openings=("",)):
-    monkeypatch.setattr(writing, "ROUND", (8, 8))
+def writer(folder, encoding, monkeypatch, says=None, template=CHATML, grammar=None, **options):
+    """A Writer, with the engine Scripted if `says` is given, and a grammar without second turns."""
+    monkeypatch.setattr(writing, "PER_FILE", 8 if says else 4)
     script = Scripted(encoding, says)
-    monkeypatch.setattr(writing, "Engine", script)
+    if says:
+        monkeypatch.setattr(writing, "Engine", script)
     encoding.template = template
-    made = writing.Writer(folder, toy_model(), encoding, [END, 261], 1, log=lambda line: None)
-    made.openings = openings
+    model = toy_model(vocab_size=264, block_size=1024)
+    made = writing.Writer(folder, model, encoding, [END, 261], 1, **dict(log=lambda line: None) | options)
+    made.grammar = grammar or dict(templates=["Say {3-900}."], followups=["More."], words={})
     made.claim()
     return made, script
 
@@ -56,72 +74,127 @@ def lines(folder):
     return [json.loads(line) for file in sorted(folder.glob("*.jsonl")) for line in file.read_text().splitlines()]
 
 
+def conversations(folder):
+    chats = [line["messages"] for line in lines(folder)]
+    assert all(m["role"] == ("user", "assistant")[i % 2] for chat in chats for i, m in enumerate(chat))
+    return [[m["content"] for m in chat] for chat in chats]
+
+
 def test_a_chat_model_asks_and_answers_and_what_is_no_good_is_dropped(encoding, tmp_path, monkeypatch):
-    """Catches text of the wrong role, near-duplicates, runaways, special tokens, second turns in all texts or none."""
-    asked = ["what is 0", "What  is 0", "", "a" * 20, "2 <|im_start|>", "what is 5", "b b c", "what is 7"]
-    ends = [True, True, True, False, True, True, True, True]
+    """Catches text of the wrong role, near-duplicates, runaways, special tokens, drawn messages in all chats or none,
+    reasons that are not counted."""
+    asked = ["what is 0", "What  is 0", "", "a b c...", "2 <|im_start|>", "what is 5", "b b c", "what is 7"]
 
-    def says(i, text):
+    def says(text, sampling, index):
         if text.endswith("assistant\n"):
-            return "he" * 40 + "<|im_end|>" if "5" in text else f"to {text[-30:-24]!r}: hell"
-        if text.count("user\n") > 1:
-            return f"and {i}?<|im_end|>"
-        return asked[i] + "<|im_end|>" * ends[i]
-    made, script = writer(tmp_path / "self", encoding, monkeypatch, says)
+            answer = "hell" if "0<" in text else f"hell {sampling.seed} {index}"
+            return "he" * 40 if "5<" in text and index == 0 else answer
+        first = dict(enumerate(asked)).get(sampling.seed % 1_000_003, "next file")
+        return first if text.count("user\n") == 1 else f"and {sampling.seed}?"
+    logged = []
+    made, script = writer(tmp_path / "self", encoding, monkeypatch, says, log=logged.append)
     made.write(1)
-    texts = [[m["content"] for m in line["messages"]] for line in lines(tmp_path / "self")]
-    assert [text[0] for text in texts] == ["what is 0", "b b c", "what is 7"] and len(texts[2]) == 4
-    assert len(texts[0]) == len(texts[1]) == 2 and texts[2][2] == "and 0?"
-    (prompts, temperature, seed), (answered, colder, _), *_ = script.calls
-    assert set(prompts) == {"<|im_start|>user\n"} and (temperature, colder) == (0.9, 0.0)
-    assert answered[0] == "<|im_start|>user\nwhat is 0<|im_end|>\n<|im_start|>assistant\n"
-    assert [role for m in lines(tmp_path / "self")[2]["messages"] for role in [m["role"]]] == ["user", "assistant"] * 2
+    chats = conversations(tmp_path / "self")
+    assert [chat[0] for chat in chats if chat[0].startswith(("what", "b"))] == ["what is 0", "b b c", "what is 7"]
+    drawn = [chat for chat in chats if re.fullmatch(r"Say \d+\.", chat[0])]
+    assert len(drawn) == 8 and {len(chat) for chat in chats} == {2, 4} and len(chats) == 11
+    assert {chat[2][:3] for chat in chats if len(chat) > 2} == {"and", "Mor"}
+    assert made.dropped == {"empty": 1, "unfinished": 1, "special tokens": 1, "repetitive": 1, "duplicate": 1}
+    assert all(f"1 {reason}" in logged[-1] for reason in made.dropped) and "tokens/s" in logged[-1]
+    first, answer = script.calls[0], next(call for call in script.calls if "what is 0" in call[0])
+    assert first[0] == "<|im_start|>user\n" and first[1].temperature == 0.9
+    assert answer[0] == "<|im_start|>user\nwhat is 0<|im_end|>\n<|im_start|>assistant\n"
+    answered = {sampling.temperature for text, sampling, _ in script.calls if text.endswith("assistant\n")}
+    assert answered == set(writing.TEMPERATURES)
 
 
-def test_a_round_is_written_once_and_each_process_has_its_own(encoding, tmp_path, monkeypatch):
-    """Catches a run that starts over after Ctrl-C, processes that write the same text, a constant temperature."""
-    says = lambda i, text: f"{len(made.seen)} {i}" if text.endswith("user\n") else "hell"
-    with_end = lambda i, text: says(i, text) + "<|im_end|>"
-    made, script = writer(tmp_path / "self", encoding, monkeypatch, with_end)
-    made.write(300, rank=1, size=2)
-    files = sorted(file.name for file in (tmp_path / "self").glob("*.jsonl"))
-    assert files[:2] == ["00001.jsonl", "00003.jsonl"] and len({call[2] for call in script.calls}) == len(files)
-    assert {call[1] for call in script.calls} >= {0.9, 0.8, 1.0}
-    again, script = writer(tmp_path / "self", encoding, monkeypatch, with_end)
-    again.write(300, rank=1, size=2)
-    assert not script.calls and again.seen == made.seen
-    silent, _ = writer(tmp_path / "none", encoding, monkeypatch, lambda *_: "")
+def test_a_drawn_message_may_quote_the_answer_of_the_chat_before(encoding, tmp_path, monkeypatch):
+    """Catches an empty quotation, another chat's answer, braces in an answer read as placeholders."""
+    def says(text, sampling, index):
+        n = sampling.seed % 1_000_003
+        return f"{n} {{name}} " + "".join(map(str, range(n * 8))) if text.endswith("assistant\n") else f"ask {n}"
+    monkeypatch.setattr(writing, "QUOTED", range(50, 1000))
+    grammar = dict(templates=["Shorten: {text}", "Plain {0-999}"], followups=["More."], words={})
+    made, _ = writer(tmp_path / "self", encoding, monkeypatch, says, grammar=grammar)
+    made.write(1)
+    chats = conversations(tmp_path / "self")
+    quotes = [(before[1], chat[0]) for before, chat in zip(chats, chats[1:]) if chat[0].startswith("Shorten")]
+    assert quotes and all(quote == f"Shorten: {answer}" and len(answer) >= 50 for answer, quote in quotes)
+
+
+@pytest.mark.parametrize("template", [CHATML, None], ids=["chat", "base"])
+def test_a_killed_writer_continues_to_the_same_texts(encoding, tmp_path, monkeypatch, template):
+    """Catches texts that depend on their neighbours in the batch, on the process or on what was there before, and
+    texts written twice."""
+    def texts(name, goal=500, slots=5, rank=0, size=1, stop_after=None):
+        monkeypatch.setattr(writing, "SLOTS", dict(cpu=slots))
+        monkeypatch.setattr(writing, "LONGEST", dict(user=6, assistant=12, text=20))
+        monkeypatch.setattr(writing, "TEMPERATURES", (0.0, 3.0, 5.0))
+        made, _ = writer(tmp_path / name, encoding, monkeypatch, template=template)
+        made.stop = set(range(200, 264))  # so that messages of random bytes end
+        step = made.step
+
+        def stopping(steps=iter(range(10**6))):
+            if next(steps) == stop_after:
+                raise KeyboardInterrupt
+            step()
+        made.step = stopping
+        try:
+            made.write(goal, rank, size)
+        except KeyboardInterrupt:
+            pass
+        return {file.name: file.read_text() for file in (tmp_path / name).glob("*.jsonl")}
+    whole = texts("whole")
+    assert len(whole) > 3
+    part = texts("part", stop_after=50)
+    assert 0 < len(part) < len(whole)
+    assert texts("part", slots=3) == whole
+    assert texts("whole", stop_after=0) == whole  # nothing is left to do
+    texts("both", rank=1, size=2)
+    two = texts("both", rank=0, size=2)
+    assert len(two) > 2 and all(two[name] == whole[name] for name in ("00000.jsonl", "00001.jsonl"))
+
+
+def test_texts_of_another_model_or_prompts_are_not_continued(encoding, tmp_path, monkeypatch):
+    """Catches heads that learn from another model's text, and an endless search for usable text."""
+    silent, _ = writer(tmp_path / "self", encoding, monkeypatch, lambda *_: "")
     refusal(lambda: silent.write(1), "give --data")
+    refusal(lambda: writer(tmp_path / "self", encoding, monkeypatch, prompts=[[dict(role="user", content="a")]]),
+            "other prompts")
     (tmp_path / "self" / writing.ABOUT).write_text('{"model": "0123"}')
-    refusal(again.claim, "another model")
+    refusal(silent.claim, "another model")
 
 
-def test_half_of_the_messages_begin_with_an_opening_that_may_quote_an_answer(encoding, tmp_path, monkeypatch):
-    """Catches a message without its opening, an empty quotation, a lack of variety."""
-    def says(i, text):
-        return ("hell " * 2 + f"{len(script.calls)} {i}" if text.endswith("assistant\n") else f"ask {i}") + "<|im_end|>"
-    monkeypatch.setattr(writing, "QUOTED", range(5, 100))
-    made, script = writer(tmp_path / "self", encoding, monkeypatch, says, openings=["Explain: ", "Shorten: {text}. "])
-    first, second = made.round(0, 8), made.round(1, 8)
-    made.count(first)
-    begun = {text["messages"][0]["content"] for text in made.round(1, 8)}
-    assert {text["messages"][0]["content"] for text in first} >= {"Explain: ask 0", "ask 2", "Explain: ask 5"}
-    assert second == [] and any(text.startswith("Shorten: hell hell ") for text in begun)  # no answers, nothing new
+def test_prompts_are_answered_once_at_each_temperature(encoding, tmp_path, monkeypatch):
+    """Catches text of other prompts, a prompt left out, answers without end, and long prompts cut off."""
+    prompts = [[dict(role="user", content=f"{i} " * (1 if i else 450))] for i in range(5)]  # 900 tokens: too many
+    one, _ = writer(tmp_path / "one", encoding, monkeypatch, lambda *_: "hell", prompts=prompts[1:2])
+    assert one.write(10**6) and len(lines(tmp_path / "one")) == 4
+    says = lambda text, sampling, index: f"hell {sampling.temperature}"
+    for template in (CHATML, None):
+        made, script = writer(tmp_path / f"{template}", encoding, monkeypatch, says, template, prompts=prompts)
+        found = made.write(10**6)
+        assert 0 < found < 1000 and made.dropped == {"too long": 4} and len(script.calls) == 16
+        want = [f"hell {t}" for t in writing.TEMPERATURES for _ in range(4)]
+        if template:
+            assert [chat[1] for chat in conversations(made.folder)] == want
+        else:
+            assert [line["completion"] for line in lines(made.folder)] == want
+            assert {line["prompt"] for line in lines(made.folder)} == {f"{i} " for i in range(1, 5)}
 
 
-def test_a_round_has_as_many_chats_as_the_missing_tokens_need(encoding, tmp_path, monkeypatch):
-    """Catches minutes of writing for a goal of a few tokens."""
-    made, _ = writer(tmp_path / "self", encoding, monkeypatch, lambda i, text: f"{len(text)} {i}<|im_end|>", None)
-    monkeypatch.setattr(writing, "ROUND", (4, 9))
-    counts = []
-    monkeypatch.setattr(made, "round", lambda number, count: counts.append(count) or [dict(text="hell")])
-    monkeypatch.setattr(made, "count", lambda texts: 1000)
-    made.write(3500)
-    assert counts == [9, 9, 5, 4]
-
-
-def test_a_base_model_writes_from_its_first_token(encoding, tmp_path, monkeypatch):
-    made, script = writer(tmp_path / "self", encoding, monkeypatch, lambda i, text: f"text {i}", template=None)
-    made.write(1)
-    assert lines(tmp_path / "self") == [dict(text=f"text {i}") for i in range(8)]
-    assert set(script.calls[0][0]) == {EOT} and script.calls[0][1] > 0
+def test_the_grammar_is_complete_and_every_placeholder_has_words():
+    """Catches a placeholder without a list, one left in a message, and entries that are there twice."""
+    words = GRAMMAR["words"]
+    for entries in (GRAMMAR["templates"], GRAMMAR["followups"], *words.values()):
+        assert len(entries) == len(set(entries)) and all(entry.strip() == entry for entry in entries)
+        for kind in re.findall(r"\{([a-z]+)\d?\}", " ".join(entries)):
+            assert kind in words or kind == "text" and entries is GRAMMAR["templates"]
+    assert len(GRAMMAR["templates"]) >= 150 and len(GRAMMAR["followups"]) >= 20
+    assert len(words["subject"]) >= 400 and len(words["audience"] + words["style"]) >= 60
+    assert len(words["task"]) >= 40
+    for i, template in enumerate(GRAMMAR["templates"] + GRAMMAR["followups"]):
+        message = writing.fill(random.Random(i), [template], words, "QUOTE")
+        assert not writing.PLACEHOLDER.search(message) and ("QUOTE" in message) == ("{text}" in template)
+    pairs = [writing.fill(random.Random(i), ["{day} {day2} {day}"], words, "").split() for i in range(50)]
+    assert all(a == c != b for a, b, c in pairs)

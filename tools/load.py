@@ -149,23 +149,34 @@ def read_prompts(args):
     Raises InputError for --chat if the model has no chat template."""
     expect(not args.chat or load_chat_template(args.model), f"{args.model}: has no chat template; "
            "leave out --chat, or use a chat model")
-    from_user = lambda text: [dict(role="user", content=text)]
+    if args.prompts:
+        found = read_prompt_file(args.prompts, None if args.chat else "--chat")
+    else:
+        found = [from_user(decode(sys.stdin.buffer.read(), "standard input") if text == "-"
+                           else text) for text in args.prompt or []]
+    return [[*opening(args), *messages] for messages in found]
+
+
+def read_prompt_file(file, missing=None):
+    """The conversations of a file: its lines, or the objects of a .jsonl or .json file with a
+    "prompt" or "messages". missing: what messages need and do not have."""
+    file = Path(file)
 
     def parse(value):
         if isinstance(value.get("prompt"), str) and value.get("messages") is None:
             return from_user(value["prompt"])
         messages = messages_of(value)
         expect(messages, "it has no message")
-        expect(args.chat, "messages need --chat")
+        expect(not missing, f"messages need {missing}")
         return messages
-    file = Path(args.prompts or "")
-    if not args.prompts:
-        found = [from_user(decode(sys.stdin.buffer.read(), "standard input") if text == "-"
-                           else text) for text in args.prompt or []]
-    elif file.name.endswith(OBJECTS):
+    if file.name.endswith(OBJECTS):
         expected = 'an object with a "prompt" string or "messages"'
         found = [prompt for _, prompt in read_objects(file, parse, expected)]
     else:
         found = list(map(from_user, read_lines(file)))
-    expect(found or not args.prompts, f"{file}: contains no prompts")
-    return [[*opening(args), *messages] for messages in found]
+    expect(found, f"{file}: contains no prompts")
+    return found
+
+
+def from_user(text):
+    return [dict(role="user", content=text)]

@@ -34,6 +34,7 @@ class RunConfig:
     shared: bool | None = None
     draft_vocabulary: int | None = None
     init: str | None = None   # absolute path
+    prompts: str | None = None  # absolute path
     device: str | None = None
 
     @property
@@ -62,12 +63,16 @@ def parse_heads(argv=None):
                                     argument_default=argparse.SUPPRESS)
     add_model_flags(run, argparse.SUPPRESS)
     add_quantize_flag(run)
-    add_data_flag(run, "self: text that the model generates; default: self for a chat model, else "
-                       "Python's standard library")
+    source = run.add_mutually_exclusive_group()
+    add_data_flag(source, "self: text that the model generates; default: self for a chat model, "
+                          "else Python's standard library")
+    source.add_argument("--prompts", type=os.path.abspath, metavar="FILE", help="train on the "
+                        "model's answers to these: a prompt per line, or .jsonl objects with a "
+                        '"prompt" or "messages"')
     add = run.add_argument
     count = dict(type=at_least(1), metavar="N")
-    add("--self-tokens", **count, help="tokens of --data self; default: steps x batch size x block "
-        "size, for one pass")
+    add("--self-tokens", **count, help="tokens that the model writes; default: steps x batch size "
+        "x block size, for one pass")
     add("--steps", **count, help=f"default: {RunConfig.steps}")
     add("--batch-size", **count, help=f"sequences per step; default: {RunConfig.batch_size}")
     add("--block-size", **count, help="tokens per sequence; default: 256, if the context allows")

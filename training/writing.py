@@ -1,11 +1,16 @@
-"""Generates training text for draft heads with the model itself. A chat model also generates the
-user's messages: its prompt is the chat template up to the point where a user message begins
-(Magpie, arXiv 2406.08464). For variety, half of the conversations begin with a line of
-openings.jsonl. A base model continues an empty prompt."""
+"""Generates training text for draft heads with the model itself. A chat model answers two kinds of
+user messages: those that it writes itself, from the chat template up to the point where a user
+message begins (Magpie, arXiv 2406.08464), and those drawn from the templates and word lists of
+prompts.json. With prompts it only answers these. A base model continues an empty prompt."""
 
+import contextlib
+import hashlib
 import itertools
 import json
 import random
+import re
+from collections import Counter, deque
+from functools import cached_property
 from pathlib import Path
 
 from clover import model_hash
@@ -17,148 +22,257 @@ from model import InputError, expect, human, read_json
 from training.runs import progress, save_lines
 
 ABOUT = "written_by.json"            # records the model's hash beside the texts
-ROUND = 16, 384                      # fewest and most chats per file, before bad ones are dropped
-CHAT = 256                           # tokens per chat, roughly
+PER_FILE = 32                        # tasks per file
 SLOTS = dict(cpu=48, cuda=384)       # sequences decoded together
-TEMPERATURES = (0.0, 0.8, 0.5, 1.0)  # for answers, cycled through by round
+CAPACITY = 1280                      # most tokens of a chat
+LONGEST = dict(user=128, assistant=384, text=384)  # tokens of a message
+TEMPERATURES = (0.0, 0.8, 0.5, 1.0)  # for answers, cycled through by task
 USER_TEMPERATURE = 0.9               # for user messages
-MARK = "the user's words"            # placeholder for a user message in a template
-OPENINGS = Path(__file__).with_name("openings.jsonl")  # "{text}" stands for an earlier answer
-QUOTED = range(200, 1200)            # lengths of answers to quote, in characters
+MARK = "the user's words"            # placeholder for a user message in a chat template
+GRAMMAR = Path(__file__).with_name("prompts.json")
+PLACEHOLDER = re.compile(r"\{(?:(\d+)-(\d+)|([a-z]+)\d?)\}")
+QUOTED = range(200, 1200)            # lengths of answers to quote as {text}, in characters
 
 
 class Writer:
-    """Writes rounds of texts to a folder. stop: token ids that end a text."""
+    """Writes files of texts to a folder. stop: token ids that end a text. prompts: conversations
+    (lists of messages) to answer, once per temperature; None: the model's own text.
 
-    def __init__(self, folder, model, encoding, stop, seed=0, log=print):
+    A file is the work of PER_FILE tasks, generators that write one or two texts each and yield the
+    sequences that they need. Task n depends on the seed and n only, and its duplicates are dropped
+    when its file is saved, in order: a killed writer continues to the same texts."""
+
+    def __init__(self, folder, model, encoding, stop, seed=0, prompts=None, log=print):
         self.folder = Path(folder)
         self.model = model
         self.encoding = encoding
         self.template = encoding.template  # None for a base model
         self.stop = set(stop)
         self.seed = seed
+        self.prompts = prompts
         self.log = log
-        self.seen = set()  # the first words of all user messages so far
-        self.openings = [json.loads(line) for line in read_lines(OPENINGS)]
-        self.answers = []  # answers of the previous round that an opening may quote
+        self.grammar = read_json(GRAMMAR)
+        self.seen = set()         # the first words of all turns in the files so far
+        self.dropped = Counter()  # reason -> messages
+        self.running = {}         # Sequence -> (task, its number, the texts of its file)
 
     def claim(self):
-        """Creates the folder. Raises InputError if another model has written to it."""
+        """Creates the folder. Raises InputError if it has texts of another model, or answers to
+        other prompts."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        own_hash = model_hash(self.model)
-        expect(written_by(self.folder) in (None, own_hash),
-               f"{self.folder}: another model wrote these texts; use another --out")
-        save_lines(self.folder / ABOUT, [dict(model=own_hash)])
+        about = dict(model=model_hash(self.model))
+        if self.prompts:
+            about["prompts"] = hashlib.sha256(repr(self.prompts).encode()).hexdigest()[:16]
+        file = self.folder / ABOUT
+        expect(not file.exists() or read_json(file) == about, f"{self.folder}: another model wrote "
+               "these texts, or they answer other prompts; use another --out")
+        save_lines(file, [about])
 
     def write(self, tokens, rank=0, size=1):
-        """Writes until all `size` processes together have `tokens` tokens; this one writes every
-        size-th round. Rounds that have a file already are not written again."""
+        """Writes until all `size` processes together have `tokens` tokens, or have answered all
+        prompts; this one writes every size-th file, unless it exists. Returns its own tokens."""
         goal = tokens // size
+        numbers = itertools.count(rank, size)
+        if self.prompts:
+            tasks = len(self.prompts) * len(TEMPERATURES)
+            numbers = iter(range(rank, -(-tasks // PER_FILE), size))
+        files = deque()  # those in progress, in order: (path, {task number: its texts, or None})
+        slots = SLOTS[self.model.device.type]
         done = 0
         show = None
-        for number in itertools.count(rank, size):
-            if done >= goal:
-                return
-            file = self.folder / f"{number:05}.jsonl"
-            if file.exists():
-                done += self.count(list(map(json.loads, read_lines(file))))
-                continue
-            show = show or progress(done, goal, 1, self.log)
-            texts = self.round(number, min(max((goal - done) // CHAT, ROUND[0]), ROUND[1]))
-            expect(texts, "the model's own texts are all unusable for training; give --data")
-            save_lines(file, texts)
-            done += self.count(texts)
-            show(done, f"{file.name}: {len(texts)} texts  {human(done)} of {human(goal)} tokens")
+        while done < goal:
+            if files and None not in files[0][1].values():
+                path, texts = files.popleft()
+                before = done
+                done += self.save(path, [*itertools.chain(*texts.values())])
+                if show and 50 * before // goal < 50 * done // goal:
+                    dropped = ", ".join(f"{n} {flaw}" for flaw, n in self.dropped.items())
+                    show(done, f"{path.name}: {human(done)} of {human(goal)} tokens, dropped "
+                               f"{dropped or 'none'}")
+            elif len(self.running) < slots and (number := next(numbers, None)) is not None:
+                files.append(self.begin(number))
+            elif self.running:
+                show = show or progress(done, goal, 1, self.log)
+                self.step()
+            else:
+                break
+        return done
 
-    def count(self, texts):
-        """Counts the tokens of a round's texts. Remembers its user messages, to drop duplicates,
-        and its answers, which the next round may quote."""
-        self.answers = []
-        for message in itertools.chain(*(text.get("messages", ()) for text in texts)):
-            if message["role"] == "user":
-                self.is_new(message["content"])
-            elif message["role"] == "assistant" and len(message["content"]) in QUOTED:
-                self.answers.append(message["content"])
-        words = (text.get("text") or "".join(m["content"] for m in text["messages"])
-                 for text in texts)
-        return sum(len(self.encoding.encode(text)) for text in words)
+    def begin(self, number):
+        """Reads a file, or else begins its tasks -> (path, {task number: its texts, or None})."""
+        path = self.folder / f"{number:05}.jsonl"
+        if path.exists():
+            return path, {number: [json.loads(line) for line in read_lines(path)]}
+        texts = dict.fromkeys(range(number * PER_FILE, (number + 1) * PER_FILE))
+        for task in texts:
+            self.proceed(self.task(task), task, texts)
+        return path, texts
 
-    def round(self, number, count):
-        """Generates up to `count` texts, each the object of a .jsonl line."""
-        seed = self.seed * 1_000_003 + number
-        temperature = TEMPERATURES[number % len(TEMPERATURES)]
-        empty = {i: [] for i in range(count)}
-        if not self.template:
-            texts = self.extend(empty, "text", seed, temperature or 0.8)
-            return [dict(text=message["content"]) for [message] in texts.values()]
-        chats = self.extend(empty, "user", seed, USER_TEMPERATURE, self.begin(seed, count))
-        texts = chats = self.extend(chats, "assistant", seed, temperature)
-        chats = {i: chat for i, chat in chats.items() if i % 2}  # half get a second turn
-        chats = self.extend(chats, "user", seed, USER_TEMPERATURE)
-        texts = texts | self.extend(chats, "assistant", seed, temperature)
-        return [dict(messages=chat) for chat in texts.values()]
+    def step(self):
+        """Runs a step of the engine, and continues the tasks whose sequences it ends."""
+        for result in self.engine.step():
+            if result.sequence.ended:
+                self.proceed(*self.running.pop(result.sequence), result.sequence)
 
-    def begin(self, seed, count):
-        """{chat number: opening of its first message}, for half of the chats."""
-        choose = random.Random(seed).choice
-        usable = [text for text in self.openings if self.answers or "{text}" not in text]
-        return {i: choose(usable).replace("{text}", choose(self.answers or [""]))
-                for i in range(count) if i % 4 < 2}
-
-    def extend(self, chats, role, seed, temperature, begun={}):
-        """Generates a message in a role for each of {number: messages} and appends it. begun:
-        {number: its first words}. Drops chats whose new message is empty or repetitive, contains
-        special tokens, is unfinished (user only) or a near-duplicate (not for the assistant)."""
-        context = self.model.config.block_size
-        longest = min(128 if role == "user" else 384, context // 4)  # user messages are short
-        prompts = {i: self.prompt(chat, role) + self.encoding.encode(begun.get(i, ""))
-                   for i, chat in chats.items()}
-        prompts = {i: prompt for i, prompt in prompts.items() if len(prompt) <= context - longest}
-        if not prompts:
-            return {}
-        capacity = max(map(len, prompts.values())) + longest
-        slots = min(len(prompts), SLOTS[self.model.device.type])
-        engine = self.engine(slots, capacity, Sampling(temperature, seed=seed))
-        output = engine.generate(list(prompts.values()), longest, self.stop)
-        extended = {}
-        for i, sequence in zip(prompts, output.sequences):
-            tokens = [token for token in sequence.tokens if token not in self.stop]
-            text = begun.get(i, "") + self.encoding.decode(tokens)
-            has_special = not set(tokens).isdisjoint(self.encoding.special_tokens.values())
-            grams = list(zip(*(tokens[start:] for start in range(4))))
-            is_repetitive = len(set(grams)) < len(grams) / 2
-            is_unfinished = role == "user" and sequence.ended != "stop"
-            if not text.strip() or has_special or is_repetitive or is_unfinished:
-                continue
-            if role == "assistant" or self.is_new(text):
-                extended[i] = [*chats[i], dict(role=role, content=text)]
-        return extended
-
-    def engine(self, slots, capacity, sampling):
-        """An Engine with `slots` slots, halved until it fits in memory."""
+    def proceed(self, task, number, texts, sequence=None):
+        """Continues a task with the sequence it waited for, to the next one or to its end."""
         try:
-            return Engine(self.model, batch_size=slots, capacity=capacity, sampling=sampling)
-        except InputError:
-            if slots == 1:
-                raise
-        return self.engine(slots // 2, capacity, sampling)
+            prompt, longest, sampling, index = task.send(sequence)
+        except StopIteration as end:
+            texts[number] = end.value
+            return
+        sequence = self.engine.add(prompt, longest, sampling, self.stop, index=index)
+        self.running[sequence] = task, number, texts
 
-    def prompt(self, chat, role):
+    @cached_property
+    def engine(self):
+        """An Engine with as many slots as fit in memory."""
+        slots = SLOTS[self.model.device.type]
+        while slots > 1:
+            with contextlib.suppress(InputError):
+                return Engine(self.model, batch_size=slots, capacity=self.capacity)
+            slots //= 2
+        return Engine(self.model, batch_size=1, capacity=self.capacity)
+
+    @cached_property
+    def capacity(self):
+        """Most tokens of a chat; more than CAPACITY if prompts need it."""
+        needed = [len(self.prompt("assistant", messages)) + LONGEST["assistant"]
+                  for messages in self.prompts or ()]
+        return min(max([CAPACITY, *needed]), self.model.config.block_size)
+
+    def save(self, path, texts):
+        """Writes a file, without the turns that repeat earlier ones -> its number of tokens."""
+        if self.template and not self.prompts:
+            texts = [dict(messages=self.without_repeats(text["messages"])) for text in texts]
+            texts = [text for text in texts if text["messages"]]
+        expect(texts or self.prompts,
+               "the model's own texts are all unusable for training; give --data")
+        if not path.exists():
+            save_lines(path, texts)
+        parts = [message["content"] for text in texts for message in text.get("messages", ())]
+        parts += [part for text in texts for part in text.values() if isinstance(part, str)]
+        return sum(len(self.encoding.encode(part)) for part in parts)
+
+    def without_repeats(self, messages):
+        """A chat up to a turn whose message and answer begin like those of an earlier turn, with
+        the same twelve words each. Remembers the turns before."""
+        new = []
+        for turn in zip(messages[::2], messages[1::2]):
+            key = tuple(tuple(message["content"].lower().split()[:12]) for message in turn)
+            if key in self.seen:
+                self.dropped["duplicate"] += 1
+                break
+            self.seen.add(key)
+            new += turn
+        return new
+
+    # ----------------------------------------------------------------------------------------------
+    # Tasks: generators that yield arguments of `Engine.add`, get the `Sequence`, and return texts,
+    # objects of .jsonl lines
+
+    def task(self, number):
+        temperature = TEMPERATURES[number % len(TEMPERATURES)]
+        if self.prompts:
+            return self.answer(number)
+        if self.template:
+            return self.pair(number, temperature)
+        return self.text(number, temperature or 0.8)
+
+    def answer(self, number):
+        """Answers a prompt: first all at the first temperature, and so on."""
+        turn, i = divmod(number, len(self.prompts))
+        if turn >= len(TEMPERATURES):  # the last file may have tasks to spare
+            return []
+        messages = self.prompts[i]
+        answer = yield from self.say("assistant", messages, number, TEMPERATURES[turn])
+        if not answer:
+            return []
+        if not self.template:
+            return [dict(prompt=messages[-1]["content"], completion=answer)]
+        return [dict(messages=[*messages, dict(role="assistant", content=answer)])]
+
+    def text(self, number, temperature):
+        """Writes a text of a base model."""
+        text = yield from self.say("text", [], number, temperature)
+        return [dict(text=text)] if text else []
+
+    def pair(self, number, temperature):
+        """Writes two chats: one whose first message the model writes, and one whose first message
+        is drawn, and may quote the other's answer. Half have a second turn, of either kind."""
+        draw = random.Random(f"{self.seed} {number}")
+        chats = []
+        quote = ""
+        for index, drawn in enumerate((False, True)):
+            chat = []
+            for kind in ("templates", "followups")[:draw.choice((1, 2))]:
+                if drawn:
+                    message = fill(draw, self.grammar[kind], self.grammar["words"], quote)
+                else:
+                    message = yield from self.say("user", chat, number, USER_TEMPERATURE, index)
+                asked = [*chat, dict(role="user", content=message)]
+                answer = message and (yield from self.say("assistant", asked, number, temperature,
+                                                          index))
+                if not answer:
+                    break
+                chat = [*asked, dict(role="assistant", content=answer)]
+                quote = answer if len(answer) in QUOTED else quote
+                drawn = draw.random() < 0.5
+            chats.append(dict(messages=chat))
+        return chats
+
+    def say(self, role, messages, number, temperature, index=0):
+        """Lets the model write a role's next message -> its text, or None if it is unusable."""
+        prompt = self.prompt(role, messages)
+        longest = min(LONGEST[role], self.model.config.block_size // 4)
+        if len(prompt) + longest > self.capacity:
+            self.dropped["too long"] += 1
+            return None
+        sampling = Sampling(temperature, seed=self.seed * 1_000_003 + number)
+        sequence = yield prompt, longest, sampling, index
+        tokens = [token for token in sequence.tokens if token not in self.stop]
+        text = self.encoding.decode(tokens)
+        grams = list(zip(*(tokens[start:] for start in range(4))))
+        flaws = {
+            "empty": not text.strip(),
+            "special tokens": not set(tokens).isdisjoint(self.encoding.special_tokens.values()),
+            "repetitive": len(set(grams)) < len(grams) / 2,
+            "unfinished": role == "user" and sequence.ended != "stop"}
+        for flaw, applies in flaws.items():
+            if applies:
+                self.dropped[flaw] += 1
+                return None
+        return text
+
+    def prompt(self, role, messages):
         """The prompt, token ids, for a role's next message."""
         if role == "text":
             return encode_prompt(self.encoding, "") or [end_of_text(self.encoding)]
+        if not self.template:
+            return encode_prompt(self.encoding, messages[-1]["content"])
         if role == "assistant":
-            return self.encoding.chat(chat)
+            return self.encoding.chat(messages)
         user = dict(role="user", content=MARK)
-        text, found, _ = self.template.render([*chat, user]).rpartition(MARK)
+        text, found, _ = self.template.render([*messages, user]).rpartition(MARK)
         expect(found, f"{self.template.file}: does not render user messages; give --data")
         return self.encoding.encode(text, allowed_special="all")
 
-    def is_new(self, text):
-        """Whether no earlier user message has the same first twelve words. Remembers these."""
-        before = len(self.seen)
-        self.seen.add(tuple(text.lower().split()[:12]))
-        return len(self.seen) > before
+
+def fill(draw, templates, words, quote):
+    """Draws a template and fills in its placeholders. {name}, {name2}: different entries of
+    words["name"], each the same in the whole message. {3-9}: a number, drawn each time. {text}: the
+    quote; without one, templates that need it are not drawn."""
+    chosen = {"{text}": quote}
+
+    def value(match):
+        low, high, kind = match.groups()
+        if low:
+            return str(draw.randint(int(low), int(high)))
+        if match[0] not in chosen:
+            chosen[match[0]] = draw.choice([x for x in words[kind] if x not in chosen.values()])
+            chosen[match[0]] = PLACEHOLDER.sub(value, chosen[match[0]])  # entries have some, too
+        return chosen[match[0]]
+    return PLACEHOLDER.sub(value, draw.choice([x for x in templates if quote or "{text}" not in x]))
 
 
 def written_by(folder):
