@@ -168,7 +168,7 @@ class Policy:
                             *((T, 0) for T in sizes if lookup and T <= MAX_CHAIN + 1)]
         self.largest = max(T or LARGEST for T, _ in self.options)
         # where steps read prompts
-        reads = [(T, min(K, T - 1)) for T in READ_SIZES]
+        reads = [(T, min(K, T - 1)) for T in READ_SIZES if T > (self.tree_size or 0)]
         self.reading_options = list(dict.fromkeys([*self.options, *reads]))
         self.group = model.group
         self.known = known_counts(self.heads)  # [2, SOURCES, 2]: accepted, proposed
@@ -220,8 +220,8 @@ class Policy:
 
     def select_reading(self, B, reading):
         """The option with the most tokens per second, where n tokens of a prompt count as
-        n^READ_VALUE; if a step may take twice as long, among the options that read the longest
-        prompt in at most READ_STEPS steps."""
+        n^READ_VALUE. If a step may take twice as long, those options come first that read the
+        longest prompt in at most READ_STEPS steps."""
         expected = self.expected_tokens()
         reading = sorted(reading)
         sums = list(accumulate((n ** READ_VALUE for n in reading), initial=0))
@@ -229,16 +229,16 @@ class Policy:
 
         def rate(option):
             T, depths = option
-            tokens = expected[depths > 0][min(T, self.tree_size or T)]
+            tokens = expected[depths > 0][min(T, self.tree_size or self.largest)]
             shorter = bisect(reading, T)  # prompts of which T nodes read all that is unread
             read = sums[shorter] + T ** READ_VALUE * (len(reading) - shorter)
             return (read + (B - len(reading)) * tokens) / seconds(option)
         least = reading[-1] / READ_STEPS
         options = self.possible(B, self.reading_options)
-        best = max(options, key=rate)
-        fast = [option for option in options
-                if option[0] >= least and seconds(option) <= 2 * seconds(best)]
-        return max(fast, key=rate, default=best)
+        limit = 2 * seconds(max(options, key=rate))
+        options = [option for option in options if seconds(option) <= limit]
+        fast = [option for option in options if option[0] >= least]
+        return max(fast, key=rate) if fast else max(options)
 
     def possible(self, B, options):
         """Those options that need no capture while a server runs."""
@@ -758,7 +758,8 @@ class Decoder:
         """Compiles and captures every option of the policy, in the present sampling mode, while all
         slots are idle."""
         policy = self.policy
-        for option in policy.reading_options if self.reads_in_steps else policy.options:
+        reading = policy.reading_options if self.reads_in_steps else []
+        for option in dict.fromkeys([*policy.options, *reading]):
             with self.context():
                 self.launch(*option).wait()
 

@@ -213,7 +213,7 @@ def test_a_trial_of_heads_includes_the_rows_they_have_not_read(toy):
 
 
 @pytest.mark.parametrize("tree_size, B, reading, want", [
-    (1, 1, [40], 64), (1, 8, [3], 1), (1, 8, [90] * 8, 64), (5, 8, [2], 5), (1, 8, [5000], 64),
+    (1, 1, [40], 64), (1, 8, [3], 1), (1, 8, [90] * 8, 16), (5, 8, [2], 5), (1, 8, [40], 4), (1, 8, [5000], 4),
     (None, 2, [30, 30], 32)])
 def test_prompts_are_read_by_the_size_of_most_tokens_per_second(toy, tree_size, B, reading, want):
     """Bug: a prompt read a token at a time, or generating sequences slowed down for a few tokens."""
