@@ -202,8 +202,8 @@ def kernels(run):
             yield ops.kernel_row(case, run.device, bandwidth, run.sizes.copies)
 
 
-PARTS = {  # name: (function, seconds of 430)
-    "tests": (tests, 50), "smollm2": (smollm2, 150), "server": (server, 40),
+PARTS = {  # name: (function, seconds of 450)
+    "tests": (tests, 50), "smollm2": (smollm2, 150), "server": (server, 60),
     "training": (training, 60), "steps": (steps, 80), "demo": (demo, 30),
     "ceilings": (ceilings, 5), "kernels": (kernels, 15)}
 WITH_MODEL = {"smollm2", "server", "training"}
