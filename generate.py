@@ -131,10 +131,10 @@ LOOKUP_PRIOR = (0, 1), (0.5, 2.5), (1, 3), (1.5, 3.5), (2, 4)
 WINDOW = 64     # of running means, in steps
 PRIOR = 2       # weight of an option's rate before its first use, in steps
 MEMORY = 256, 64  # window of the acceptance counts: head nodes per bin, lookup tokens per length
-# (cost of a further row, of a row where compute is the bound), relative to a step of one row
-ROW = dict(cpu=(0.15, 0), cuda=(0.002, 0.005))
+ROW = 0.15      # cost of a further row on a CPU, relative to a step of one row: an initial guess
 # Initial guesses for a GPU, measured on an H100 by `bench gpu`
 BANDWIDTH = 3e12           # bytes per second of a copy
+FLOPS = 5.5e14             # per second, of products with many rows
 LAUNCH_SECONDS = 12 * 2e-6 # launches of a layer or a draft head in a CUDA graph
 EAGER_SECONDS = 4.3e-4     # of a layer without a graph
 
@@ -412,7 +412,11 @@ def guessed_costs(model, heads):
     """Initial costs, relative to a step of one row: (of a further row, of a row where compute is
     the bound, of a draft head)."""
     is_cuda = model.device.type == "cuda"
-    head = 0.0
+    row = ROW
+    bound = head = 0.0
+    if is_cuda:
+        bound = 2 * model.weight_bytes() / model.dtype.itemsize / FLOPS / guessed_seconds(model)
+        row = bound / 2
     if heads:  # reads its weights and the (draft) vocabulary's rows
         numbers = (heads.config.vocabulary or model.config.vocab_size) * model.config.n_embd
         numbers += sum(layer.in_features * layer.out_features
@@ -420,7 +424,7 @@ def guessed_costs(model, heads):
         size = model.dtype.itemsize if is_cuda else 0.625  # packed in 4 bits, and scales
         launches = LAUNCH_SECONDS if is_cuda else 0.0
         head = (numbers * size / BANDWIDTH + launches) / guessed_seconds(model)
-    return *ROW["cuda" if is_cuda else "cpu"], head
+    return row, bound, head
 
 
 def guessed_seconds(model):
