@@ -10,6 +10,7 @@ from bench import ROOT, roofline
 from model import InputError, read_json
 
 RUN = ROOT / "docs" / "img" / "run.json"  # from generate.py --json --show-tree
+MEASURED = ROOT / "bench" / "results" / "gpu-h200.jsonl"
 PICTURE = RUN.with_name("text.svg")
 BATCHES = RUN.with_name("batches.svg")
 WIDTH = 760
@@ -65,23 +66,23 @@ def draw_text(run):
             + "\n".join(shapes) + "\n</svg>\n")
 
 
-def measured(records):
-    """{label: [(B, tokens per second)]} of SmolLM2, greedy, in the records of `bench gpu` (paths):
-    means over the seeds. A later record replaces rows of an earlier one."""
-    rates = {}  # label -> B -> seed -> tokens per second
-    for row in (json.loads(line) for record in records for line in record.open()):
-        if row.get("part") == "smollm2" and row.get("temperature") == 0:
+def measured(record):
+    """{label: [(B, tokens per second)]} of SmolLM2, greedy, in a record of `bench gpu`: means over
+    the seeds."""
+    rates = {}  # label -> B -> tokens per second of each seed
+    for row in map(json.loads, record.open()):
+        if row["part"] == "smollm2" and row.get("temperature") == 0:
             label = f"{row['drafter']}, T = {row['tree_size']}"
-            by_seed = rates.setdefault(label, {}).setdefault(row["batch_size"], {})
-            by_seed[row["seed"]] = row["tokens_per_second"]
-    return {label: [(B, fmean(by_seed.values())) for B, by_seed in sorted(own.items())]
+            seeds = rates.setdefault(label, {}).setdefault(row["batch_size"], [])
+            seeds.append(row["tokens_per_second"])
+    return {label: [(B, fmean(seeds)) for B, seeds in sorted(own.items())]
             for label, own in rates.items()}
 
 
-def draw_batches(records, path):
+def draw_batches(record, path):
     """Draws throughput over batch size like Figure 2 of the paper, as SVG: predicted for a model of
-    32 B parameters, and measured for SmolLM2 if the records have it. Returns a matplotlib Figure.
-    Raises InputError without matplotlib."""
+    32 B parameters, and measured for SmolLM2. Returns a matplotlib Figure. Raises InputError
+    without matplotlib."""
     try:
         from matplotlib import style
         from matplotlib.figure import Figure
@@ -89,9 +90,8 @@ def draw_batches(records, path):
         raise InputError("bench draw needs matplotlib; pip install matplotlib") from None
     predicted = {name: [*enumerate(rates[:LARGEST], start=1)] for name, (_, rates, _)
                  in roofline.predict(*roofline.NOMINAL).items() if name in PREDICTED}
-    panels = {"predicted: 32 B parameters, H100": predicted}
-    if lines := measured(records):
-        panels["measured: SmolLM2-135M, H100"] = lines
+    panels = {"predicted: 32 B parameters, H100": predicted,
+              "measured: SmolLM2-135M, H200": measured(record)}
     with style.context(["dark_background", STYLE]):
         figure = Figure(figsize=(7.6, 3.6), layout="constrained")
         for axes, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0],
@@ -110,5 +110,5 @@ def draw_batches(records, path):
 
 def bench():
     PICTURE.write_text(draw_text(read_json(RUN)), encoding="utf-8")
-    draw_batches(sorted((ROOT / "bench" / "results").glob("gpu-h100*.jsonl")), BATCHES)
+    draw_batches(MEASURED, BATCHES)
     print(PICTURE, BATCHES, sep="\n")

@@ -284,22 +284,18 @@ def test_hostile_tokens_are_escaped():
 
 
 def test_measured_throughput_is_drawn_beside_the_prediction(tmp_path):
-    """Bug: rows of another part or temperature, one seed instead of the mean, an old record instead of the newer."""
+    """Bug: rows of another part or temperature, one seed instead of the mean."""
     pytest.importorskip("matplotlib")
     names = "part", "drafter", "tree_size", "batch_size", "temperature", "seed", "tokens_per_second"
-    record = lambda *rows: "\n".join(map(json.dumps, [dict(about="no part"), *(dict(zip(names, row)) for row in rows)]))
-    old, new = tmp_path / "gpu-h100.jsonl", tmp_path / "gpu-h100-smollm2.jsonl"
-    plain, ours = ("smollm2", "plain", 1), ("smollm2", "heads")
-    old.write_text(record((*plain, 32, 0.0, 0, 5), (*ours, "auto", 1, 0.0, 0, 9)))
-    new.write_text(record((*plain, 32, 0.0, 0, 100), (*plain, 32, 0.0, 1, 300), (*plain, 8, 0.0, 0, 50),
-                          (*plain, 8, 0.8, 0, 7), ("demo", "plain", 1, 8, 0.0, 0, 7), (*ours, 16, 8, 0.0, 0, 70)))
-    predicted, measured = draw.draw_batches([old, new], tmp_path / "drawn.svg").axes
+    plain, ours, record = ("smollm2", "plain", 1), ("smollm2", "heads"), tmp_path / "record.jsonl"
+    rows = [(*plain, 32, 0.0, 0, 100), (*plain, 32, 0.0, 1, 300), (*plain, 8, 0.0, 0, 50), (*plain, 8, 0.8, 0, 7),
+            ("demo", "plain", 1, 8, 0.0, 0, 7), (*ours, 16, 8, 0.0, 0, 70)]
+    record.write_text("\n".join(json.dumps(dict(zip(names, row))) for row in rows))
+    predicted, measured = draw.draw_batches(record, tmp_path / "drawn.svg").axes
     assert {line.get_label(): list(line.get_xydata().ravel()) for line in measured.lines} == {
-        "plain, T = 1": [8, 50, 32, 200], "heads, T = auto": [1, 9], "heads, T = 16": [8, 70]}
-    alone, = draw.draw_batches([], tmp_path / "drawn.svg").axes
-    for axes in predicted, alone:
-        assert [line.get_label() for line in axes.lines] == list(draw.PREDICTED)
-        assert list(axes.lines[0].get_ydata()) == list(roofline.predict(*roofline.NOMINAL)["plain, T = 1"][1][:256])
+        "plain, T = 1": [8, 50, 32, 200], "heads, T = 16": [8, 70]}
+    assert [line.get_label() for line in predicted.lines] == list(draw.PREDICTED)
+    assert list(predicted.lines[0].get_ydata()) == list(roofline.predict(*roofline.NOMINAL)["plain, T = 1"][1][:256])
     assert ElementTree.parse(tmp_path / "drawn.svg").getroot().tag == SVG + "svg"
 
 
