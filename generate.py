@@ -178,7 +178,7 @@ class Policy:
         self.chances = torch.zeros(2, SOURCES, device=model.device)
         self.learn_chances(self.seen)
         # with and without heads: of the n-th likeliest node, mean acceptance and number of steps
-        self.means = {drafts: ([0.5], [2]) for drafts in (False, True)}
+        self.means = {True: ([0.5], [2]), False: ([0.2], [2])}
         self.sums = {}  # option with T = None -> recent expected tokens, time in plain steps
         costs = guessed_costs(model, self.heads)
         if self.group:
@@ -769,15 +769,15 @@ class Decoder:
 
     def capture_all(self, progress=iter):
         """Captures, while all slots are idle, the policy's options in all sampling modes for 1, 2,
-        4, ... sequences: up to LARGEST_STEP rows, the largest first, until the GPU's memory is
-        nearly full. Others are no options from then on. Replays each graph once, to learn its
-        time. progress: wraps the list of graphs, as tqdm does."""
+        4, ... sequences: plain steps, then trees of up to LARGEST_STEP rows, the largest first,
+        until the GPU's memory is nearly full. Others are no options from then on. Replays each
+        graph once, to learn its time. progress: wraps the list of steps, as tqdm does."""
         policy = self.policy
         sizes = {2 ** i for i in range(self.batch_size.bit_length())} | {self.batch_size}
         options = {(1, 0), *policy.reading_options}
         steps = [(B, T, depths) for B, (T, depths) in product(sizes, options)
                  if B * T <= LARGEST_STEP or T in (1, policy.tree_size)]
-        steps.sort(key=lambda step: (-step[0] * step[1], step))
+        steps.sort(key=lambda step: (step[1] > 1, -step[0] * step[1], step))
         policy.captured = set()
         for step in progress(steps):
             free, total = torch.cuda.mem_get_info(self.device)
