@@ -32,10 +32,11 @@ from tools.load import load_model, read_prompt_file
 from training import data, runs, writing
 from training.evaluate import measure, record
 from training.flags import SELF, STORED, SWITCHES, TRAINING, RunConfig
-from training.loss import HEAD_WEIGHT, guess_weights, window_guesses
+from training.loss import window_losses
 
 SHOW_EVERY = 20     # steps
 SAVE_EVERY = 180.0  # seconds
+HEAD_WEIGHT = 0.7   # head i's loss has weight 0.7^i: decoding reaches later heads less often
 MIN_VOCABULARY = 8  # the smallest draft vocabulary: twice the default beam width
 MIN_SELF_TOKENS = 30_000  # over a hundred texts, so that some are held out
 STANDARD_LIBRARY = "the Python standard library's source"  # in heads.json, without --data
@@ -109,16 +110,13 @@ class Run:
     def loss(self, ids, loss_mask, documents):
         """The (loss in nats, head accuracies [K]) of a batch over all processes. The gradient
         covers only this process's part of the batch."""
-        total = lambda x: self.group.all_reduce(x.detach().sum(dim=(1, 2)))
-        found = window_guesses(self.heads, ids, loss_mask, documents, self.dtype)
-        count = total(found.mask.float()).clamp(min=1)
-        weights = guess_weights(self.config.loss_weights, found.chances) * found.mask
-        fixed = sum(HEAD_WEIGHT ** i for i in range(len(count)))
-        weights = weights * (fixed / (total(weights) / count).sum().clamp(min=1))
-        losses = found.losses * weights / count.view(-1, 1, 1)
-        loss = losses.sum()
-        value = total(losses).sum()
-        return value + (loss - loss.detach()), total(found.hits * found.mask) / count
+        group = self.group
+        losses, hits, guesses = window_losses(self.heads, ids, loss_mask, documents, self.dtype)
+        count = group.all_reduce(guesses).clamp(min=1)
+        weights = HEAD_WEIGHT ** torch.arange(len(count), device=count.device)
+        loss = (losses * weights / count).sum()
+        total = group.all_reduce(loss.detach().clone())
+        return total + (loss - loss.detach()), group.all_reduce(hits) / count
 
     def save(self):
         """Writes the heads, then the state, so that the previous state survives any failure."""
