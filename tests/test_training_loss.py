@@ -79,16 +79,6 @@ def test_autocast_is_on_for_a_float32_model_and_off_for_a_half_one(shape, dtype)
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in heads.parameters())
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_a_half_model_computes_the_same_with_a_cache(shape):
-    """Catches layers that read other layers' keys, or positions and masks that ignore documents."""
-    model, ids = toy_model(**SHAPES[shape]).bfloat16(), torch.tensor(random_prompts([30, 30]))
-    documents = torch.arange(30).expand(2, -1) // torch.tensor([[12], [30]])
-    for given in None, documents:
-        want = model(ids[:, :-1], documents=None if given is None else given[:, :-1])
-        torch.testing.assert_close(run_model(model, ids, given), want, atol=0.02, rtol=0.02)
-
-
 def test_guesses_across_a_border_and_of_tokens_that_do_not_count_are_left_out():
     """Catches a head that is trained on another document's first tokens, or on masked ones."""
     tokens = torch.arange(2 * 9).view(2, 9)

@@ -17,7 +17,6 @@ import torch.nn.functional as F
 from torch.func import functional_call
 
 from kernels import FINITE_MIN, runs_triton, tl, triton
-from model import KVCache
 
 # Logits per chunk: 16 MB in float32, to fit a CPU's cache; larger on a GPU, where small products
 # are bound by reading the LM head. Peak memory is about six such chunks.
@@ -33,20 +32,10 @@ def autocast(model, dtype):
 def run_model(model, ids, documents=None, dtype=torch.float32):
     """The model's hidden states [B, T, C] for all but the last of the token ids [B, T + 1], and
     their documents likewise."""
-    tokens = ids[:, :-1]
     documents = None if documents is None else documents[:, :-1]
-    if model.dtype.itemsize == 2:  # as in decoding, without autocast
-        return model(tokens, documents=documents, cache=shared_cache(model, *tokens.shape))
-    with autocast(model, dtype):
-        return model(tokens, documents=documents)
-
-
-def shared_cache(model, B, T):
-    """A `KVCache` whose layers share their memory: with a cache, one kernel applies RoPE."""
-    c = model.config
-    kv = torch.zeros(1, 2, B, c.n_kv_head, T, c.head_size, dtype=model.dtype, device=model.device)
-    lengths = torch.zeros(B, dtype=torch.int32, device=model.device)
-    return KVCache(kv.expand(c.n_layer, -1, -1, -1, -1, -1), lengths)
+    is_half = model.dtype.itemsize == 2  # needs no autocast, like decoding
+    with autocast(model, None if is_half else dtype):
+        return model(ids[:, :-1], documents=documents)
 
 
 def run_heads(heads, hidden, ids, documents=None, dtype=torch.float32):
