@@ -177,16 +177,14 @@ def read_config(args, out, group):
 
 
 def initial_switches(args):
-    """The preset, switches and draft vocabulary of the heads in --init. Raises InputError if a flag
-    has another value."""
+    """The preset, switches and draft vocabulary of the heads in --init. Raises InputError if they
+    are given as flags, too."""
+    names = ("preset", *SWITCHES, "draft_vocabulary")
+    given = ", ".join(f"--{runs.flag(name)}" for name in names if name in args)
+    expect(not given, f"--init starts from heads as they are; leave out {given}, or --init")
     heads, _ = read_record(Path(args.init) / "heads.json")
-    theirs = {name: getattr(heads, name) for name in ("preset", *SWITCHES)}
-    theirs["draft_vocabulary"] = heads.vocabulary
-    differ = "; ".join(f"{runs.flag(name)} {value}, not {getattr(args, name)}"
-                       for name, value in theirs.items()
-                       if getattr(args, name, None) not in (None, value))
-    expect(not differ, f"{args.init} holds heads with {differ}; leave the flags out, or --init")
-    return theirs
+    return dict(draft_vocabulary=heads.vocabulary,
+                **{name: getattr(heads, name) for name in ("preset", *SWITCHES)})
 
 
 def prepare(config, out, group, resume):
@@ -245,11 +243,7 @@ def write_texts(config, out, group):
     stop = stop_tokens(config.model, encoding)
     writer = writing.Writer(folder, model, encoding, stop, config.seed, prompts, group.print)
     group.on_first(writer.claim)
-    done = writer.write(goal, group.rank, group.size)
-    if done < goal // group.size:
-        group.print(f"{config.prompts}: all prompts are answered, at {len(writing.TEMPERATURES)} "
-                    f"temperatures, with {human(done * group.size)} tokens; give more prompts for "
-                    "better heads")
+    writer.write(goal, group.rank, group.size)
     group.barrier()
     return str(folder.absolute())
 
