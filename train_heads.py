@@ -171,20 +171,13 @@ def read_config(args, out, group):
     expect(args.evaluate or config.batch_size % group.size == 0, f"a batch size of "
            f"{config.batch_size} cannot be split over {group.size} processes; use a multiple")
     if "init" in args:
-        return replace(config, **initial_switches(args))
-    heads = preset(config.preset, **config.select(SWITCHES))
-    return replace(config, **{name: getattr(heads, name) for name in SWITCHES})
-
-
-def initial_switches(args):
-    """The preset, switches and draft vocabulary of the heads in --init. Raises InputError if they
-    are given as flags, too."""
-    names = ("preset", *SWITCHES, "draft_vocabulary")
-    given = ", ".join(f"--{runs.flag(name)}" for name in names if name in args)
-    expect(not given, f"--init starts from heads as they are; leave out {given}, or --init")
-    heads, _ = read_record(Path(args.init) / "heads.json")
-    return dict(draft_vocabulary=heads.vocabulary,
-                **{name: getattr(heads, name) for name in ("preset", *SWITCHES)})
+        given = [f"--{runs.flag(name)}" for name in ("preset", *SWITCHES, "draft_vocabulary")
+                 if name in args]
+        expect(not given, f"--init takes its heads as they are; leave out {', '.join(given)}")
+        heads, _ = read_record(Path(args.init) / "heads.json")
+    else:
+        heads = preset(config.preset, **config.select(SWITCHES))
+    return replace(config, **{name: getattr(heads, name) for name in ("preset", *SWITCHES)})
 
 
 def prepare(config, out, group, resume):
@@ -238,8 +231,7 @@ def write_texts(config, out, group):
     folder = out / SELF
     enough = max(config.steps * config.batch_size * (config.block_size or 256), MIN_SELF_TOKENS)
     goal = config.self_tokens or enough
-    what = f"answers to {len(prompts)} prompts" if prompts else "training text"
-    group.print(f"generating {human(goal)} tokens of {what} with the model, in {folder}")
+    group.print(f"generating {human(goal)} tokens of training text with the model, in {folder}")
     stop = stop_tokens(config.model, encoding)
     writer = writing.Writer(folder, model, encoding, stop, config.seed, prompts, group.print)
     group.on_first(writer.claim)
