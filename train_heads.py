@@ -32,10 +32,11 @@ from tools.load import load_model, read_prompt_file
 from training import data, runs, writing
 from training.evaluate import measure, record
 from training.flags import SELF, STORED, SWITCHES, TRAINING, RunConfig
-from training.loss import HEAD_WEIGHT, guess_weights, window_guesses
+from training.loss import window_losses
 
 SHOW_EVERY = 20     # steps
 SAVE_EVERY = 180.0  # seconds
+HEAD_WEIGHT = 0.7   # head i's loss has weight 0.7^i: decoding reaches later heads less often
 MIN_VOCABULARY = 8  # the smallest draft vocabulary: twice the default beam width
 MIN_SELF_TOKENS = 30_000  # over a hundred texts, so that some are held out
 STANDARD_LIBRARY = "the Python standard library's source"  # in heads.json, without --data
@@ -109,16 +110,13 @@ class Run:
     def loss(self, ids, loss_mask, documents):
         """The (loss in nats, head accuracies [K]) of a batch over all processes. The gradient
         covers only this process's part of the batch."""
-        total = lambda x: self.group.all_reduce(x.detach().sum(dim=(1, 2)))
-        found = window_guesses(self.heads, ids, loss_mask, documents, self.dtype)
-        count = total(found.mask.float()).clamp(min=1)
-        weights = guess_weights(self.config.loss_weights, found.chances) * found.mask
-        fixed = sum(HEAD_WEIGHT ** i for i in range(len(count)))
-        weights = weights * (fixed / (total(weights) / count).sum().clamp(min=1))
-        losses = found.losses * weights / count.view(-1, 1, 1)
-        loss = losses.sum()
-        value = total(losses).sum()
-        return value + (loss - loss.detach()), total(found.hits * found.mask) / count
+        group = self.group
+        losses, hits, guesses = window_losses(self.heads, ids, loss_mask, documents, self.dtype)
+        count = group.all_reduce(guesses).clamp(min=1)
+        weights = HEAD_WEIGHT ** torch.arange(len(count), device=count.device)
+        loss = (losses * weights / count).sum()
+        total = group.all_reduce(loss.detach().clone())
+        return total + (loss - loss.detach()), group.all_reduce(hits) / count
 
     def save(self):
         """Writes the heads, then the state, so that the previous state survives any failure."""
@@ -173,22 +171,13 @@ def read_config(args, out, group):
     expect(args.evaluate or config.batch_size % group.size == 0, f"a batch size of "
            f"{config.batch_size} cannot be split over {group.size} processes; use a multiple")
     if "init" in args:
-        return replace(config, **initial_switches(args))
-    heads = preset(config.preset, **config.select(SWITCHES))
-    return replace(config, **{name: getattr(heads, name) for name in SWITCHES})
-
-
-def initial_switches(args):
-    """The preset, switches and draft vocabulary of the heads in --init. Raises InputError if a flag
-    has another value."""
-    heads, _ = read_record(Path(args.init) / "heads.json")
-    theirs = {name: getattr(heads, name) for name in ("preset", *SWITCHES)}
-    theirs["draft_vocabulary"] = heads.vocabulary
-    differ = "; ".join(f"{runs.flag(name)} {value}, not {getattr(args, name)}"
-                       for name, value in theirs.items()
-                       if getattr(args, name, None) not in (None, value))
-    expect(not differ, f"{args.init} holds heads with {differ}; leave the flags out, or --init")
-    return theirs
+        given = [f"--{runs.flag(name)}" for name in ("preset", *SWITCHES, "draft_vocabulary")
+                 if name in args]
+        expect(not given, f"--init takes its heads as they are; leave out {', '.join(given)}")
+        heads, _ = read_record(Path(args.init) / "heads.json")
+    else:
+        heads = preset(config.preset, **config.select(SWITCHES))
+    return replace(config, **{name: getattr(heads, name) for name in ("preset", *SWITCHES)})
 
 
 def prepare(config, out, group, resume):
@@ -242,16 +231,11 @@ def write_texts(config, out, group):
     folder = out / SELF
     enough = max(config.steps * config.batch_size * (config.block_size or 256), MIN_SELF_TOKENS)
     goal = config.self_tokens or enough
-    what = f"answers to {len(prompts)} prompts" if prompts else "training text"
-    group.print(f"generating {human(goal)} tokens of {what} with the model, in {folder}")
+    group.print(f"generating {human(goal)} tokens of training text with the model, in {folder}")
     stop = stop_tokens(config.model, encoding)
     writer = writing.Writer(folder, model, encoding, stop, config.seed, prompts, group.print)
     group.on_first(writer.claim)
-    done = writer.write(goal, group.rank, group.size)
-    if done < goal // group.size:
-        group.print(f"{config.prompts}: all prompts are answered, at {len(writing.TEMPERATURES)} "
-                    f"temperatures, with {human(done * group.size)} tokens; give more prompts for "
-                    "better heads")
+    writer.write(goal, group.rank, group.size)
     group.barrier()
     return str(folder.absolute())
 

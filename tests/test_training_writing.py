@@ -128,7 +128,7 @@ def test_a_killed_writer_continues_to_the_same_texts(encoding, tmp_path, monkeyp
     texts written twice."""
     def texts(name, goal=500, slots=5, rank=0, size=1, stop_after=None):
         monkeypatch.setattr(writing, "SLOTS", dict(cpu=slots))
-        monkeypatch.setattr(writing, "LONGEST", dict(user=6, assistant=12, text=20))
+        monkeypatch.setattr(writing, "LONGEST", dict(user=6, assistant=12))
         monkeypatch.setattr(writing, "TEMPERATURES", (0.0, 3.0, 5.0))
         made, _ = writer(tmp_path / name, encoding, monkeypatch, template=template)
         made.stop = set(range(200, 264))  # so that messages of random bytes end
@@ -168,13 +168,13 @@ def test_texts_of_another_model_or_prompts_are_not_continued(encoding, tmp_path,
 def test_prompts_are_answered_once_at_each_temperature(encoding, tmp_path, monkeypatch):
     """Catches text of other prompts, a prompt left out, answers without end, and long prompts cut off."""
     prompts = [[dict(role="user", content=f"{i} " * (1 if i else 450))] for i in range(5)]  # 900 tokens: too many
-    one, _ = writer(tmp_path / "one", encoding, monkeypatch, lambda *_: "hell", prompts=prompts[1:2])
-    assert one.write(10**6) and len(lines(tmp_path / "one")) == 4
     says = lambda text, sampling, index: f"hell {sampling.temperature}"
     for template in (CHATML, None):
-        made, script = writer(tmp_path / f"{template}", encoding, monkeypatch, says, template, prompts=prompts)
-        found = made.write(10**6)
-        assert 0 < found < 1000 and made.dropped == {"too long": 4} and len(script.calls) == 16
+        logged = []
+        made, script = writer(tmp_path / f"{template}", encoding, monkeypatch, says, template, prompts=prompts,
+                              log=logged.append)
+        made.write(10**6)
+        assert made.dropped == {"too long": 4} and len(script.calls) == 16 and "prompts are answered" in logged[-1]
         want = [f"hell {t}" for t in writing.TEMPERATURES for _ in range(4)]
         if template:
             assert [chat[1] for chat in conversations(made.folder)] == want
@@ -190,9 +190,6 @@ def test_the_grammar_is_complete_and_every_placeholder_has_words():
         assert len(entries) == len(set(entries)) and all(entry.strip() == entry for entry in entries)
         for kind in re.findall(r"\{([a-z]+)\d?\}", " ".join(entries)):
             assert kind in words or kind == "text" and entries is GRAMMAR["templates"]
-    assert len(GRAMMAR["templates"]) >= 150 and len(GRAMMAR["followups"]) >= 20
-    assert len(words["subject"]) >= 400 and len(words["audience"] + words["style"]) >= 60
-    assert len(words["task"]) >= 40
     for i, template in enumerate(GRAMMAR["templates"] + GRAMMAR["followups"]):
         message = writing.fill(random.Random(i), [template], words, "QUOTE")
         assert not writing.PLACEHOLDER.search(message) and ("QUOTE" in message) == ("{text}" in template)

@@ -6,7 +6,7 @@ from backends import cpu
 from generate import prepare
 from kernels import BINS
 from training.data import prompts, window_batch
-from training.loss import window_guesses
+from training.loss import window_losses
 from training.runs import saving
 
 PROMPTS = 32       # held-out prompts to decode
@@ -22,9 +22,9 @@ def head_accuracy(heads, heldout, batch_size, block_size):
     hits = guesses = 0
     for step in range(BATCHES):
         batch = window_batch(heldout, batch_size, block_size, ahead, 0, step, heads.model.device)
-        found = window_guesses(heads, *batch, dtype=torch.float32)
-        hits = hits + (found.hits * found.mask).sum(dim=(1, 2))
-        guesses = guesses + found.mask.sum(dim=(1, 2))
+        _, batch_hits, batch_guesses = window_losses(heads, *batch, dtype=torch.float32)
+        hits = hits + batch_hits
+        guesses = guesses + batch_guesses
     return (hits / guesses.clamp(min=1)).tolist()
 
 

@@ -22,7 +22,6 @@ class RunConfig:
     lr: float = 6e-3
     seed: int = 1
     self_tokens: int | None = None
-    loss_weights: str = "fixed"
     dtype: str | None = None
     quantize: str | None = None
     preset: str = "clover"
@@ -78,8 +77,6 @@ def parse_heads(argv=None):
     add("--block-size", **count, help="tokens per sequence; default: 256, if the context allows")
     add("--lr", type=float, metavar="X", help=f"peak learning rate; default: {RunConfig.lr}")
     add("--seed", type=int, metavar="N", help=f"default: {RunConfig.seed}")
-    add("--loss-weights", choices=("fixed", "confidence"), help="of head i: 0.7^i, or the "
-        "probability that the heads before it guess right; default: fixed")
     add("--preset", metavar="NAME", help=f"default: {RunConfig.preset}; docs/training.md lists "
         "presets and their switches, the next six flags")
     add("--draft-heads", dest="n_draft", type=int, metavar="K")

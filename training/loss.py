@@ -6,33 +6,22 @@ soon as the logits are known. The forward pass does so chunk by chunk, and keeps
 K * N * C. With torch.utils.checkpoint instead, training steps take 1.3 times as long.
 
 Head i (from 0) at position t guesses token t + 2 + i, which the model predicts at position
-t + 1 + i. With a draft vocabulary, the loss covers only its tokens.
+t + 1 + i. With a draft vocabulary, the loss covers only its tokens. Losses are sums, so that
+several processes can add them up.
 
 dtype: of matrix products, float32 or bfloat16. R: rows of a chunk. n: size of the draft
 vocabulary."""
-
-from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
 from torch.func import functional_call
 
 from kernels import FINITE_MIN, runs_triton, tl, triton
-from model import KVCache
 
 # Logits per chunk: 16 MB in float32, to fit a CPU's cache; larger on a GPU, where small products
 # are bound by reading the LM head. Peak memory is about six such chunks.
 CHUNK_LOGITS = 2**22
 CUDA_CHUNK_LOGITS = 2**27
-HEAD_WEIGHT = 0.7  # fixed weights: head i has 0.7^i
-
-
-class Guesses(NamedTuple):
-    """What heads guess at the positions of a batch, each [K, B, T]."""
-    losses: torch.Tensor   # float32: cross-entropy against the model's distribution, in nats
-    hits: torch.Tensor     # float32, 0 or 1: top-1 is the model's greedy token
-    chances: torch.Tensor  # float32: probability of the model's greedy token, detached
-    mask: torch.Tensor     # bool: the guess counts; the others may have any values
 
 
 def autocast(model, dtype):
@@ -43,20 +32,10 @@ def autocast(model, dtype):
 def run_model(model, ids, documents=None, dtype=torch.float32):
     """The model's hidden states [B, T, C] for all but the last of the token ids [B, T + 1], and
     their documents likewise."""
-    tokens = ids[:, :-1]
     documents = None if documents is None else documents[:, :-1]
-    if model.dtype.itemsize == 2:  # as in decoding, without autocast
-        return model(tokens, documents=documents, cache=shared_cache(model, *tokens.shape))
-    with autocast(model, dtype):
-        return model(tokens, documents=documents)
-
-
-def shared_cache(model, B, T):
-    """A `KVCache` whose layers share their memory: with a cache, one kernel applies RoPE."""
-    c = model.config
-    kv = torch.zeros(1, 2, B, c.n_kv_head, T, c.head_size, dtype=model.dtype, device=model.device)
-    lengths = torch.zeros(B, dtype=torch.int32, device=model.device)
-    return KVCache(kv.expand(c.n_layer, -1, -1, -1, -1, -1), lengths)
+    is_half = model.dtype.itemsize == 2  # needs no autocast, like decoding
+    with autocast(model, None if is_half else dtype):
+        return model(ids[:, :-1], documents=documents)
 
 
 def run_heads(heads, hidden, ids, documents=None, dtype=torch.float32):
@@ -81,67 +60,47 @@ def guess_masks(tokens, K, loss_mask, documents=None):
     return torch.stack([loss_mask[:, at] & (documents[:, at] == documents[:, :T]) for at in ahead])
 
 
-def window_guesses(heads, ids, loss_mask, documents=None, dtype=torch.float32):
-    """The `Guesses` for a batch from `data.window_batch`."""
+def window_losses(heads, ids, loss_mask, documents=None, dtype=torch.float32):
+    """Losses of a batch from `data.window_batch` -> the losses and hits of `head_losses`, and the
+    number of guesses, each float32 [K]."""
     hidden = run_model(heads.model, ids, documents, dtype)
     outputs = run_heads(heads, hidden, ids, documents, dtype)
     guess_mask = guess_masks(ids, len(outputs), loss_mask, documents)
-    return head_losses(heads, hidden, outputs, guess_mask, dtype)
-
-
-def guess_weights(kind, chances):
-    """The weight of each guess in the loss, float32 [K, B or 1, T or 1]. chances: of `Guesses`.
-    "fixed": 0.7^i for head i, as decoding reaches later heads less often. "confidence": the
-    probability that the heads before it guess the model's greedy tokens (D-PACE)."""
-    K = len(chances)
-    if kind == "fixed":
-        return HEAD_WEIGHT ** torch.arange(K, device=chances.device).view(K, 1, 1)
-    return torch.cat((torch.ones_like(chances[:1]), chances[:-1])).cumprod(dim=0)
+    losses, hits = head_losses(heads, hidden, outputs, guess_mask, dtype)
+    return losses, hits, guess_mask.sum(dim=(1, 2)).float()
 
 
 def head_losses(heads, hidden, outputs, guess_mask, dtype=torch.float32):
-    """The `Guesses` of K outputs [B, T, C], from the model's hidden [B, T + K, C]; both before the
-    final norm. guess_mask: [K, B, T]."""
-    K, B, T = guess_mask.shape
+    """Sums over guess_mask [K, B, T] for each head -> (cross-entropy against the model's next-token
+    distribution in nats, hits: top-1 is the model's greedy token), each float32 [K]. hidden:
+    [B, T + K, C] of the model; outputs: K tensors [B, T, C]; both before the final norm."""
+    K = len(outputs)
     norm = heads.model.norm
     weight = heads.model.head.weight.to(dtype)  # (V, C)
-    drafted, places = draft_places(heads, weight)
+    drafted = heads.vocabulary
     drafted_weight = weight if drafted is None else weight[drafted]  # (n, C)
     teacher = norm(hidden).to(dtype).flatten(0, 1)  # (B (T + K), C)
-    states = [align(norm(out.to(hidden.dtype)).to(dtype), i, K) for i, out in enumerate(outputs)]
-    counted = torch.stack([align(mask[..., None], i, K) for i, mask in enumerate(guess_mask)])
+    # head i's position t is in row t + 1 + i, as the model's prediction of the same token
+    states = [F.pad(norm(out.to(hidden.dtype)).to(dtype), (0, 0, i + 1, K - 1 - i)).flatten(0, 1)
+              for i, out in enumerate(outputs)]
+    counted = torch.stack([F.pad(mask, (i + 1, K - 1 - i)).flatten()
+                           for i, mask in enumerate(guess_mask)])  # (K, B (T + K))
     grads = [torch.zeros_like(x) for x in states]
     wants_gradient = torch.is_grad_enabled()
-    losses, hits, chances = torch.zeros(3, K, len(teacher), device=weight.device)
+    losses, hits = torch.zeros(2, *counted.shape, device=weight.device)
     with torch.no_grad():
-        for rows in chunks(counted.any(dim=0).flatten(), chunk_rows(weight)):
+        for rows in chunks(counted.any(dim=0), chunk_rows(weight)):
             target, mass, greedy = teacher_targets(teacher[rows] @ weight.T, drafted)
-            wanted = places[greedy]
             for i, state in enumerate(states):
-                results = cross_entropy(state[rows] @ drafted_weight.T, target, mass, wanted)
-                losses[i, rows], guess, chances[i, rows], gradient = results
-                hits[i, rows] = (guess == wanted).float()
+                losses[i, rows], guess, gradient = cross_entropy(state[rows] @ drafted_weight.T,
+                                                                 target, mass)
+                guess = guess if drafted is None else drafted[guess]
+                hits[i, rows] = (guess == greedy).float()
                 if wants_gradient:
                     grads[i][rows] = gradient @ drafted_weight
     slopes = torch.stack([(x * grad).sum(-1) for x, grad in zip(states, grads)]).float()
     losses = losses + (slopes - slopes.detach())  # the value of losses, and their gradient
-    unalign = lambda x: torch.stack([x[i].view(B, -1)[:, i + 1:i + 1 + T] for i in range(K)])
-    return Guesses(unalign(losses), unalign(hits), unalign(chances), guess_mask)
-
-
-def draft_places(heads, weight):
-    """The draft vocabulary, int64 [n] or None, and the place of each token in it or -1, [V]."""
-    places = torch.arange(len(weight), device=weight.device)
-    if heads.vocabulary is None:
-        return None, places
-    drafted = heads.vocabulary.long()
-    return drafted, torch.full_like(places, -1).index_copy_(0, drafted, places[:len(drafted)])
-
-
-def align(x, i, K):
-    """Head i's x [B, T, C] in the rows of the model's predictions of the same tokens: position t in
-    row t + 1 + i, [B (T + K), C]."""
-    return F.pad(x, (0, 0, i + 1, K - 1 - i)).flatten(0, 1)
+    return (losses * counted).sum(dim=1), (hits * counted).sum(dim=1)
 
 
 def chunk_rows(weight):
@@ -177,24 +136,22 @@ def teacher_targets(logits, drafted=None):
     return target, mass, greedy
 
 
-def cross_entropy(logits, target, mass, wanted):
+def cross_entropy(logits, target, mass):
     """A head's logits [R, n] and the model's target [R, n] of sum mass [R] -> (cross-entropy [R],
-    top-1 [R], probability of the wanted [R] or 0 for -1, the gradient [R, n] in logits' dtype)."""
+    top-1 [R], the gradient [R, n] in logits' dtype)."""
     if runs_triton(logits):
-        loss, chance = torch.empty_like(mass), torch.empty_like(mass)
-        guess = torch.empty_like(wanted)
-        _cross_entropy_kernel[len(logits),](logits, target, mass, wanted, loss, guess, chance,
-                                            logits.shape[1], BLOCK=2048, num_warps=8)
-        return loss, guess, chance, logits
+        loss = torch.empty_like(mass)
+        guess = torch.empty_like(mass, dtype=torch.int64)
+        _cross_entropy_kernel[len(logits),](logits, target, mass, loss, guess, logits.shape[1],
+                                            BLOCK=2048, num_warps=8)
+        return loss, guess, logits
     dtype, logits = logits.dtype, logits.float()
-    top, guess = logits.max(dim=-1)
+    top, guess = logits.max(dim=-1, keepdim=True)
     probabilities = logits.softmax(dim=-1)
-    at = lambda columns: probabilities.gather(1, columns[:, None])[:, 0]
-    total = top - at(guess).log()
+    total = (top - probabilities.gather(1, guess).log())[:, 0]
     loss = total * mass - (logits * target).sum(dim=-1)
-    chance = at(wanted.clamp(min=0)) * (wanted >= 0)
     gradient = probabilities.mul_(mass[:, None]).sub_(target)
-    return loss, guess, chance, gradient.to(dtype)
+    return loss, guess[:, 0], gradient.to(dtype)
 
 
 @triton.jit
@@ -236,19 +193,14 @@ def _teacher_kernel(logits_ptr, drafted_ptr, target_ptr, mass_ptr, greedy_ptr, V
 
 
 @triton.jit
-def _cross_entropy_kernel(logits_ptr, target_ptr, mass_ptr, wanted_ptr, loss_ptr, guess_ptr,
-                          chance_ptr, n, BLOCK: tl.constexpr):
+def _cross_entropy_kernel(logits_ptr, target_ptr, mass_ptr, loss_ptr, guess_ptr, n,
+                          BLOCK: tl.constexpr):
     """Program (row). Overwrites the logits with the gradient: mass * softmax(logits) - target."""
     row = tl.program_id(0).to(tl.int64)
     logits_ptr += row * n
     total, guess = _row_stats(logits_ptr, n, BLOCK)
     mass = tl.load(mass_ptr + row)
-    wanted = tl.load(wanted_ptr + row)
-    logit = tl.load(logits_ptr + wanted, mask=wanted >= 0, other=float("-inf")).to(tl.float32)
-    tl.store(chance_ptr + row, tl.exp(logit - total))
-    tl.store(guess_ptr + row, guess)
     product = tl.zeros([BLOCK], tl.float32)
-    tl.debug_barrier()  # the wanted logit is read before a thread overwrites it
     for first in range(0, n, BLOCK):
         at = first + tl.arange(0, BLOCK)
         x = tl.load(logits_ptr + at, mask=at < n, other=0.0).to(tl.float32)  # [BLOCK]
@@ -257,3 +209,4 @@ def _cross_entropy_kernel(logits_ptr, target_ptr, mass_ptr, wanted_ptr, loss_ptr
         gradient = tl.exp(x - total) * mass - target
         tl.store(logits_ptr + at, gradient.to(logits_ptr.dtype.element_ty), mask=at < n)
     tl.store(loss_ptr + row, total * mass - tl.sum(product, 0))
+    tl.store(guess_ptr + row, guess)

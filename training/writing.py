@@ -9,6 +9,7 @@ import itertools
 import json
 import random
 import re
+import sys
 from collections import Counter, deque
 from functools import cached_property
 from pathlib import Path
@@ -25,7 +26,7 @@ ABOUT = "written_by.json"            # records the model's hash beside the texts
 PER_FILE = 32                        # tasks per file
 SLOTS = dict(cpu=48, cuda=384)       # sequences decoded together
 CAPACITY = 1280                      # most tokens of a chat
-LONGEST = dict(user=128, assistant=384, text=384)  # tokens of a message
+LONGEST = dict(user=128, assistant=384)  # tokens of a message
 TEMPERATURES = (0.0, 0.8, 0.5, 1.0)  # for answers, cycled through by task
 USER_TEMPERATURE = 0.9               # for user messages
 MARK = "the user's words"            # placeholder for a user message in a chat template
@@ -39,8 +40,8 @@ class Writer:
     (lists of messages) to answer, once per temperature; None: the model's own text.
 
     A file is the work of PER_FILE tasks, generators that write one or two texts each and yield the
-    sequences that they need. Task n depends on the seed and n only, and its duplicates are dropped
-    when its file is saved, in order: a killed writer continues to the same texts."""
+    sequences that they wait for. Task n depends on the seed and n only, and its duplicates are
+    dropped when its file is saved, in order: a killed writer continues to the same texts."""
 
     def __init__(self, folder, model, encoding, stop, seed=0, prompts=None, log=print):
         self.folder = Path(folder)
@@ -60,9 +61,8 @@ class Writer:
         """Creates the folder. Raises InputError if it has texts of another model, or answers to
         other prompts."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        about = dict(model=model_hash(self.model))
-        if self.prompts:
-            about["prompts"] = hashlib.sha256(repr(self.prompts).encode()).hexdigest()[:16]
+        prompts = hashlib.sha256(repr(self.prompts).encode()).hexdigest()
+        about = dict(model=model_hash(self.model), prompts=prompts)
         file = self.folder / ABOUT
         expect(not file.exists() or read_json(file) == about, f"{self.folder}: another model wrote "
                "these texts, or they answer other prompts; use another --out")
@@ -70,12 +70,10 @@ class Writer:
 
     def write(self, tokens, rank=0, size=1):
         """Writes until all `size` processes together have `tokens` tokens, or have answered all
-        prompts; this one writes every size-th file, unless it exists. Returns its own tokens."""
+        prompts; this one writes every size-th file, unless it exists."""
         goal = tokens // size
-        numbers = itertools.count(rank, size)
-        if self.prompts:
-            tasks = len(self.prompts) * len(TEMPERATURES)
-            numbers = iter(range(rank, -(-tasks // PER_FILE), size))
+        tasks = len(self.prompts) * len(TEMPERATURES) if self.prompts else sys.maxsize
+        numbers = iter(range(rank, -(-tasks // PER_FILE), size))
         files = deque()  # those in progress, in order: (path, {task number: its texts, or None})
         slots = SLOTS[self.model.device.type]
         done = 0
@@ -95,8 +93,9 @@ class Writer:
                 show = show or progress(done, goal, 1, self.log)
                 self.step()
             else:
+                self.log(f"all prompts are answered, at {len(TEMPERATURES)} temperatures, with "
+                         f"{human(done * size)} tokens; give more prompts for better heads")
                 break
-        return done
 
     def begin(self, number):
         """Reads a file, or else begins its tasks -> (path, {task number: its texts, or None})."""
@@ -112,17 +111,14 @@ class Writer:
         """Runs a step of the engine, and continues the tasks whose sequences it ends."""
         for result in self.engine.step():
             if result.sequence.ended:
-                self.proceed(*self.running.pop(result.sequence), result.sequence)
+                self.proceed(*self.running.pop(result.sequence))
 
-    def proceed(self, task, number, texts, sequence=None):
-        """Continues a task with the sequence it waited for, to the next one or to its end."""
+    def proceed(self, task, number, texts):
+        """Runs a task until it waits for a sequence or ends."""
         try:
-            prompt, longest, sampling, index = task.send(sequence)
+            self.running[next(task)] = task, number, texts
         except StopIteration as end:
             texts[number] = end.value
-            return
-        sequence = self.engine.add(prompt, longest, sampling, self.stop, index=index)
-        self.running[sequence] = task, number, texts
 
     @cached_property
     def engine(self):
@@ -168,16 +164,13 @@ class Writer:
         return new
 
     # ----------------------------------------------------------------------------------------------
-    # Tasks: generators that yield arguments of `Engine.add`, get the `Sequence`, and return texts,
-    # objects of .jsonl lines
+    # Tasks: generators that yield the sequences they wait for, and return texts, objects of .jsonl
+    # lines
 
     def task(self, number):
-        temperature = TEMPERATURES[number % len(TEMPERATURES)]
         if self.prompts:
             return self.answer(number)
-        if self.template:
-            return self.pair(number, temperature)
-        return self.text(number, temperature or 0.8)
+        return self.pair(number) if self.template else self.text(number)
 
     def answer(self, number):
         """Answers a prompt: first all at the first temperature, and so on."""
@@ -192,15 +185,17 @@ class Writer:
             return [dict(prompt=messages[-1]["content"], completion=answer)]
         return [dict(messages=[*messages, dict(role="assistant", content=answer)])]
 
-    def text(self, number, temperature):
+    def text(self, number):
         """Writes a text of a base model."""
-        text = yield from self.say("text", [], number, temperature)
+        temperature = TEMPERATURES[number % len(TEMPERATURES)] or 0.8
+        text = yield from self.say("assistant", [], number, temperature)
         return [dict(text=text)] if text else []
 
-    def pair(self, number, temperature):
+    def pair(self, number):
         """Writes two chats: one whose first message the model writes, and one whose first message
         is drawn, and may quote the other's answer. Half have a second turn, of either kind."""
         draw = random.Random(f"{self.seed} {number}")
+        temperature = TEMPERATURES[number % len(TEMPERATURES)]
         chats = []
         quote = ""
         for index, drawn in enumerate((False, True)):
@@ -229,7 +224,8 @@ class Writer:
             self.dropped["too long"] += 1
             return None
         sampling = Sampling(temperature, seed=self.seed * 1_000_003 + number)
-        sequence = yield prompt, longest, sampling, index
+        sequence = self.engine.add(prompt, longest, sampling, self.stop, index=index)
+        yield sequence
         tokens = [token for token in sequence.tokens if token not in self.stop]
         text = self.encoding.decode(tokens)
         grams = list(zip(*(tokens[start:] for start in range(4))))
@@ -246,10 +242,9 @@ class Writer:
 
     def prompt(self, role, messages):
         """The prompt, token ids, for a role's next message."""
-        if role == "text":
-            return encode_prompt(self.encoding, "") or [end_of_text(self.encoding)]
         if not self.template:
-            return encode_prompt(self.encoding, messages[-1]["content"])
+            text = messages[-1]["content"] if messages else ""
+            return encode_prompt(self.encoding, text) or [end_of_text(self.encoding)]
         if role == "assistant":
             return self.encoding.chat(messages)
         user = dict(role="user", content=MARK)
