@@ -178,7 +178,7 @@ class Policy:
         self.chances = torch.zeros(2, SOURCES, device=model.device)
         self.learn_chances(self.seen)
         # with and without heads: of the n-th likeliest node, mean acceptance and number of steps
-        self.means = {True: ([0.5], [2]), False: ([0.2], [2])}
+        self.means = {True: ([0.5], [2]), False: ([0.35], [2])}
         self.sums = {}  # option with T = None -> recent expected tokens, time in plain steps
         costs = guessed_costs(model, self.heads)
         if self.group:
