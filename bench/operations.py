@@ -18,6 +18,7 @@ from generate import Sampling, capture
 from hf.checkpoint import put_packed
 from model import GPT, check_memory, expect, free_memory, pick_device
 
+COPIES = 64  # of a kernel's inputs, at most
 DRAFT_VOCABULARY = 8192  # token ids, for heads with random weights
 random = partial(torch.randn, dtype=torch.bfloat16)
 
@@ -85,24 +86,6 @@ def sample(hidden, weight, temperature):
     return (logits / temperature - torch.empty_like(logits).exponential_().log()).argmax(-1)
 
 
-def commit_cases(c, device, sizes):
-    """Paths of P nodes where every row but the root's moves, against torch's indexing."""
-    P = 5
-    for B in sizes.sequences:
-        lengths = torch.full((B,), 20, device=device, dtype=torch.int32)
-        path = (2 * torch.arange(P, device=device)).repeat(B, 1)
-        b = torch.arange(B, device=device)[:, None]
-        source = lengths[:, None] + path
-        target = lengths[:, None] + path // 2
-
-        def move(kv, *_):
-            kv[:, :, b, :, target] = kv[:, :, b, :, source]
-        make = lambda: (random(c.n_layer, 2, B, c.n_kv_head, 64, c.head_size, device=device),
-                        lengths, path, torch.full_like(lengths, P))
-        size = 2 * 2 * B * (P - 1) * 2 * c.n_layer * c.n_kv_head * c.head_size
-        yield "commit_path", dict(batch=B), size, make, kernels.commit_path, move
-
-
 def tree_cases(c, device, sizes):
     """Lookup, and the kernels that make, replace and accept trees of heads and lookup. Their inputs
     are small or read by one program per sequence: compare their times with a launch."""
@@ -144,10 +127,10 @@ def filtered_cases(c, device, sizes):
         yield "filtered_sample", dict(M=M), 4 * M * c.vocab_size, make, ours, None
 
 
-def kernel_row(case, device, bandwidth, copies):
+def kernel_row(case, device, bandwidth):
     """Times a case. Cycles through about 100 MB of copies of its inputs, so that none is cached."""
     name, shape, size, make, ours, other = case
-    inputs = [make() for _ in range(min(math.ceil(1e8 / size) + 1, copies))]
+    inputs = [make() for _ in range(min(math.ceil(1e8 / size) + 1, COPIES))]
 
     def microseconds(function):
         body = in_graph(lambda: [function(*x) for x in inputs], device)
@@ -200,10 +183,9 @@ def drafters(name, heads):
     return dict(heads=heads if "heads" in name else None, lookup="lookup" in name)
 
 
-def step_rows(model, heads, shapes, bandwidth, staged=None):
-    """Times a step for each shape (drafters, batch size, tree size, prefix, sampling), and its
-    stages, only for the batch size `staged` if that is given. floor_ms: the time to read the cache
-    and the weights, embeddings only if tied."""
+def step_rows(model, heads, shapes, bandwidth):
+    """Times a step and its stages for each shape (drafters, batch size, tree size, prefix,
+    sampling). floor_ms: the time to read the cache and the weights, embeddings only if tied."""
     c = model.config
     per_token = 2 * c.n_layer * c.n_kv_head * c.head_size * model.dtype.itemsize
     weights = model.weight_bytes() - sum(x.nbytes for x in model.buffers())
@@ -213,12 +195,10 @@ def step_rows(model, heads, shapes, bandwidth, staged=None):
                                  sampling=sampling, **drafters(name, heads))
         ms = 1e3 * step_time(decoder)
         floor = 1e3 * (weights + B * prefix * per_token) / bandwidth
-        row = dict(drafted_by=name, batch_size=B, tree_size=T, prefix=prefix,
+        stages = {f"{stage}_ms": 1e3 * time for stage, time in stage_times(decoder).items()}
+        yield dict(drafted_by=name, batch_size=B, tree_size=T, prefix=prefix,
                    temperature=sampling.temperature, top_p=sampling.top_p, step_ms=ms,
-                   floor_ms=floor, share=floor / ms)
-        if staged in (None, B):
-            row |= {f"{stage}_ms": 1e3 * time for stage, time in stage_times(decoder).items()}
-        yield row
+                   floor_ms=floor, share=floor / ms) | stages
 
 
 def over_plain(rows):
