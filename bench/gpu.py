@@ -26,10 +26,9 @@ import torch
 from bench import ROOT, machine, serving, size_config
 from bench import operations as ops
 from bench.decoding import gpu_rows, load_prompts
-from bench.timing import PREFIX, copy_bandwidth, seconds
+from bench.timing import copy_bandwidth, seconds
 from clover import CloverHeads
 from generate import Sampling
-from hf.files import read_config
 from hf.paths import default_heads, find_model
 from hf.tokenizer import load_encoding
 from kernels import add_norm
@@ -39,10 +38,9 @@ from tools.load import load_model
 
 SIZES = dict(  # name=(value, value with --dry-run)
     models=(("135m", "1.2b", "8b"), ("tiny",)),  # of bench.MODEL_SIZES
-    batch_sizes=((1, 8, 32), (1, 2)),            # of steps
+    batch_sizes=((1, 8, 32), (1, 2)),            # of steps and demo/
     tree_sizes=((1, 4, 16), (1, 4)),
     chats=((1, 8, 32, 64), (1, 2)),              # batch sizes
-    texts=((1, 32), (2,)),                       # batch sizes of demo/
     prompts=(128, 8),                            # at most
     new_tokens=(128, 8),
     slots=(32, 2),                               # of the server
@@ -108,7 +106,7 @@ def smollm2(run):
 
 def demo(run):
     """demo/ continues held-out texts."""
-    return decoded(run, DEMO, default_heads(DEMO), run.sizes.texts, (0.0,))
+    return decoded(run, DEMO, default_heads(DEMO), run.sizes.batch_sizes, (0.0,))
 
 
 def decoded(run, model, heads, batch_sizes, temperatures):
@@ -137,7 +135,7 @@ def read_prompts(model, count):
 def server(run):
     """A server under load, plain and with all drafters. start_seconds: until it listens."""
     sizes = run.sizes
-    prompts, _ = read_prompts(run.model, sizes.prompts)
+    prompts = read_prompts(run.model, sizes.prompts)[0][:sizes.clients]
     flags = ("--port", "0", "--model", run.model, "--batch-size", str(sizes.slots),
              "--context", "1024", "--device", str(run.device))
     plain = None
@@ -147,7 +145,7 @@ def server(run):
             port = wait_for_port(*running)
             row = dict(model=Path(run.model).name, drafter=name, batch_size=sizes.slots,
                        clients=sizes.clients, start_seconds=time.perf_counter() - started)
-            row |= serving.load(port, prompts[:sizes.clients], sizes.new_tokens)
+            row |= serving.load(port, prompts, sizes.new_tokens)
         plain = plain or row["tokens_per_second"]
         yield row | dict(speed_up=row["tokens_per_second"] / plain)
 
@@ -178,7 +176,7 @@ def training(run):
 def steps(run):
     """Steps at the sizes of published models, with their stages."""
     sizes = run.sizes
-    shapes = [("heads" if T > 1 else "plain", B, T, PREFIX, Sampling())
+    shapes = [("heads" if T > 1 else "plain", B, T, Sampling())
               for B, T in product(sizes.batch_sizes, sizes.tree_sizes)]
     bandwidth = copy_bandwidth(run.device)
     for name in sizes.models:
@@ -241,7 +239,6 @@ def bench(args):
 def find_models(run, args):
     """Sets run.model and run.heads: absolute paths, which other processes read too."""
     model = find_model(args.model or (DEMO if args.dry_run else "smollm2"))
-    read_config(model)  # raises if it is no model
     heads = args.heads or default_heads(model)
     expect(heads and (Path(heads) / "heads.json").exists(),
            f"{heads or model}: has no draft heads; give their folder as --heads")

@@ -32,30 +32,24 @@ def attention_cases(c, device, sizes):
         S = math.ceil((prefix + T) / 64) * 64
         size = 4 * B * c.head_size * (c.n_kv_head * (prefix + T) + c.n_head * T)
         lengths = torch.full((B,), prefix, device=device, dtype=torch.int32)
-        ancestors = ((2 << torch.arange(T, device=device)) - 1).repeat(B, 1)  # a chain
+        chain = ((2 << torch.arange(T, device=device)) - 1).repeat(B, 1)
         make = lambda: (random(B, T, c.n_head, c.head_size, device=device),
-                        *random(2, B, c.n_kv_head, S, c.head_size, device=device),
-                        lengths, ancestors)
+                        *random(2, B, c.n_kv_head, S, c.head_size, device=device), lengths, chain)
+        group = c.n_head // c.n_kv_head
+        mask = torch.full((T, S), -math.inf, dtype=torch.bfloat16, device=device).triu(prefix + 1)
+        masks = mask.repeat_interleave(group, 0).repeat(B, 1, 1, 1)[..., :prefix + T]
         yield ("tree_attention", dict(batch=B, prefix=prefix, T=T), size, make,
-               kernels.tree_attention, sdpa(*make()))
+               kernels.tree_attention, partial(sdpa, masks))
 
 
-def sdpa(q, k, v, lengths, ancestors):
-    """tree_attention with torch's SDPA, where query heads of a group are rows. The mask is made
-    beforehand in the form that SDPA needs: added to the scores, rows of a multiple of 16 bytes."""
-    B, T, Hq, _ = q.shape
-    S = int(lengths.max()) + T
-    group = Hq // k.shape[1]
-    own = torch.arange(math.ceil(S / 8) * 8, device=q.device) - lengths[:, None]  # (B, rows)
-    seen = (own < 0)[:, None] | (ancestors[..., None] >> own[:, None].clamp(0, 63) & 1 == 1)
-    mask = torch.where(seen, 0.0, -math.inf).to(q.dtype).repeat_interleave(group, 1)[:, None]
-    mask = mask[..., :S] if T > 1 else None  # one node sees all rows, so flash attention can run
-
-    def attend(q, k, v, *_):
-        rows = q.unflatten(2, (-1, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
-        out = F.scaled_dot_product_attention(rows, k[:, :, :S], v[:, :, :S], mask)
-        return out.unflatten(2, (T, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
-    return attend
+def sdpa(mask, q, k, v, *_):
+    """tree_attention with torch's SDPA, where query heads of a group are rows. mask: added to the
+    scores (B, 1, group x T, rows of the cache)."""
+    T = q.shape[1]
+    S = mask.shape[-1]
+    rows = q.unflatten(2, (k.shape[1], -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+    out = F.scaled_dot_product_attention(rows, k[:, :, :S], v[:, :, :S], mask)
+    return out.unflatten(2, (T, -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)
 
 
 def lm_head_cases(c, device, sizes):
@@ -184,30 +178,29 @@ def drafters(name, heads):
 
 
 def step_rows(model, heads, shapes, bandwidth):
-    """Times a step and its stages for each shape (drafters, batch size, tree size, prefix,
-    sampling). floor_ms: the time to read the cache and the weights, embeddings only if tied."""
+    """Times a step and its stages for each shape (drafters, batch size, tree size, sampling).
+    floor_ms: the time to read the cache and the weights, embeddings only if tied."""
     c = model.config
     per_token = 2 * c.n_layer * c.n_kv_head * c.head_size * model.dtype.itemsize
     weights = model.weight_bytes() - sum(x.nbytes for x in model.buffers())
     weights -= 0 if c.tied else model.embed.weight.nbytes
-    for name, B, T, prefix, sampling in shapes:
-        decoder = timing_decoder(model, tree_size=T, prefix=prefix, batch_size=B,
-                                 sampling=sampling, **drafters(name, heads))
+    for name, B, T, sampling in shapes:
+        decoder = timing_decoder(model, tree_size=T, batch_size=B, sampling=sampling,
+                                 **drafters(name, heads))
         ms = 1e3 * step_time(decoder)
-        floor = 1e3 * (weights + B * prefix * per_token) / bandwidth
+        floor = 1e3 * (weights + B * PREFIX * per_token) / bandwidth
         stages = {f"{stage}_ms": 1e3 * time for stage, time in stage_times(decoder).items()}
-        yield dict(drafted_by=name, batch_size=B, tree_size=T, prefix=prefix,
+        yield dict(drafted_by=name, batch_size=B, tree_size=T, prefix=PREFIX,
                    temperature=sampling.temperature, top_p=sampling.top_p, step_ms=ms,
                    floor_ms=floor, share=floor / ms) | stages
 
 
 def over_plain(rows):
-    """Adds over_plain to rows of steps: the time relative to a plain step with the same batch size,
-    prefix and sampling, which comes first. A step pays if it yields more tokens than this."""
+    """Adds over_plain to rows of steps: the time relative to a plain step with the same batch size
+    and sampling, which comes first. A step pays if it yields more tokens than this."""
     plain = {}
     for row in rows:
-        case = tuple(row[key] for key in ("batch_size", "prefix", "temperature", "top_p"))
-        ms = plain.setdefault(case, row["step_ms"])
+        ms = plain.setdefault((row["batch_size"], row["temperature"]), row["step_ms"])
         yield row | dict(over_plain=row["step_ms"] / ms)
 
 
@@ -225,7 +218,7 @@ def bench(args):
     for size in args.random_weights:
         model, heads = random_model(size, device, dtype, args.quantize)
         cpu.apply(model, heads)
-        shapes = [(name, B, T, PREFIX, Sampling(t)) for t, B, (name, T) in product(
+        shapes = [(name, B, T, Sampling(t)) for t, B, (name, T) in product(
             args.temperatures, args.batch_sizes, methods)]
         # in rounds, so that other work on the machine slows all steps alike
         rounds = [[*step_rows(model, heads, shapes, bandwidth)] for _ in range(args.runs)]
