@@ -198,7 +198,7 @@ def kernels(run):
     yield dict(copy_gb_per_s=bandwidth / 1e9, launch_us=1e6 * time_graph(norms) / 300,
                matmul_tflop_per_s=2 * n**3 / time_graph(lambda: a @ b) / 1e12)
     c = size_config(run.sizes.models[-1])
-    for cases in (ops.tree_cases, ops.filtered_cases, ops.attention_cases, ops.lm_head_cases):
+    for cases in (ops.tree_cases, ops.attention_cases, ops.lm_head_cases):
         for case in cases(c, run.device, run.sizes):
             yield ops.kernel_row(case, run.device, bandwidth)
 

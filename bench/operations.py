@@ -53,18 +53,24 @@ def sdpa(mask, q, k, v, *_):
 
 
 def lm_head_cases(c, device, sizes):
+    """The LM head's products, and top-p sampling from logits."""
     C, V = c.n_embd, c.vocab_size
     for M in sizes.rows:
         make = lambda: (random(M, C, device=device), random(V, C, device=device) / C ** 0.5)
         size = 2 * C * (V + M)
         row = torch.arange(M, device=device)
+        noise = dict(seed=row, sequence=row, position=row)
         yield ("project_topk", dict(M=M, k=8), size, make, partial(kernels.project_topk, k=8),
                partial(topk, k=8))
         for t in (0.0, 0.8):
-            ours = partial(kernels.project_sample, temperature=t, seed=0, sequence=row,
-                           position=row)
-            yield ("project_sample", dict(M=M, temperature=t), size, make, ours,
+            yield ("project_sample", dict(M=M, temperature=t), size, make,
+                   partial(kernels.project_sample, temperature=t, **noise),
                    partial(sample, temperature=t))
+        ones = torch.ones(M, device=device)
+        filtered = partial(kernels.filtered_sample, temperature=0.8 * ones, top_p=0.9 * ones,
+                           top_k=torch.zeros_like(row), min_p=0 * ones, **noise)
+        logits = lambda: (4 * torch.randn(M, V, device=device),)
+        yield "filtered_sample", dict(M=M), 4 * M * V, logits, filtered, None
 
 
 def topk(hidden, weight, k):
@@ -100,25 +106,14 @@ def tree_cases(c, device, sizes):
         make = lambda: (integers(B), candidates, integers(B, 16) + 1, chances, greedy)
         best_tree = partial(kernels.best_tree, tree_size=T)
         yield "best_tree", shape, size, make, best_tree, None
-        known = torch.ones(B, 2 * T, dtype=torch.int32, device=device), *integers(2, B).int()
-        known[2].fill_(T)  # a whole tree of unread tokens
-        trees = lambda: (*known, [*integers(5, B, T)], torch.zeros(B, T, device=device))
+        history = torch.ones(B, 2 * T, dtype=torch.int32, device=device)
+        starts = integers(B).int()
+        trees = lambda: (history, starts, starts + T, [*integers(5, B, T)],
+                         torch.zeros(B, T, device=device))
         yield "prompt_chain", shape, size, trees, kernels.prompt_chain, None
         accept = partial(kernels.accept_path, max_path=T, temperature=greedy, counts=counts,
-                         active=torch.ones_like(known[1]), target=integers(B, T))
+                         active=starts + 1, target=integers(B, T))
         yield "accept_path", shape, size, lambda: best_tree(*make())[:5], accept, None
-
-
-def filtered_cases(c, device, sizes):
-    """Top-p sampling."""
-    for M in sizes.sequences:
-        make = lambda: (4 * torch.randn(M, c.vocab_size, device=device),)
-        zeros = torch.zeros(M, dtype=torch.int64, device=device)
-        floats = {name: torch.full((M,), value, device=device)
-                  for name, value in dict(temperature=0.8, top_p=0.9, min_p=0.0).items()}
-        ours = partial(kernels.filtered_sample, **floats, top_k=zeros, seed=zeros, sequence=zeros,
-                       position=torch.arange(M, device=device))
-        yield "filtered_sample", dict(M=M), 4 * M * c.vocab_size, make, ours, None
 
 
 def kernel_row(case, device, bandwidth):

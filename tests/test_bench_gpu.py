@@ -85,15 +85,10 @@ def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
     monkeypatch.setattr(gpu, "copy_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(gpu, "program", train_here)
     monkeypatch.setattr(train_heads, "measure", measured)
-    load = gpu.load_prompts
-
-    def few_prompts(*given):
-        groups, stop = load(*given)
-        return {kind: [prompt[:16] for prompt in group[:4]] for kind, group in groups.items()}, stop
-    monkeypatch.setattr(gpu, "load_prompts", few_prompts)
+    monkeypatch.setitem(gpu.SIZES, "prompts", (None, 4))
     monkeypatch.setenv("CLOVER_COMMIT", "abc123")
     (tmp_path / "test_one.py").write_text("def test_one(): pass")
-    monkeypatch.setitem(gpu.SIZES, "tests", ((), ("-p", "no:cacheprovider", str(tmp_path / "test_one.py"))))
+    monkeypatch.setitem(gpu.SIZES, "tests", (None, ("-p", "no:cacheprovider", str(tmp_path / "test_one.py"))))
     out = tmp_path / "out"
     bench.main(bench.parse(["gpu", "--dry-run", "--out", str(out)]))
     rows = rows_of(out)
