@@ -3,7 +3,6 @@
 import io
 import json
 import os
-import re
 import shutil
 import signal
 import time
@@ -127,8 +126,8 @@ def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
         served[1]["tokens_per_second"] / served[0]["tokens_per_second"], rel=2e-3)
     training, = select("training", "exit_code")
     assert training["written_tokens_per_second"] > 0 and training["trained_tokens_per_second"] > 0
-    (summary,), code = (select("tests", "summary")[0][key] for key in ("summary", "exit_code"))
-    assert re.match("=+ 1 passed", summary) and code == 0
+    tests = select("tests", "summary")[0]
+    assert "1 passed" in tests["summary"][0] and tests["exit_code"] == 0
     assert {*os.listdir(out)} == {"results.jsonl", "tests.log", "server.log"}
 
 
@@ -170,12 +169,6 @@ def test_a_program_ends_with_its_part(tmp_path):
         assert process.wait() == -signal.SIGKILL and output() == ""
 
 
-def parts_of(monkeypatch, tmp_path, **functions):
-    monkeypatch.setattr(gpu, "PARTS", {name: (function, 1) for name, function in functions.items()})
-    gpu.bench(SimpleNamespace(out=str(tmp_path / "new"), parts=[*functions], dry_run=True, seconds=10))
-    return [{key: row[key] for key in row if key not in ("part", "seconds")} for row in rows_of(tmp_path / "new")[1:]]
-
-
 def test_an_error_or_a_budget_ends_only_its_part(monkeypatch, tmp_path):
     """Bug: an error ends other parts, rows are written at the end, a part exceeds its time or gets no unused time."""
     def fails(run):
@@ -185,10 +178,12 @@ def test_an_error_or_a_budget_ends_only_its_part(monkeypatch, tmp_path):
     def endless(run):
         while True:
             yield dict(row=2)
-    clock = iter(range(100))
+    clock = count()
     monkeypatch.setattr(gpu.time, "perf_counter", lambda: next(clock))
-    assert parts_of(monkeypatch, tmp_path, fails=fails, endless=endless) == [
-        dict(row=1), dict(ended="ValueError: a reason"), *[dict(row=2)] * 7, dict(ended="out of time")]
+    monkeypatch.setattr(gpu, "PARTS", dict(fails=(fails, 1), endless=(endless, 1)))
+    gpu.bench(SimpleNamespace(out=str(tmp_path), parts=None, dry_run=True, seconds=10))
+    assert [row.get("row") or row["ended"] for row in rows_of(tmp_path)[1:]] == [
+        1, "ValueError: a reason", *[2] * 7, "out of time"]
 
 
 def test_what_is_missing_is_told_in_one_line(monkeypatch, checkpoint, tmp_path):
