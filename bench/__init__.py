@@ -33,7 +33,6 @@ class Measured(NamedTuple):
     seconds: float
     decode_seconds: float  # without prefill and each prompt's first token
     prompt_tokens: int
-    batch_steps: int = 0   # steps in decode_seconds
 
 
 def size_config(name):

@@ -2,7 +2,6 @@
 sizes. Runs are interleaved, so that other work on the machine slows all of them alike."""
 
 import time
-from collections import Counter
 from functools import partial, reduce
 from itertools import islice, product
 from operator import add, eq
@@ -93,7 +92,7 @@ def decode_once(model, texts, new, stop=(), **options):
     engine.policy = policy
     out = decode(engine, texts, new, stop)
     return Measured(out.tokens, out.steps, out.seconds, out.seconds - first.seconds,
-                    sum(map(len, texts)), out.batch_steps - first.batch_steps)
+                    sum(map(len, texts)))
 
 
 def decode(engine, texts, new, stop=(), sampling=None):
@@ -162,7 +161,10 @@ def gpu_rows(model, heads, texts, new, stop, B, temperature=0.0, seeds=(0,)):
         engine.decoder.warm_up()
         decode(engine, texts, 1)  # compiles prefill
         engine.clear()
-        warm_seconds = time.perf_counter() - started
+        alone = dict(warm_seconds=time.perf_counter() - started)
+        if T:
+            idle = timing_decoder(model, prefix=prefix, sampling=Sampling(temperature), **drafter)
+            alone["graph_ms"] = 1e3 * step_time(idle)
         for seed in seeds:
             sampling = [Sampling(temperature, seed=seed)] * len(texts)
             out = decode(engine, texts, new, stop, sampling)
@@ -173,19 +175,13 @@ def gpu_rows(model, heads, texts, new, stop, B, temperature=0.0, seeds=(0,)):
                        tokens_per_step=out.tokens_per_step,
                        engine_ms=1e3 * out.seconds / out.batch_steps,
                        identical=fmean(map(eq, out.tokens, reference.tokens)))
-            if seed == seeds[0]:
-                row |= differences(model, texts, sampling, out.tokens, reference.tokens)
-                row["warm_seconds"] = warm_seconds
-                if T:
-                    decoder = timing_decoder(model, prefix=prefix, sampling=sampling[0], **drafter)
-                    row["graph_ms"] = 1e3 * step_time(decoder)
-            yield row
+            found = differences(model, texts, sampling, out.tokens, reference.tokens)
+            yield row | found | alone
 
 
 def differences(model, texts, sampling, ours, plain):
     """Counts the first CHECKED outputs that differ from plain decoding: by ties, and by bugs."""
-    kinds = Counter()
-    for i in [i for i, tokens in enumerate(ours) if tokens != plain[i]][:CHECKED]:
-        only_this = [*ours[:i], plain[i]]
-        kinds[first_difference(model, texts, ours, only_this, sampling)[-1]] += 1
-    return dict(ties=kinds["tie"], bugs=kinds["bug"])
+    differ = [i for i, tokens in enumerate(ours) if tokens != plain[i]][:CHECKED]
+    kinds = [first_difference(model, texts, ours, [*ours[:i], plain[i]], sampling)[-1]
+             for i in differ]
+    return dict(ties=kinds.count("tie"), bugs=kinds.count("bug"))

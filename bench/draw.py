@@ -88,21 +88,21 @@ def draw_batches(record, path):
         from matplotlib.figure import Figure
     except ImportError:
         raise InputError("bench draw needs matplotlib; pip install matplotlib") from None
-    predicted = {name: [*enumerate(rates[:LARGEST], start=1)] for name, (_, rates, _)
-                 in roofline.predict(*roofline.NOMINAL).items() if name in PREDICTED}
-    panels = {"predicted: 32 B parameters, H100": predicted,
-              "measured: SmolLM2-135M, H200": measured(record)}
+    predicted = roofline.predict(*roofline.NOMINAL)
+    curves = {name: [*enumerate(predicted[name][1][:LARGEST], start=1)] for name in PREDICTED}
     with style.context(["dark_background", STYLE]):
         figure = Figure(figsize=(7.6, 3.6), layout="constrained")
-        for axes, (title, lines) in zip(figure.subplots(1, len(panels), squeeze=False)[0],
-                                        panels.items()):
+        left, right = figure.subplots(1, 2)
+        for axes, title, lines, marker in (
+                (left, "predicted: 32 B parameters, H100", curves, ""),
+                (right, "measured: SmolLM2-135M, H200", measured(record), "o")):
             axes.set(title=title, xlabel="sequences decoded together, B",
                      ylabel="tokens per second", yscale="log")
             axes.set_xscale("log", base=2)
             axes.xaxis.set_major_formatter("{x:g}")
             axes.yaxis.set_major_formatter("{x:,g}")
             for label, points in lines.items():
-                axes.plot(*zip(*points), label=label, marker="o" * (len(points) < LARGEST))
+                axes.plot(*zip(*points), label=label, marker=marker)
             axes.legend()
         figure.savefig(path, format="svg", metadata=dict(Date=None))
     return figure

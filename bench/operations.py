@@ -18,6 +18,7 @@ from generate import Sampling, capture
 from hf.checkpoint import put_packed
 from model import GPT, check_memory, expect, free_memory, pick_device
 
+COPIES = 64  # of a kernel's inputs, at most
 DRAFT_VOCABULARY = 8192  # token ids, for heads with random weights
 random = partial(torch.randn, dtype=torch.bfloat16)
 
@@ -31,45 +32,45 @@ def attention_cases(c, device, sizes):
         S = math.ceil((prefix + T) / 64) * 64
         size = 4 * B * c.head_size * (c.n_kv_head * (prefix + T) + c.n_head * T)
         lengths = torch.full((B,), prefix, device=device, dtype=torch.int32)
-        ancestors = ((2 << torch.arange(T, device=device)) - 1).repeat(B, 1)  # a chain
+        chain = ((2 << torch.arange(T, device=device)) - 1).repeat(B, 1)
         make = lambda: (random(B, T, c.n_head, c.head_size, device=device),
-                        *random(2, B, c.n_kv_head, S, c.head_size, device=device),
-                        lengths, ancestors)
+                        *random(2, B, c.n_kv_head, S, c.head_size, device=device), lengths, chain)
+        group = c.n_head // c.n_kv_head
+        mask = torch.full((T, S), -math.inf, dtype=torch.bfloat16, device=device).triu(prefix + 1)
+        masks = mask.repeat_interleave(group, 0).repeat(B, 1, 1, 1)[..., :prefix + T]
         yield ("tree_attention", dict(batch=B, prefix=prefix, T=T), size, make,
-               kernels.tree_attention, sdpa(*make()))
+               kernels.tree_attention, partial(sdpa, masks))
 
 
-def sdpa(q, k, v, lengths, ancestors):
-    """tree_attention with torch's SDPA, where query heads of a group are rows. The mask is made
-    beforehand in the form that SDPA needs: added to the scores, rows of a multiple of 16 bytes."""
-    B, T, Hq, _ = q.shape
-    S = int(lengths.max()) + T
-    group = Hq // k.shape[1]
-    own = torch.arange(math.ceil(S / 8) * 8, device=q.device) - lengths[:, None]  # (B, rows)
-    seen = (own < 0)[:, None] | (ancestors[..., None] >> own[:, None].clamp(0, 63) & 1 == 1)
-    mask = torch.where(seen, 0.0, -math.inf).to(q.dtype).repeat_interleave(group, 1)[:, None]
-    mask = mask[..., :S] if T > 1 else None  # one node sees all rows, so flash attention can run
-
-    def attend(q, k, v, *_):
-        rows = q.unflatten(2, (-1, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
-        out = F.scaled_dot_product_attention(rows, k[:, :, :S], v[:, :, :S], mask)
-        return out.unflatten(2, (T, group)).permute(0, 2, 1, 3, 4).flatten(2, 3)
-    return attend
+def sdpa(mask, q, k, v, *_):
+    """tree_attention with torch's SDPA, where query heads of a group are rows. mask: added to the
+    scores (B, 1, group x T, rows of the cache)."""
+    T = q.shape[1]
+    S = mask.shape[-1]
+    rows = q.unflatten(2, (k.shape[1], -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)
+    out = F.scaled_dot_product_attention(rows, k[:, :, :S], v[:, :, :S], mask)
+    return out.unflatten(2, (T, -1)).permute(0, 2, 1, 3, 4).flatten(2, 3)
 
 
 def lm_head_cases(c, device, sizes):
+    """The LM head's products, and top-p sampling from logits."""
     C, V = c.n_embd, c.vocab_size
     for M in sizes.rows:
         make = lambda: (random(M, C, device=device), random(V, C, device=device) / C ** 0.5)
         size = 2 * C * (V + M)
         row = torch.arange(M, device=device)
+        noise = dict(seed=row, sequence=row, position=row)
         yield ("project_topk", dict(M=M, k=8), size, make, partial(kernels.project_topk, k=8),
                partial(topk, k=8))
         for t in (0.0, 0.8):
-            ours = partial(kernels.project_sample, temperature=t, seed=0, sequence=row,
-                           position=row)
-            yield ("project_sample", dict(M=M, temperature=t), size, make, ours,
+            yield ("project_sample", dict(M=M, temperature=t), size, make,
+                   partial(kernels.project_sample, temperature=t, **noise),
                    partial(sample, temperature=t))
+        ones = torch.ones(M, device=device)
+        filtered = partial(kernels.filtered_sample, temperature=0.8 * ones, top_p=0.9 * ones,
+                           top_k=torch.zeros_like(row), min_p=0 * ones, **noise)
+        logits = lambda: (4 * torch.randn(M, V, device=device),)
+        yield "filtered_sample", dict(M=M), 4 * M * V, logits, filtered, None
 
 
 def topk(hidden, weight, k):
@@ -83,24 +84,6 @@ def sample(hidden, weight, temperature):
     if temperature == 0:
         return logits.argmax(-1)
     return (logits / temperature - torch.empty_like(logits).exponential_().log()).argmax(-1)
-
-
-def commit_cases(c, device, sizes):
-    """Paths of P nodes where every row but the root's moves, against torch's indexing."""
-    P = 5
-    for B in sizes.sequences:
-        lengths = torch.full((B,), 20, device=device, dtype=torch.int32)
-        path = (2 * torch.arange(P, device=device)).repeat(B, 1)
-        b = torch.arange(B, device=device)[:, None]
-        source = lengths[:, None] + path
-        target = lengths[:, None] + path // 2
-
-        def move(kv, *_):
-            kv[:, :, b, :, target] = kv[:, :, b, :, source]
-        make = lambda: (random(c.n_layer, 2, B, c.n_kv_head, 64, c.head_size, device=device),
-                        lengths, path, torch.full_like(lengths, P))
-        size = 2 * 2 * B * (P - 1) * 2 * c.n_layer * c.n_kv_head * c.head_size
-        yield "commit_path", dict(batch=B), size, make, kernels.commit_path, move
 
 
 def tree_cases(c, device, sizes):
@@ -123,31 +106,20 @@ def tree_cases(c, device, sizes):
         make = lambda: (integers(B), candidates, integers(B, 16) + 1, chances, greedy)
         best_tree = partial(kernels.best_tree, tree_size=T)
         yield "best_tree", shape, size, make, best_tree, None
-        known = torch.ones(B, 2 * T, dtype=torch.int32, device=device), *integers(2, B).int()
-        known[2].fill_(T)  # a whole tree of unread tokens
-        trees = lambda: (*known, [*integers(5, B, T)], torch.zeros(B, T, device=device))
+        history = torch.ones(B, 2 * T, dtype=torch.int32, device=device)
+        starts = integers(B).int()
+        trees = lambda: (history, starts, starts + T, [*integers(5, B, T)],
+                         torch.zeros(B, T, device=device))
         yield "prompt_chain", shape, size, trees, kernels.prompt_chain, None
         accept = partial(kernels.accept_path, max_path=T, temperature=greedy, counts=counts,
-                         active=torch.ones_like(known[1]), target=integers(B, T))
+                         active=starts + 1, target=integers(B, T))
         yield "accept_path", shape, size, lambda: best_tree(*make())[:5], accept, None
 
 
-def filtered_cases(c, device, sizes):
-    """Top-p sampling."""
-    for M in sizes.sequences:
-        make = lambda: (4 * torch.randn(M, c.vocab_size, device=device),)
-        zeros = torch.zeros(M, dtype=torch.int64, device=device)
-        floats = {name: torch.full((M,), value, device=device)
-                  for name, value in dict(temperature=0.8, top_p=0.9, min_p=0.0).items()}
-        ours = partial(kernels.filtered_sample, **floats, top_k=zeros, seed=zeros, sequence=zeros,
-                       position=torch.arange(M, device=device))
-        yield "filtered_sample", dict(M=M), 4 * M * c.vocab_size, make, ours, None
-
-
-def kernel_row(case, device, bandwidth, copies):
+def kernel_row(case, device, bandwidth):
     """Times a case. Cycles through about 100 MB of copies of its inputs, so that none is cached."""
     name, shape, size, make, ours, other = case
-    inputs = [make() for _ in range(min(math.ceil(1e8 / size) + 1, copies))]
+    inputs = [make() for _ in range(min(math.ceil(1e8 / size) + 1, COPIES))]
 
     def microseconds(function):
         body = in_graph(lambda: [function(*x) for x in inputs], device)
@@ -200,34 +172,30 @@ def drafters(name, heads):
     return dict(heads=heads if "heads" in name else None, lookup="lookup" in name)
 
 
-def step_rows(model, heads, shapes, bandwidth, staged=None):
-    """Times a step for each shape (drafters, batch size, tree size, prefix, sampling), and its
-    stages, only for the batch size `staged` if that is given. floor_ms: the time to read the cache
-    and the weights, embeddings only if tied."""
+def step_rows(model, heads, shapes, bandwidth):
+    """Times a step and its stages for each shape (drafters, batch size, tree size, sampling).
+    floor_ms: the time to read the cache and the weights, embeddings only if tied."""
     c = model.config
     per_token = 2 * c.n_layer * c.n_kv_head * c.head_size * model.dtype.itemsize
     weights = model.weight_bytes() - sum(x.nbytes for x in model.buffers())
     weights -= 0 if c.tied else model.embed.weight.nbytes
-    for name, B, T, prefix, sampling in shapes:
-        decoder = timing_decoder(model, tree_size=T, prefix=prefix, batch_size=B,
-                                 sampling=sampling, **drafters(name, heads))
+    for name, B, T, sampling in shapes:
+        decoder = timing_decoder(model, tree_size=T, batch_size=B, sampling=sampling,
+                                 **drafters(name, heads))
         ms = 1e3 * step_time(decoder)
-        floor = 1e3 * (weights + B * prefix * per_token) / bandwidth
-        row = dict(drafted_by=name, batch_size=B, tree_size=T, prefix=prefix,
+        floor = 1e3 * (weights + B * PREFIX * per_token) / bandwidth
+        stages = {f"{stage}_ms": 1e3 * time for stage, time in stage_times(decoder).items()}
+        yield dict(drafted_by=name, batch_size=B, tree_size=T, prefix=PREFIX,
                    temperature=sampling.temperature, top_p=sampling.top_p, step_ms=ms,
-                   floor_ms=floor, share=floor / ms)
-        if staged in (None, B):
-            row |= {f"{stage}_ms": 1e3 * time for stage, time in stage_times(decoder).items()}
-        yield row
+                   floor_ms=floor, share=floor / ms) | stages
 
 
 def over_plain(rows):
-    """Adds over_plain to rows of steps: the time relative to a plain step with the same batch size,
-    prefix and sampling, which comes first. A step pays if it yields more tokens than this."""
+    """Adds over_plain to rows of steps: the time relative to a plain step with the same batch size
+    and sampling, which comes first. A step pays if it yields more tokens than this."""
     plain = {}
     for row in rows:
-        case = tuple(row[key] for key in ("batch_size", "prefix", "temperature", "top_p"))
-        ms = plain.setdefault(case, row["step_ms"])
+        ms = plain.setdefault((row["batch_size"], row["temperature"]), row["step_ms"])
         yield row | dict(over_plain=row["step_ms"] / ms)
 
 
@@ -245,7 +213,7 @@ def bench(args):
     for size in args.random_weights:
         model, heads = random_model(size, device, dtype, args.quantize)
         cpu.apply(model, heads)
-        shapes = [(name, B, T, PREFIX, Sampling(t)) for t, B, (name, T) in product(
+        shapes = [(name, B, T, Sampling(t)) for t, B, (name, T) in product(
             args.temperatures, args.batch_sizes, methods)]
         # in rounds, so that other work on the machine slows all steps alike
         rounds = [[*step_rows(model, heads, shapes, bandwidth)] for _ in range(args.runs)]

@@ -2,11 +2,11 @@
 
 import io
 import json
-import math
 import os
-import re
 import shutil
-from contextlib import redirect_stdout
+import signal
+import time
+from contextlib import contextmanager, redirect_stdout
 from itertools import count
 from types import SimpleNamespace
 
@@ -15,30 +15,27 @@ import torch
 
 import kernels
 import train_heads
-from bench import ROOT, decoding, gpu, operations, serving, size_config, timing
+from bench import ROOT, decoding, gpu, operations, size_config, timing
 from bench import __main__ as bench
 from conftest import call_once, refusal
 from hf.tokenizer import load_encoding
-from test_kernels import as_int64, random_forest
 from test_train_heads import measured
 from tools.flags import DEMO
 from training.flags import parse_heads
 
 
-@pytest.mark.parametrize("T", [1, 13, 64])
-def test_torch_computes_the_same_attention(T):
+@torch.inference_mode()
+def test_torch_computes_the_same_attention():
     """Bug: the benchmark compares with an easier computation, or a wrong mask."""
-    masks = as_int64([random_forest(T, (), torch.Generator().manual_seed(b)) for b in range(3)])
-    tree = torch.full((3,), 70, dtype=torch.int32), masks
-    inputs = lambda: (torch.randn(3, T, 8, 16), *torch.randn(2, 3, 2, 140, 16), *tree)
-    attend = operations.sdpa(*inputs())
-    x = inputs()
-    torch.testing.assert_close(attend(*x), kernels.tree_attention(*x), atol=1e-5, rtol=0)
+    sizes = SimpleNamespace(prefixes=[3, 70], trees=[1, 13, 64], sequences=[3])
+    for _, _, _, make, ours, theirs in operations.attention_cases(size_config("tiny"), "cpu", sizes):
+        x = make()
+        torch.testing.assert_close(theirs(*x), ours(*x), atol=0.03, rtol=0)
 
 
 @torch.inference_mode()
-def test_torch_computes_the_same_projections_and_moves():
-    """Bug: torch's version has cheaper noise or none, or moves other rows; bytes count rows that stay."""
+def test_torch_computes_the_same_projections():
+    """Bug: torch's version has cheaper noise or none."""
     hidden, weight = torch.randn(5, 16), torch.randn(300, 16)
     for ours, theirs in zip(kernels.project_topk(hidden, weight, 4), operations.topk(hidden, weight, 4)):
         torch.testing.assert_close(ours, theirs, atol=1e-5, rtol=0)
@@ -47,14 +44,6 @@ def test_torch_computes_the_same_projections_and_moves():
     share = torch.bincount(tokens, minlength=5) / len(tokens)
     torch.testing.assert_close(share, ((hidden @ weight.T)[0] / 0.7).softmax(-1), atol=0.02, rtol=0)
     assert torch.equal(operations.sample(hidden, weight, 0.0), (hidden @ weight.T).argmax(-1))
-    sizes = SimpleNamespace(sequences=[3])
-    (_, _, size, make, ours, other), = operations.commit_cases(size_config("tiny"), "cpu", sizes)
-    assert size == 2 * 2 * 3 * 4 * 2 * 2 * 2 * 16
-    a, *rest = make()
-    b = a.clone()
-    ours(a, *rest)
-    other(b, *rest)
-    assert torch.equal(a, b) and not torch.equal(a[..., 21, :], a[..., 22, :])
 
 
 @torch.inference_mode()
@@ -74,13 +63,16 @@ def rows_of(folder):
     return [json.loads(line) for line in (folder / "results.jsonl").read_text().splitlines()]
 
 
-def train_here(run, log, program, *flags, elsewhere=gpu.run_process):
-    """run_process, but training runs in this process, where its evaluation is replaced."""
-    if program != "train_heads.py":
-        return elsewhere(run, log, program, *flags)
+@contextmanager
+def train_here(run, log, name, *flags, elsewhere=gpu.program):
+    """gpu.program, but training runs in this process, where its evaluation is replaced."""
+    if name != "train_heads.py":
+        with elsewhere(run, log, name, *flags) as running:
+            yield running
+        return
     with redirect_stdout(io.StringIO()) as output:
         code = train_heads.main(parse_heads(flags))
-    return output.getvalue(), code
+    yield SimpleNamespace(wait=lambda: code), output.getvalue
 
 
 def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
@@ -90,18 +82,12 @@ def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
     for module in gpu, operations:
         monkeypatch.setattr(module, "seconds", call_once)
     monkeypatch.setattr(gpu, "copy_bandwidth", lambda device: 1e9)
-    monkeypatch.setattr(gpu, "run_process", train_here)
+    monkeypatch.setattr(gpu, "program", train_here)
     monkeypatch.setattr(train_heads, "measure", measured)
-    load = gpu.load_prompts
-
-    def few_prompts(*given):
-        groups, stop = load(*given)
-        return {kind: [prompt[:16] for prompt in group[:4]] for kind, group in groups.items()}, stop
-    monkeypatch.setattr(gpu, "load_prompts", few_prompts)
+    monkeypatch.setitem(gpu.SIZES, "prompts", (None, 4))
     monkeypatch.setenv("CLOVER_COMMIT", "abc123")
     (tmp_path / "test_one.py").write_text("def test_one(): pass")
-    tests = dict(tests=("-p", "no:cacheprovider", str(tmp_path / "test_one.py")))
-    monkeypatch.setattr(gpu, "TINY", SimpleNamespace(**vars(gpu.TINY) | tests))
+    monkeypatch.setitem(gpu.SIZES, "tests", (None, ("-p", "no:cacheprovider", str(tmp_path / "test_one.py"))))
     out = tmp_path / "out"
     bench.main(bench.parse(["gpu", "--dry-run", "--out", str(out)]))
     rows = rows_of(out)
@@ -113,28 +99,26 @@ def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
     for row in steps:
         assert plain.setdefault(row["batch_size"], row)["tree_size"] == 1
         assert row["over_plain"] == pytest.approx(row["step_ms"] / plain[row["batch_size"]]["step_ms"], rel=1e-3)
-        assert ("verify_ms" in row) == (row["batch_size"] == 2)
+        assert row["verify_ms"] > 0
     assert len(steps) == 2 * len(plain) == 2 * 2
     assert {row["kernel"] for row in select("kernels", "us")} == {
         "ngram_lookup", "best_tree", "prompt_chain", "accept_path", "filtered_sample", "tree_attention",
-        "project_topk", "project_sample", "commit_path"}
-    assert all(row["us"] == 1000 for row in select("kernels", "us"))
+        "project_topk", "project_sample"}
+    assert all(row["us"] == pytest.approx(1000 / operations.COPIES, rel=1e-3) for row in select("kernels", "us"))
     first = select("kernels", "prefix")[0]  # 16 + 4 rows of 2 heads of 16, and 4 x 4 queries in and out
-    assert select("ceilings", "copy_gb_per_s")[0]["copy_gb_per_s"] == 1
-    assert first["share_of_copy"] == pytest.approx(4 * 16 * (2 * 20 + 4 * 4) / 1e9 / 0.001, rel=1e-3)
+    assert select("kernels", "copy_gb_per_s")[0]["copy_gb_per_s"] == 1
+    assert first["share_of_copy"] == pytest.approx(4 * 16 * (2 * 20 + 4 * 4) / 1e9 / (first["us"] / 1e6), rel=1e-3)
     ways = [("plain", 1), *(("heads + lookup", T) for T in ("auto", 4, 16))]
-    runs = [(*way, 1, t, 0) for t in (0.0, 0.8) for way in ways]
-    runs += [(*way, 2, t, seed) for t in (0.0, 0.8) for way in ways for seed in (0, 1)]
-    for part, want in (("smollm2", runs), ("demo", [(*way, 2, 0.0, 0) for way in ways])):
+    runs = [(*way, B, t, seed) for B in (1, 2) for t in (0.0, 0.8) for way in ways for seed in range(B)]
+    for part, want in (("smollm2", runs), ("demo", [run for run in runs if run[3] == 0])):
         decoded, plain = select(part, "drafter"), {}
         for row, case in zip(decoded, want, strict=True):
             _, T, *setting, seed = case
             assert tuple(row[key] for key in ("drafter", "tree_size", "batch_size", "temperature", "seed")) == case
             base = plain.setdefault((*setting, seed), row)
             assert row["speed_up"] == pytest.approx(row["tokens_per_second"] / base["tokens_per_second"], rel=2e-3)
-            assert row["identical"] == 1 and row.get("bugs", 0) == 0 and row["model"] == "demo"
-            assert ("warm_seconds" in row) == ("bugs" in row) == (seed == 0)
-            assert ("graph_ms" in row) == (seed == 0 and T != "auto") and row["engine_ms"] > 0
+            assert row["identical"] == 1 and row["bugs"] == row["ties"] == 0 and row["model"] == "demo"
+            assert ("graph_ms" in row) == (T != "auto") and row["engine_ms"] > 0 and row["warm_seconds"] > 0
     served = select("server", "drafter")
     assert [row["drafter"] for row in served] == ["plain", "auto"]
     assert all(0 < row["first_token_ms"] <= row["worst_first_token_ms"] for row in served)
@@ -142,8 +126,8 @@ def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
         served[1]["tokens_per_second"] / served[0]["tokens_per_second"], rel=2e-3)
     training, = select("training", "exit_code")
     assert training["written_tokens_per_second"] > 0 and training["trained_tokens_per_second"] > 0
-    (summary,), code = (select("tests", "summary")[0][key] for key in ("summary", "exit_code"))
-    assert re.match("=+ 1 passed", summary) and code == 0
+    tests = select("tests", "summary")[0]
+    assert "1 passed" in tests["summary"][0] and tests["exit_code"] == 0
     assert {*os.listdir(out)} == {"results.jsonl", "tests.log", "server.log"}
 
 
@@ -152,10 +136,10 @@ def test_a_model_with_a_chat_template_answers_chats(tmp_path):
     folder = shutil.copytree(DEMO, tmp_path / "chatty", copy_function=os.symlink,
                              ignore=shutil.ignore_patterns("clover", "medusa", "smollm2"))
     (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content[:20] }}{% endfor %}")
-    _, heads, prompts, _ = gpu.load(SimpleNamespace(device="cpu"), folder, DEMO / "clover", 3)
+    prompts, _ = gpu.read_prompts(folder, 3)
     encoding = load_encoding(folder)
     want = [json.loads(line)["messages"][0]["content"] for line in (ROOT / "bench/prompts.jsonl").open()][:3]
-    assert heads.config.n_draft == 4 and [encoding.decode(prompt) for prompt in prompts] == [x[:20] for x in want]
+    assert [encoding.decode(prompt) for prompt in prompts] == [x[:20] for x in want]
 
 
 def test_each_differing_output_is_looked_into(monkeypatch):
@@ -174,17 +158,15 @@ def test_each_differing_output_is_looked_into(monkeypatch):
     assert looked_into == [*range(3, 11)]
 
 
-def test_a_server_that_ends_is_not_waited_for(tmp_path):
-    """Bug: a mistake in the flags takes until the deadline."""
-    with pytest.raises(RuntimeError, match="did not start"), serving.server(tmp_path / "log", math.inf, "--prot", "1"):
-        pass
-    assert "--prot" in (tmp_path / "log").read_text()
-
-
-def parts_of(monkeypatch, tmp_path, **functions):
-    monkeypatch.setattr(gpu, "PARTS", {name: (function, 1) for name, function in functions.items()})
-    gpu.bench(SimpleNamespace(out=str(tmp_path / "new"), parts=[*functions], dry_run=True, seconds=10))
-    return [{key: row[key] for key in row if key not in ("part", "seconds")} for row in rows_of(tmp_path / "new")[1:]]
+def test_a_program_ends_with_its_part(tmp_path):
+    """Bug: a mistake in the server's flags, or a program that hangs, takes longer than the part."""
+    run = SimpleNamespace(out=tmp_path, deadline=time.perf_counter() + 60)
+    with pytest.raises(RuntimeError, match="did not start"), gpu.program(run, "log", "-c", "print(1 / 0)") as running:
+        gpu.wait_for_port(*running)
+    assert "ZeroDivisionError" in (tmp_path / "log").read_text()
+    run.deadline = time.perf_counter()
+    with gpu.program(run, "log", "-c", "import time; time.sleep(60)") as (process, output):
+        assert process.wait() == -signal.SIGKILL and output() == ""
 
 
 def test_an_error_or_a_budget_ends_only_its_part(monkeypatch, tmp_path):
@@ -196,10 +178,12 @@ def test_an_error_or_a_budget_ends_only_its_part(monkeypatch, tmp_path):
     def endless(run):
         while True:
             yield dict(row=2)
-    clock = iter(range(100))
+    clock = count()
     monkeypatch.setattr(gpu.time, "perf_counter", lambda: next(clock))
-    assert parts_of(monkeypatch, tmp_path, fails=fails, endless=endless) == [
-        dict(row=1), dict(ended="ValueError: a reason"), *[dict(row=2)] * 7, dict(ended="out of time")]
+    monkeypatch.setattr(gpu, "PARTS", dict(fails=(fails, 1), endless=(endless, 1)))
+    gpu.bench(SimpleNamespace(out=str(tmp_path), parts=None, dry_run=True, seconds=10))
+    assert [row.get("row") or row["ended"] for row in rows_of(tmp_path)[1:]] == [
+        1, "ValueError: a reason", *[2] * 7, "out of time"]
 
 
 def test_what_is_missing_is_told_in_one_line(monkeypatch, checkpoint, tmp_path):
