@@ -49,9 +49,10 @@ PREFILL_CHUNK = 512  # prompt tokens per forward pass; bounds its memory and the
 PROMPT_REST = 64
 READ_SIZES = 4, 16, 64
 READ_STEPS = 32    # steps in which to read a prompt
-READ_VALUE = 0.75  # large steps delay the other sequences: chosen by simulation (docs/kernels.md)
-LARGEST_STEP = 512  # most rows of a step that `capture_all` captures
-MEMORY_LEFT = 0.05  # share of a GPU's memory at which it ends
+# exponent of a prompt's tokens in `select_reading`: below 1, as large steps delay other sequences
+READ_VALUE = 0.75
+LARGEST_STEP = 512  # most nodes of a step that `capture_all` captures
+MEMORY_LEFT = 0.05  # it stops when less than this share of the GPU's memory is free
 DEFAULT_BATCH = 8    # sequences
 MAX_CHAIN = 15       # most tokens that lookup proposes
 # sampling modes, cheapest first; a batch runs in its costliest one, which changes no tokens
@@ -108,7 +109,7 @@ class Accepted(NamedTuple):
         """(tokens, path, sources of the path's nodes) of each sequence."""
         B, P = len(self.packed), self.P
         packed = self.packed.numpy()  # slices and lists take less time than in torch
-        if P == 1:  # of hundreds of sequences: more new lists would start the garbage collector
+        if P == 1:  # shared lists: one per sequence would trigger garbage collections
             path, sources = [0], [-1]
             return [(tokens, path, sources) for tokens in packed[:, :1].tolist()]
         counts = packed[:, -2].tolist()
@@ -194,18 +195,19 @@ class Policy:
         self.trial = []  # options to try in the next steps
         self.elapsed = self.trial_seconds = 0.0
 
-    def select(self, B, behind=lambda: 0, reading=()):
-        """The option of the next step of B sequences. behind(): how many committed rows the heads
-        have not read. reading: the number of unread prompt tokens of each sequence that has any, if
-        steps read prompts."""
+    def select(self, B, behind=lambda: 0, unread=()):
+        """The option of the next step, of a batch of B. behind(): how many committed rows the heads
+        have not read. unread: the number of prompt tokens that each running sequence has not read,
+        if steps read prompts."""
         self.steps += 1
-        if reading:
-            return self.select_reading(B, reading)
+        if any(unread):
+            return self.select_reading(B, unread)
         if self.tree_size:
             return self.tree_size, min(self.depth, self.tree_size - 1)
         is_due = B != self.B or self.steps % PERIOD == 0 or self.steps in (2, 4, 8)
         if is_due:
-            self.trial = self.trial if B == self.B else []
+            if B != self.B:
+                self.trial = []
             self.B = B
             rate = partial(self.rate, self.expected_tokens())
             self.best = max(self.possible(B, self.options), key=rate)
@@ -218,12 +220,12 @@ class Policy:
         self.last_use[option] = self.steps
         return option
 
-    def select_reading(self, B, reading):
+    def select_reading(self, B, unread):
         """The option with the most tokens per second, where n tokens of a prompt count as
-        n^READ_VALUE. If a step may take twice as long, those options come first that read the
-        longest prompt in at most READ_STEPS steps."""
+        n^READ_VALUE. Among options that take at most twice as long as that one, prefers those that
+        read the longest prompt in READ_STEPS steps; if there are none, the largest."""
         expected = self.expected_tokens()
-        reading = sorted(reading)
+        reading = sorted(n for n in unread if n)
         sums = list(accumulate((n ** READ_VALUE for n in reading), initial=0))
         seconds = lambda option: self.times.seconds(B, *option)
 
@@ -232,7 +234,7 @@ class Policy:
             tokens = expected[depths > 0][min(T, self.tree_size or self.largest)]
             shorter = bisect(reading, T)  # prompts of which T nodes read all that is unread
             read = sums[shorter] + T ** READ_VALUE * (len(reading) - shorter)
-            return (read + (B - len(reading)) * tokens) / seconds(option)
+            return (read + (len(unread) - len(reading)) * tokens) / seconds(option)
         least = reading[-1] / READ_STEPS
         options = self.possible(B, self.reading_options)
         limit = 2 * seconds(max(options, key=rate))
@@ -241,8 +243,8 @@ class Policy:
         return max(fast, key=rate) if fast else max(options)
 
     def possible(self, B, options):
-        """Those options that need no capture while a server runs."""
-        return [x for x in options if self.captured is None or (B, *x) in self.captured]
+        """Those options that need no capture while a server runs; if there are none, all."""
+        return [x for x in options if (B, *x) in (self.captured or ())] or options
 
     def begin_trial(self, behind):
         """Tries the option that was not used for longest, if time is left for it."""
@@ -448,7 +450,7 @@ def bucket(rows):
 # --------------------------------------------------------------------------------------------------
 # The decoder
 
-class Rows(NamedTuple):
+class Batch(NamedTuple):
     """What a step reads of the sequences that it runs, B of N slots."""
     slots: torch.Tensor | None  # int64 [B]; None: all
     lengths: torch.Tensor       # int32 [B]: committed rows
@@ -457,8 +459,14 @@ class Rows(NamedTuple):
     sampling: dict              # {field of `Sampling`: float32 or int64 [B]}
 
 
-INTEGERS = "root", "sequence", "seed", "top_k"
-FLOATS = "temperature", "top_p", "min_p"
+INTEGER_FIELDS = "root", "sequence", "seed", "top_k"
+FLOAT_FIELDS = "temperature", "top_p", "min_p"
+
+
+def make_batch(slots, lengths, integers, floats):
+    """A `Batch` from the columns of `Slots.integers` and `Slots.floats`."""
+    fields = dict(zip((*INTEGER_FIELDS, *FLOAT_FIELDS), (*integers, *floats)))
+    return Batch(slots, lengths, fields.pop("root"), fields.pop("sequence"), fields)
 
 
 @dataclass
@@ -466,31 +474,24 @@ class Slots:
     """The state of N sequences, one per slot."""
     cache: KVCache
     heads_cache: KVCache    # of the augmenting block
-    integers: torch.Tensor  # int64 [4, N], named INTEGERS
-    floats: torch.Tensor    # float32 [3, N], named FLOATS
+    integers: torch.Tensor  # int64 [4, N]: INTEGER_FIELDS
+    floats: torch.Tensor    # float32 [3, N]: FLOAT_FIELDS
     state: torch.Tensor     # [N, C]: what the heads draft from
     history: torch.Tensor   # int32 [N, > capacity]: all tokens up to the root, for lookup
     ends: torch.Tensor      # int32 [N]: index of the prompt's last token
     active: torch.Tensor    # int32 [N]: 0 for an idle slot
 
     def __post_init__(self):
-        self.all = self.rows_of(None, self.cache.lengths, self.integers, self.floats)
+        self.all = make_batch(None, self.cache.lengths, self.integers, self.floats)
 
-    def rows(self, slots=None):
-        """The `Rows` of slots, int64 [B]; None: of all."""
-        if slots is None:
-            return self.all
-        return self.rows_of(slots, *(x.index_select(-1, slots) for x in (
-            self.cache.lengths, self.integers, self.floats)))
-
-    def rows_of(self, slots, lengths, integers, floats):
-        root, sequence, *others = integers
-        sampling = dict(zip((*INTEGERS[2:], *FLOATS), (*others, *floats)))
-        return Rows(slots, lengths, root, sequence, sampling)
+    def batch(self, slots):
+        """The `Batch` of some slots, int64 [B]."""
+        columns = self.cache.lengths, self.integers, self.floats
+        return make_batch(slots, *(x.index_select(-1, slots) for x in columns))
 
     def set(self, slot, **values):
-        """Sets numbers of a slot, by name: ends, active, INTEGERS, FLOATS, and length. They are
-        copied to the device; the host does not wait."""
+        """Sets numbers of a slot, by name: ends, active, INTEGER_FIELDS, FLOAT_FIELDS, and length.
+        They are copied to the device; the host does not wait."""
         tensors = self.all._asdict() | self.all.sampling | dict(
             length=self.cache.lengths, ends=self.ends, active=self.active)
         for name, value in values.items():
@@ -508,8 +509,8 @@ def new_slots(model, heads, batch_size, capacity, max_tree, max_path):
     heads_kv = heads.new_cache(batch_size, rows).kv if heads else cache.kv[:0]
     return Slots(
         cache, KVCache(heads_kv, cache.lengths),
-        integers=zeros(len(INTEGERS), batch_size, dtype=torch.int64),
-        floats=zeros(len(FLOATS), batch_size, dtype=torch.float32),
+        integers=zeros(len(INTEGER_FIELDS), batch_size, dtype=torch.int64),
+        floats=zeros(len(FLOAT_FIELDS), batch_size, dtype=torch.float32),
         state=zeros(batch_size, model.config.n_embd, dtype=model.dtype),
         history=zeros(batch_size, capacity + 2 * max_path + 1, dtype=torch.int32),  # 1: the root
         ends=zeros(batch_size, dtype=torch.int32),
@@ -599,8 +600,8 @@ class Decoder:
             self.slots.set(slot, **vars(self.sampling))
         self.root_tree = root_tree(self.slots.all.root)
         self.slot_ids = torch.zeros(batch_size, dtype=torch.int64, device=model.device)
-        self.B = batch_size  # rows of the next step, whose slots are the first B of slot_ids
-        self.rows = self.slots.all  # of the present step
+        self.B = batch_size  # of the next step, which runs the first B slots of slot_ids
+        self.batch = self.slots.all  # of the present step
         # arguments of `prompt_chain` and `accept_path`
         self.known = None
         if self.reads_in_steps:
@@ -609,10 +610,10 @@ class Decoder:
         self.steps_ahead = 1 if is_cuda else 0  # steps in flight while the host reads an older one
         self.graphs = {}  # (arguments of `step`, sampling mode) -> function that replays, or None
         self.pool = None  # memory shared by the graphs; None: steps run eagerly
-        self.sizes = range(1, batch_size)  # numbers of rows that a step may have, beside all slots
+        self.batch_sizes = range(1, batch_size)  # B that a step may have; always also all slots
         if is_cuda and graph and HAS_TRITON:  # the references read values, so no graph holds them
             self.pool = torch.cuda.graph_pool_handle()
-            self.sizes = ()
+            self.batch_sizes = ()
 
     def path_limit(self, tree_size):
         """P: a path ends with the heads' last depth or with lookup's chain, while the chain of a
@@ -624,46 +625,47 @@ class Decoder:
     # One step of B slots: fixed shapes, state changed in place, no host synchronisation.
 
     def step(self, B, tree_size, depths):
-        self.read_rows(B)
+        self.read_batch(B)
         tree, chain = self.draft(tree_size, depths)      # a `Tree` [B, T]
         positions = self.positions(tree)                 # [B, T]
         normed, hidden = self.verify(tree, positions)    # [B, T, C]; K/V go to rows lengths..
         target = self.sample(normed, positions)          # [B, T]: the model's own next tokens
         accepted = self.accept(tree, chain, target)      # tokens, path [B, P], count [B]
         self.commit(tree, hidden, accepted)
-        self.rows = self.slots.all  # lets go of memory that a graph made
+        self.batch = self.slots.all  # drops references to the graph's memory
         return accepted, tree
 
-    def read_rows(self, B):
-        self.rows = self.slots.rows(None if B == self.batch_size else self.slot_ids[:B])
+    def read_batch(self, B):
+        slots = self.slots
+        self.batch = slots.all if B == self.batch_size else slots.batch(self.slot_ids[:B])
 
     def draft(self, tree_size, depths):
         """Returns the tree and the result of `ngram_lookup`, or None without lookup."""
         slots = self.slots
-        rows = self.rows
-        B = len(rows.root)
-        temperature = rows.sampling["temperature"]
+        batch = self.batch
+        B = len(batch.root)
+        temperature = batch.sampling["temperature"]
         if tree_size == 1:
-            return Tree(rows.root[:, None], *(x[:B] for x in self.root_tree[1:])), None
+            return Tree(batch.root[:, None], *(x[:B] for x in self.root_tree[1:])), None
         candidates = chain = None
         if depths:
-            noise = (temperature, rows.sampling["seed"], rows.sequence,
-                     rows.lengths) if self.sampling_mode != GREEDY else None
-            state = slots.state if rows.slots is None else slots.state[rows.slots]
-            candidates = self.heads.draft(state, rows.root, tree_size, self.beams, noise)
+            noise = (temperature, batch.sampling["seed"], batch.sequence,
+                     batch.lengths) if self.sampling_mode != GREEDY else None
+            state = slots.state if batch.slots is None else slots.state[batch.slots]
+            candidates = self.heads.draft(state, batch.root, tree_size, self.beams, noise)
         if self.policy.lookup:
             n = min(tree_size - 1, MAX_CHAIN)
-            chain = ngram_lookup(slots.history, slots.cache.lengths, n, rows.slots)
+            chain = ngram_lookup(slots.history, slots.cache.lengths, n, batch.slots)
         elif self.reads_in_steps:
             chain = None if depths else self.no_chain[:B]
-        *tree, probabilities = best_tree(rows.root, candidates, chain, self.policy.chances,
+        *tree, probabilities = best_tree(batch.root, candidates, chain, self.policy.chances,
                                          temperature, tree_size)
         if self.reads_in_steps:
-            prompt_chain(*self.known, tree, probabilities, chain, rows.slots)
+            prompt_chain(*self.known, tree, probabilities, chain, batch.slots)
         return Tree(*tree, probabilities), chain
 
     def positions(self, tree):
-        return self.rows.lengths[:, None] + tree.depths
+        return self.batch.lengths[:, None] + tree.depths
 
     def verify(self, tree, positions):
         """Returns the final norm's output and its input."""
@@ -671,14 +673,14 @@ class Decoder:
             # nodes beyond the context's end are never emitted, but have no position embedding
             positions = positions.clamp(max=self.model.config.block_size - 1)
         model = self.model
-        cache = self.slots.cache.select(self.rows.slots)
+        cache = self.slots.cache.select(self.batch.slots)
         hidden = model.embeddings(tree.tokens, positions)
         return model.norm.add_and_norm(*model.blocks(hidden, model.tables, positions, cache,
                                                      tree.ancestors))
 
     def sample(self, normed, positions):
-        sequence = self.rows.sequence
-        sampling = self.rows.sampling
+        sequence = self.batch.sequence
+        sampling = self.batch.sampling
         if self.sampling_mode != FILTERED:
             temperature = 0.0 if self.sampling_mode == GREEDY else sampling["temperature"]
             return self.head.sample(normed, temperature, sampling["seed"], sequence, positions)
@@ -689,44 +691,43 @@ class Decoder:
 
     def accept(self, tree, chain, target):
         P = self.path_limit(tree.tokens.shape[1])
-        temperature = self.rows.sampling["temperature"]
+        temperature = self.batch.sampling["temperature"]
         packed = accept_path(*tree[:5], target, self.slots.active, P, temperature,
-                             self.policy.counts, chain, self.known, self.rows.slots)
+                             self.policy.counts, chain, self.known, self.batch.slots)
         return Accepted(packed, P)
 
     def commit(self, tree, hidden, accepted):
         """Keeps the path's cache rows, feeds its tokens to heads and lookup, and makes the bonus
         token the next root. Rows from `count` on are junk that the next step overwrites."""
         slots = self.slots
-        rows = self.rows
+        running = self.batch.slots
         lengths = slots.cache.lengths
         history = slots.history if self.policy.lookup else None
         states = None
         if self.heads:
             # lookup's tree is a chain: without heads its path is in place already
             if tree.tokens.shape[1] > 1:
-                commit_path(slots.cache.kv, lengths, accepted.path, accepted.count, rows.slots)
+                commit_path(slots.cache.kv, lengths, accepted.path, accepted.count, running)
                 index = accepted.path[:, :, None].expand(-1, -1, hidden.shape[2])
                 hidden = hidden.gather(1, index)
-            positions = rows.lengths[:, None] + self.offsets[:accepted.P]  # (B, P)
+            positions = self.batch.lengths[:, None] + self.offsets[:accepted.P]  # (B, P)
             ancestors = self.path_ancestors[:accepted.P].expand_as(positions)
             states = self.heads.augment(hidden, accepted.tokens, positions,
-                                        slots.heads_cache.select(rows.slots), ancestors)  # (B,P,C)
-        advance(accepted.packed, lengths, slots.all.root, history, states, slots.state, rows.slots)
+                                        slots.heads_cache.select(running), ancestors)
+        advance(accepted.packed, lengths, slots.all.root, history, states, slots.state, running)
 
     # On the host
 
-    @torch.inference_mode()
     def run_slots(self, running):
-        """Announces the slots of running sequences; returns the slots that the next step computes,
-        in row order. An idle slot fills the rows up to the next size of a graph."""
-        running = list(running)
-        self.B = next((n for n in self.sizes if n >= len(running)), self.batch_size)
+        """Announces the slots of running sequences (a set or dict); returns the slots that the next
+        step computes, in its order. An idle slot fills the batch up to the next possible size."""
+        self.B = next((n for n in self.batch_sizes if n >= len(running)), self.batch_size)
         if self.B == self.batch_size:
             return range(self.batch_size)
-        idle = next((slot for slot in range(self.batch_size) if slot not in running), None)
-        slots = running + [idle] * (self.B - len(running))
-        self.slot_ids[:self.B].copy_(pinned(slots, self.device), non_blocking=True)
+        idle = next(slot for slot in range(self.batch_size) if slot not in running)
+        slots = [*running, *[idle] * (self.B - len(running))]
+        with self.inference_mode:
+            self.slot_ids[:self.B].copy_(pinned(slots, self.device), non_blocking=True)
         return slots
 
     def behind(self):
@@ -769,15 +770,17 @@ class Decoder:
 
     def capture_all(self, progress=iter):
         """Captures, while all slots are idle, the policy's options in all sampling modes for 1, 2,
-        4, ... sequences: plain steps, then trees of up to LARGEST_STEP rows, the largest first,
-        until the GPU's memory is nearly full. Others are no options from then on. Replays each
-        graph once, to learn its time. progress: wraps the list of steps, as tqdm does."""
+        4, ... sequences: plain steps and a fixed tree size, then steps of up to LARGEST_STEP nodes,
+        the largest first, until the GPU's memory is nearly full. Others are no options from then
+        on. Replays each graph once, to learn its time. progress: wraps the list of steps, as tqdm
+        does."""
         policy = self.policy
         sizes = {2 ** i for i in range(self.batch_size.bit_length())} | {self.batch_size}
         options = {(1, 0), *policy.reading_options}
         steps = [(B, T, depths) for B, (T, depths) in product(sizes, options)
-                 if B * T <= LARGEST_STEP or T in (1, policy.tree_size)]
-        steps.sort(key=lambda step: (step[1] > 1, -step[0] * step[1], step))
+                 if B * T <= LARGEST_STEP or T <= READ_SIZES[0] or T == policy.tree_size]
+        needed = 1, policy.tree_size
+        steps.sort(key=lambda step: (step[1] not in needed, -step[0] * step[1], step))
         policy.captured = set()
         for step in progress(steps):
             free, total = torch.cuda.mem_get_info(self.device)
@@ -785,13 +788,15 @@ class Decoder:
                 break
             with contextlib.suppress(torch.OutOfMemoryError), self.context():
                 self.capture_modes(*step)
-        self.sizes = sorted({B for B, *_ in policy.captured})
+        least = policy.tree_size or 1
+        self.batch_sizes = sorted({B for B, T, _ in policy.captured if T == least})
         self.B = self.batch_size
 
     def capture_modes(self, B, *option):
         """Captures an option in all sampling modes, and times it."""
         self.B = B
-        for self.sampling_mode in (FILTERED, NOISE, GREEDY):
+        for mode in (FILTERED, NOISE, GREEDY):  # the last one's time is learnt
+            self.sampling_mode = mode
             self.launch(*option).wait()
             seconds = self.launch(*option).wait().seconds
         self.policy.times.learn(B, *option, seconds)
@@ -923,17 +928,17 @@ class Engine:
         return sequence
 
     def step(self, with_trees=False):
-        """Admits prompts, runs one step of all slots and returns its `StepResult`s; on a GPU those
-        of the previous step, which the host reads while this one runs. A sequence whose step only
-        read its prompt has none."""
+        """Admits prompts, runs one step of the running sequences and returns its `StepResult`s; on
+        a GPU those of the previous step, which the host reads while this one runs. A sequence whose
+        step only read its prompt has none."""
         decoder = self.decoder
         with decoder.context():
             self.admit()
             if self.running:
                 slots = decoder.run_slots(self.running)
                 running = self.running.values()
-                reading = [s.unread for s in running if s.unread]
-                option = self.policy.select(len(slots), decoder.behind, reading)
+                unread = [s.unread for s in running]
+                option = self.policy.select(len(slots), decoder.behind, unread)
                 decoder.sampling_mode = max(s.sampling.mode for s in running)
                 sequences = {row: (slot, self.running[slot], self.running[slot].unread)
                              for row, slot in enumerate(slots) if slot in self.running}

@@ -22,9 +22,9 @@ It launches the kernel on CUDA tensors, and on CPU tensors if TRITON_INTERPRET=1
 import; otherwise, in float64, and if a gradient is required, it calls the reference. Inputs may
 have any strides unless noted. docs/kernels.md explains the choices and has measurements.
 
-Letters: B sequences, of N in the caches, T tree nodes, L layers, S cache capacity, Hq and Hkv query
-and key/value heads, G = Hq / Hkv, D head size, C hidden size, V vocabulary, M rows (hidden states),
-P nodes of a path, K depths and W beams of a draft."""
+Letters: B sequences of a batch, N in the caches, T tree nodes, L layers, S cache capacity, Hq and
+Hkv query and key/value heads, G = Hq / Hkv, D head size, C hidden size, V vocabulary, M rows
+(hidden states), P nodes of a path, K depths and W beams of a draft."""
 
 import math
 import os
@@ -104,7 +104,7 @@ def _depth(bits):
 
 @triton.jit
 def _slot(slots_ptr, b):
-    """The sequence in the caches, of sequence b of a batch."""
+    """The cache slot of sequence b."""
     return b if slots_ptr is None else tl.load(slots_ptr + b)
 
 
@@ -257,7 +257,7 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     sees may hold anything. ancestors: bit j of node i is set if j is i or an ancestor of i. A node
     that sees nothing gives zeros. scale: default D ** -0.5. slopes [Hq]: for ALiBi. window: how
     many positions a node sees, its own included; 0: all. float64 caches take the reference. slots
-    int64 [B]: sequence b is slots[b] of N caches and lengths; None: b of B."""
+    int64 [B]: sequence b uses cache and length slots[b] of N; None: b of B."""
     B, T, Hq, D, N, Hkv, S = _sizes(
         "q B T Hq D float, k_cache/v_cache N Hkv S D same|float64, lengths N int32, "
         "ancestors B T int64, slopes Hq float32, slots B int64",
@@ -1664,23 +1664,23 @@ def _advance_kernel(
 
 def advance(packed, lengths, root, history=None, states=None, state=None, slots=None):
     """Appends the tokens of accepted paths to their sequences, in place. packed: from
-    `accept_path`, int64 [B, 3 P + 2]. lengths: int32 [B], index of the root. root: int64 [B], the
-    newest token. history: int32 [B, S]. states [B, P, C] of the path's nodes: the last one's
-    becomes state [B, C]. A path of no tokens changes nothing. slots: as in `tree_attention`."""
+    `accept_path`, int64 [B, 3 P + 2]. lengths: int32 [N], index of the root. root: int64 [N], the
+    newest token. history: int32 [N, S]. states [B, P, C] of the path's nodes: the last one's
+    becomes state [N, C]. A path of no tokens changes nothing. slots: as in `tree_attention`."""
     B, n, N, *_ = _sizes(
         "packed B n int64, lengths N int32, root N int64, history N S int32, states B P C real, "
         "state N C real, slots B int64",
         packed, lengths, root, history, states, state, slots)
     _check_slots(slots, B, N)
     outputs = lengths, root, history, state
-    _check(all(x is None or x.is_contiguous() for x in outputs)
-           and (states is None or states.dtype == state.dtype),
-           "contiguous outputs, states of one dtype", lengths, states, state)
+    P = (n - 2) // 3
+    _check(all(x is None or x.is_contiguous() for x in outputs) and (states is None or (
+        state is not None and states.shape[1] == P and states.dtype == state.dtype)),
+        "contiguous outputs, states of the path's nodes", packed, lengths, states, state)
     if not runs_triton(packed):
         return advance_reference(packed, lengths, root, history, states, state, slots)
     S = 0 if history is None else history.shape[1]
     C = 0 if state is None else state.shape[1]
-    P = (n - 2) // 3
     _launch(_advance_kernel, (B,), *map(_contiguous, (packed, states, slots)), *outputs, P, S, C,
             BLOCK_P=triton.next_power_of_2(P), BLOCK_C=1024, num_warps=4)
 

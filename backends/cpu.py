@@ -725,10 +725,10 @@ class CompiledDecoder(Decoder):
     def samples_in_torch(self):
         return self.sampling_mode == FILTERED or not self.struct.head.k
 
-    def read_rows(self, B):
+    def read_batch(self, B):
         """Only for sampling in torch: cpu.c reads the slots itself."""
         if self.samples_in_torch:
-            self.rows = self.slots.rows(torch.tensor(self.running))
+            self.batch = self.slots.batch(torch.tensor(self.running))
 
     def draft(self, tree_size, depths):
         struct = self.struct

@@ -332,10 +332,11 @@ def test_a_server_captures_everything_beforehand(tree_size, start):
     policy = engine.policy
     seen = []
     engine.decoder.capture_all(lambda steps: seen.extend(steps) or steps)
-    assert [*engine.decoder.sizes] == [1, 2, 4, 8, 12] and policy.captured == {*seen}
+    assert [*engine.decoder.batch_sizes] == [1, 2, 4, 8, 12] and policy.captured == {*seen}
     rows = [B * T for B, T, _ in seen]
-    trees = rows[5:]  # after the plain steps
-    assert trees == sorted(trees, reverse=True) and len(engine.decoder.graphs) == 3 * len(seen) == len(world.graphs)
+    trees = [n for n, (_, T, _) in zip(rows, seen) if T not in (1, tree_size)]
+    assert trees == sorted(trees, reverse=True) == rows[-len(trees):]
+    assert len(engine.decoder.graphs) == 3 * len(seen) == len(world.graphs)
     assert all(n <= generate.LARGEST_STEP for n in rows) and {B for B, T, _ in seen if T == 64} <= {1, 2, 4, 8}
     assert len(policy.times.corrections) > 8
     world.launches.clear()
@@ -352,15 +353,16 @@ def test_a_server_captures_everything_beforehand(tree_size, start):
     assert all(running <= B < 2 * running or B == 12 for B, running in ran) and {B for B, _ in ran} == {1, 2, 4, 8, 12}
 
 
-def test_a_server_captures_what_fits(start, monkeypatch):
-    """Bug: captures until memory is full, an option without a graph."""
+@pytest.mark.parametrize("tree_size, fits", [(None, 9), (None, 2), (None, 0), (5, 4), (1, 0)])
+def test_a_server_captures_what_fits(tree_size, fits, start, monkeypatch):
+    """Bug: captures until memory is full, an option without a graph, an error where nothing could be captured."""
     world, model, heads = start()
-    engine = Engine(model, policy=Policy(model, heads, True), batch_size=4, capacity=200)
-    free = iter([2**40] * 9 + [2**34] * 99)
+    engine = Engine(model, policy=Policy(model, heads, True, tree_size), batch_size=4, capacity=200)
+    free = iter([2**40] * fits + [2**34] * 99)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (next(free), 2**40))
     engine.decoder.capture_all()
-    assert len(engine.policy.captured) == 9 and {(B, 1, 0) for B in (1, 2, 4)} < engine.policy.captured
-    assert sum(map(len, engine.generate([[1, 2]] * 9, 5).tokens)) == 45 and len(world.graphs) == 27
+    assert len(engine.policy.captured) == fits and len(world.graphs) == 3 * fits
+    assert sum(map(len, engine.generate([[1, 2]] * 9, 5).tokens)) == 45 and (fits < 9 or len(world.graphs) == 27)
 
 
 def test_steps_and_stages_are_timed_on_a_fake_gpu(start):

@@ -76,7 +76,8 @@ FURTHER = dict(  # more invalid arguments: changed sizes, or functions of the va
     accept_path=[dict(T=65), lambda made: dict(known=[x.long() for x in made["known"]]),
                  dict(max_path=0), dict(max_path=65), dict(SOURCES=41),
                  lambda made: dict(counts=made["counts"].mT.contiguous().mT)],
-    advance=[lambda made: dict(history=made["history"].mT.contiguous().mT)],
+    advance=[lambda made: dict(history=made["history"].mT.contiguous().mT), lambda made: dict(state=None),
+             lambda made: dict(states=made["states"][:, :2])],
     filtered_sample=[lambda _: dict(top_k=torch.ones(2)), lambda made: dict(logits=made["logits"].half())])
 
 

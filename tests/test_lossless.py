@@ -119,7 +119,7 @@ def test_output_is_that_of_plain_decoding(drafter, tree_size, batch_size, sampli
                         reads_in_steps=reads_in_steps)
     engine.decoder.steps_ahead = ahead
     if reads_in_steps:  # rows of an idle slot beside those of sequences, as with graphs; a pass for long prompts
-        engine.decoder.sizes = [n for n in (1, 2, 4) if n < batch_size]
+        engine.decoder.batch_sizes = [n for n in (1, 2, 4) if n < batch_size]
         engine.decoder.long_prompt = 128
     plain = decode_plainly(sampling, dtype, name)
     want, samplings = [sequence.tokens for sequence in plain], [sequence.sampling for sequence in plain]

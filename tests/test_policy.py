@@ -227,7 +227,14 @@ def test_prompts_are_read_by_the_size_of_most_tokens_per_second(toy, tree_size, 
     if tree_size is None:
         policy.reading_options = [(T, 0) for T in (1, 8, 32, 64)]
         policy.largest = 64
-    assert policy.select(B, reading=reading)[0] == want
+    assert policy.select(B, unread=reading + [0] * (B - len(reading)))[0] == want
+
+
+def test_rows_that_fill_a_batch_do_not_generate(toy):
+    """Bug: one sequence among many slots reads its prompt in small steps, for the sake of rows that nobody uses."""
+    policy = Policy(toy, None, True, 1)
+    policy.times = StepTimes(0.02, 0, 0)
+    assert policy.select(8, unread=[60] + [0] * 7)[0] == 4 and policy.select(8, unread=[60])[0] == 16
 
 
 def test_ranks_start_from_the_same_costs(toy, monkeypatch):

@@ -357,7 +357,8 @@ class App:
 
     async def metrics(self, request):
         engine = self.engine
-        text = self.worker.metrics.text(self.name, len(engine.running), len(engine.waiting))
+        running = len(engine.running) + bool(engine.prefilling)
+        text = self.worker.metrics.text(self.name, running, len(engine.waiting))
         return PlainTextResponse(text, media_type="text/plain; version=0.0.4")
 
 
