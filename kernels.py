@@ -259,7 +259,7 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     many positions a node sees, its own included; 0: all. float64 caches take the reference. slots
     int64 [B]: sequence b uses cache and length slots[b] of N; None: b of B."""
     B, T, Hq, D, N, Hkv, S = _sizes(
-        "q B T Hq D float, k_cache/v_cache N Hkv S D same|float64, lengths N int32, "
+        "q B T Hq D real, k_cache/v_cache N Hkv S D same|float64, lengths N int32, "
         "ancestors B T int64, slopes Hq float32, slots B int64",
         q, k_cache, v_cache, lengths, ancestors, slopes, slots)
     _check(T <= min(S, 64) and 16 <= D <= 256 and Hq % Hkv == 0 and window >= 0
@@ -579,7 +579,7 @@ def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(Non
 
 def _check_head(hidden, weight, temperature, seed, sequence, position, vocab_ids=None):
     M, *_ = _sizes(
-        "hidden M C float, weight V C same, sequence B int, position M int, temperature B float32, "
+        "hidden M C real, weight V C same, sequence B int, position M int, temperature B float32, "
         "seed B int64, vocab_ids n int32",
         hidden, weight, sequence, position, temperature, seed, vocab_ids)
     _check(sequence is None or M % len(sequence) == 0, "M / B rows per sequence", hidden, sequence)
