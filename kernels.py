@@ -1839,9 +1839,10 @@ def filtered_sample(logits, *, temperature, top_k, top_p, min_p, seed, sequence,
     tokens = logits.new_empty(M, dtype=torch.int64)
     GROUPS = min(max(64, triton.next_power_of_2(V // 32)), 1024)
     COLUMNS = 8 * triton.next_power_of_2(triton.cdiv(V, 8 * GROUPS))
+    tile = 2048 if V % 16 else 4096  # loads that are not aligned take more registers
     _launch(_filtered_sample_kernel, (M,),
             logits.contiguous(), *parameters, tokens, M // B, V, GROUPS=GROUPS,
-            ROWS=min(4096 // COLUMNS, GROUPS), COLUMNS=COLUMNS, num_warps=16)
+            ROWS=min(tile // COLUMNS, GROUPS), COLUMNS=COLUMNS, num_warps=16)
     return tokens
 
 
