@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -645,8 +646,33 @@ def free_memory(device):
     if device.type == "cuda":
         torch.cuda.empty_cache()  # except what live CUDA graphs reserve
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return 1024 * int(lines["MemAvailable"].split()[0])
-    except (OSError, KeyError):  # not Linux
-        return math.inf
+    return available_memory()
+
+
+CGROUP_FILES = {  # by controllers in /proc/self/cgroup: limit, use, name of its droppable part
+    "": ("memory.max", "memory.current", "inactive_file"),                                 # v2
+    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")}  # v1
+
+
+def available_memory(root="/"):
+    """Bytes of main memory that can still be allocated: MemAvailable, or less where a cgroup around
+    this process has a limit; infinity where the system does not say. root: of /proc and /sys."""
+    free = 1024 * number_in(Path(root, "proc/meminfo"), "MemAvailable:", math.inf)
+    cgroups = Path(root, "proc/self/cgroup")
+    for line in cgroups.read_text().splitlines() if cgroups.exists() else ():
+        _, version, path = line.split(":", 2)
+        if version in CGROUP_FILES:
+            limit, used, droppable = CGROUP_FILES[version]
+            own = Path(root, "sys/fs/cgroup", version, path.lstrip("/"))
+            for group in (own, *own.parents):  # a container may not see its own, only one above
+                taken = number_in(group / used) - number_in(group / "memory.stat", droppable)
+                free = min(free, max(number_in(group / limit, missing=math.inf) - taken, 0))
+    return free
+
+
+def number_in(file, name="", missing=0):
+    """The number after a name that begins a line of a system's file."""
+    with contextlib.suppress(OSError):
+        if match := re.search(rf"^{name}\s*(\d+)", file.read_text(), re.MULTILINE):
+            return int(match[1])
+    return missing

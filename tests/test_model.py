@@ -108,3 +108,35 @@ def test_documents_in_one_window_do_not_see_one_another(shape):
 def test_devices_without_a_backend_are_refused(name):
     with pytest.raises(models.InputError, match=f"device '{name}' is not available here"):
         models.pick_device(name)
+
+
+GB = 10**9
+V1 = {"memory.limit_in_bytes": 2 * GB, "memory.usage_in_bytes": GB,
+      "memory.stat": f"inactive_file 0\ntotal_inactive_file {GB // 2}\n"}
+V2 = {"memory.max": 2 * GB, "memory.current": GB, "memory.stat": f"active_file 7\ninactive_file {GB // 2}\n"}
+NO_LIMIT = V2 | {"memory.max": "max"}
+LIMITS = {  # case: (/proc/self/cgroup, {folder: its files}, free)
+    "none": ("0::/a", {"a": NO_LIMIT}, 8 * GB),
+    "v2": ("0::/a/b", {"a/b": V2}, 1.5 * GB),
+    "a group around it": ("0::/a/b", {"a/b": NO_LIMIT, "a": V2}, 1.5 * GB),
+    "the least of several": ("0::/a/b", {"a/b": V2, "a": V2 | {"memory.current": 1.8 * GB}}, 0.7 * GB),
+    "full": ("0::/a", {"a": V2 | {"memory.max": GB // 4}}, 0),
+    "more than the machine's": ("0::/a", {"a": V2 | {"memory.max": 100 * GB}}, 8 * GB),
+    "v1": ("5:cpu:/x\n4:memory:/a\n0::/", {"memory/a": V1, "memory": V1 | {"memory.limit_in_bytes": 2**63 - 4096}},
+           1.5 * GB),
+    "v1, the path is the host's": ("4:memory:/docker/0123", {"memory": V1}, 1.5 * GB),
+    "not Linux": ("", {}, float("inf"))}
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_a_containers_limit_bounds_the_free_memory(case, tmp_path):
+    """Bug: MemAvailable alone, the machine's, so that a model that does not fit in the container is killed."""
+    groups, folders, free = LIMITS[case]
+    files = {f"sys/fs/cgroup/{folder}/{name}": value for folder, files in folders.items()
+             for name, value in files.items()}
+    if groups:
+        files |= {"proc/self/cgroup": groups, "proc/meminfo": "MemFree: 1 kB\nMemAvailable:  7812500 kB\n"}
+    for name, value in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(str(int(value) if isinstance(value, float) else value))
+    assert models.available_memory(tmp_path) == free
