@@ -1,6 +1,7 @@
 """hf/gguf.py: a GGUF file gives the same model, tokenizer and template as transformers and as the same folder; hostile
 files raise a one-line error. The test files are written like those of llama.cpp's converter."""
 
+import copy
 import math
 import random
 import shutil
@@ -14,7 +15,7 @@ import torch
 
 import test_hf_tokenizer as tk
 from backends import cpu
-from clover import sizes_of
+from clover import PRESETS, CloverHeads, sizes_of
 from conftest import needs_compiler, random_prompts, refusal
 from hf import chat
 from hf.files import read_config
@@ -234,6 +235,8 @@ def write_tokenizer(path, architecture, spec, convert=lambda name, value: (value
     tokens = sorted(vocab, key=vocab.get)
 
     def kind(token):
+        if token.startswith("[PAD"):
+            return TokenType.UNUSED
         if token in added:
             return TokenType.CONTROL if added[token]["special"] else TokenType.USER_DEFINED
         return TokenType.BYTE if token.startswith("<0x") else TokenType.NORMAL
@@ -277,6 +280,47 @@ def test_the_ids_of_every_split_are_those_of_transformers(pre, corpus, tmp_path)
     assert encoding.prefix == [1] * (pre != "qwen2") and chat.stop_tokens(file, encoding) == [700]
     unsaid = write_tokenizer(tmp_path / "unsaid.gguf", "llama", spec, padding_token_id=9999, **values)
     assert load_encoding(unsaid).prefix == [1] * (pre in PIECE_IS_TOKEN)
+
+
+def padded(spec, rows):
+    """The tokenizer.json whose tokens a converter writes to a GGUF file for an embedding of so many rows."""
+    spec = copy.deepcopy(spec)
+    vocab = spec["model"]["vocab"]
+    for token in spec["added_tokens"]:
+        vocab.pop(token["content"], None)
+        if not token["special"]:
+            token["content"] = token["content"].replace("▁", " ")
+    used = {*vocab.values(), *(token["id"] for token in spec["added_tokens"])}
+    vocab |= {f"[PAD{i}]": i for i in range(rows) if i not in used}
+    return spec
+
+
+PADDED = {  # architecture: (corpus -> tokenizer.json of the folder, metadata)
+    "qwen2": (lambda c: tk.byte_level(c, tk.split_form(tk.QWEN_PATTERN), tk.CHAT, normalizer=tk.NFC),
+              dict(model="gpt2", pre="qwen2")),
+    "gemma3": (lambda c: tk.pieces(c, tk.SPACE, None, False), dict(model="llama", add_space_prefix=False))}
+
+
+@pytest.mark.parametrize("architecture", PADDED)
+def test_heads_of_a_folder_and_of_its_padded_file_are_the_others(architecture, corpus, tmp_path):
+    """Bug: padding, or a space that the folder writes as ▁, is taken for another tokenizer, or another one is not."""
+    make, values = PADDED[architecture]
+    spec = make(corpus[:4])
+    if architecture == "gemma3":
+        spec["added_tokens"].append(tk.added(spec["model"]["vocab"]["▁▁"], "▁▁", special=False))
+    other = copy.deepcopy(spec)
+    other["added_tokens"][-1]["content"] = "<another>"
+    file = write_tokenizer(tmp_path / "m.gguf", architecture, padded(spec, 1024), **values)
+    theirs_of(FILES[architecture][1], vocab_size=1024, num_hidden_layers=1).save_pretrained(tmp_path / "m")
+    tk.save(tmp_path / "m", spec)
+    paths = tmp_path / "m", file
+    models = [GPT.from_pretrained(path, torch.float32, "cpu", packed=False) for path in paths]
+    hashes = [load_encoding(path).hash for path in paths]
+    wrong = load_encoding(tk.save(tmp_path, other)).hash
+    for i in (0, 1):
+        CloverHeads(PRESETS["medusa"], models[i]).save_pretrained(tmp_path / "heads", hashes[i])
+        CloverHeads.from_pretrained(tmp_path / "heads", models[1 - i], hashes[1 - i])
+        refusal(lambda: CloverHeads.from_pretrained(tmp_path / "heads", models[i], wrong), "with another tokenizer")
 
 
 def test_special_tokens_of_phi_3_swallow_white_space_as_in_its_folder(corpus, tmp_path):
