@@ -7,6 +7,7 @@ import random
 import shutil
 import struct
 import sys
+import unicodedata
 
 import numpy as np
 import pytest
@@ -20,7 +21,7 @@ from conftest import needs_compiler, random_prompts, refusal
 from hf import chat
 from hf.files import read_config
 from hf.paths import default_heads, find_model
-from hf.splits import PIECE_IS_TOKEN, SPLITS
+from hf.splits import NORMALISED, PIECE_IS_TOKEN, SPLITS
 from hf.tokenizer import encode_prompt, load_encoding
 from model import GPT, InputError, warn
 from test_backends_cpu import rounded
@@ -258,6 +259,8 @@ def their_tokenizer(file):
         # transformers splits like GPT-2; llama.cpp and the model's own tokenizer.json first split digits
         steps = [tokenizers.pre_tokenizers.Digits(True), tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)]
         tokenizer.backend_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(steps)
+    if gguf.GGUFReader(file).fields["tokenizer.ggml.pre"].contents() in NORMALISED:  # transformers does so in folders
+        tokenizer.backend_tokenizer.normalizer = tokenizers.normalizers.NFC()
     return tokenizer
 
 
@@ -321,6 +324,18 @@ def test_heads_of_a_folder_and_of_its_padded_file_are_the_others(architecture, c
         CloverHeads(PRESETS["medusa"], models[i]).save_pretrained(tmp_path / "heads", hashes[i])
         CloverHeads.from_pretrained(tmp_path / "heads", models[1 - i], hashes[1 - i])
         refusal(lambda: CloverHeads.from_pretrained(tmp_path / "heads", models[i], wrong), "with another tokenizer")
+
+
+def test_a_file_normalises_text_as_its_folder_does(corpus, tmp_path):
+    """Bug: other ids for decomposed characters, such as e and an accent, which macOS writes in names of files."""
+    make, values = PADDED["qwen2"]
+    spec = make([*corpus[:4], "déjà vu, naïve café, Tiếng Việt " * 40])
+    folder = load_encoding(tk.save(tmp_path, spec))
+    file = load_encoding(write_tokenizer(tmp_path / "m.gguf", "qwen2", padded(spec, 1024), **values))
+    texts = ["déjà vu", "Tiếng Việt", "한국어 がぎぐ", "Å<|im_start|>é<tool_call>ö", *tk.random_texts(100)]
+    for text in [*texts, *(unicodedata.normalize("NFD", text) for text in texts)]:
+        assert encode_prompt(file, text) == encode_prompt(folder, text), ascii(text)
+    assert file.bpe and file.encode("e\u0301") == file.encode("\u00e9") != file.encode("e")
 
 
 def test_special_tokens_of_phi_3_swallow_white_space_as_in_its_folder(corpus, tmp_path):
