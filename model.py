@@ -649,30 +649,25 @@ def free_memory(device):
     return available_memory()
 
 
-CGROUP_FILES = {  # by controllers in /proc/self/cgroup: limit, use, name of its droppable part
-    "": ("memory.max", "memory.current", "inactive_file"),                                 # v2
-    "memory": ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")}  # v1
-
-
 def available_memory(root="/"):
     """Bytes of main memory that can still be allocated: MemAvailable, or less where a cgroup around
-    this process has a limit; infinity where the system does not say. root: of /proc and /sys."""
-    free = 1024 * number_in(Path(root, "proc/meminfo"), "MemAvailable:", math.inf)
-    cgroups = Path(root, "proc/self/cgroup")
-    for line in cgroups.read_text().splitlines() if cgroups.exists() else ():
-        _, version, path = line.split(":", 2)
-        if version in CGROUP_FILES:
-            limit, used, droppable = CGROUP_FILES[version]
-            own = Path(root, "sys/fs/cgroup", version, path.lstrip("/"))
-            for group in (own, *own.parents):  # a container may not see its own, only one above
-                taken = number_in(group / used) - number_in(group / "memory.stat", droppable)
-                free = min(free, max(number_in(group / limit, missing=math.inf) - taken, 0))
+    this process has a limit (v1 or v2); infinity where the system does not say. root: for tests."""
+    free = 1024 * find(Path(root, "proc/meminfo"), r"MemAvailable: *(\d+)", math.inf)
+    for version, limit, used, droppable in (
+            ("", "memory.max", "memory.current", "inactive_file"),
+            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")):
+        own = find(Path(root, "proc/self/cgroup"), rf"\d+:{version}:/(.*)", "", str)
+        own = Path(root, "sys/fs/cgroup", version, own)
+        for group in (own, *own.parents):  # a container may only see one above its own
+            bound = find(group / limit, r"(\d+)", math.inf)
+            kept = find(group / used, r"(\d+)") - find(group / "memory.stat", rf"{droppable} (\d+)")
+            free = min(free, max(bound - kept, 0))
     return free
 
 
-def number_in(file, name="", missing=0):
-    """The number after a name that begins a line of a system's file."""
+def find(file, pattern, missing=0, kind=int):
+    """What a pattern's group matches at the start of a line in a file, as this kind of value."""
     with contextlib.suppress(OSError):
-        if match := re.search(rf"^{name}\s*(\d+)", file.read_text(), re.MULTILINE):
-            return int(match[1])
+        if match := re.search(f"^{pattern}", file.read_text(), re.MULTILINE):
+            return kind(match[1])
     return missing

@@ -264,14 +264,11 @@ def cache_folder(name):
         if (folder / name).exists() or os.access(folder, os.W_OK):
             return folder
     folder = Path(tempfile.gettempdir(), f"clover-{os.getuid()}")
-    with suppress(FileExistsError):
-        folder.mkdir(0o700)
+    folder.mkdir(0o700, exist_ok=True)
     status = folder.lstat()
-    is_private = stat.S_ISDIR(status.st_mode) and not status.st_mode & 0o077
-    if not is_private or status.st_uid != os.getuid():
+    if status.st_uid != os.getuid() or status.st_mode != stat.S_IFDIR | 0o700:
         raise PermissionError(f"{folder} is not a folder that only we can write; remove it")
-    warn(f"the C kernels are cached in {folder}, as the user's cache folder cannot be written; "
-         "set XDG_CACHE_HOME to another")
+    warn(f"the C kernels are cached in {folder}; set XDG_CACHE_HOME to a folder of your own")
     return folder
 
 

@@ -49,21 +49,18 @@ def fetch_gguf(repo, kind):
 
 
 def download(repo, patterns):
-    """The Path of the folder with a repository's files of these patterns: the newest, or, where
-    that is not possible, those in the cache."""
+    """The folder of a repository's files of these patterns: the newest, else those in the cache."""
     try:
         return Path(snapshot_download(repo, allow_patterns=patterns))
     except OSError as error:
         ref = Path(constants.HF_HUB_CACHE, f"models--{repo.replace('/', '--')}", "refs/main")
-        try:  # huggingface_hub takes a line break at the end of the file for part of the name
-            folder = snapshot_download(repo, allow_patterns=patterns, local_files_only=True,
-                                       revision=ref.read_text().strip())
-        except OSError:
-            raise error from None
+        if not ref.exists():
+            raise
         if not isinstance(error, FileNotFoundError):  # which says that there is no connection
-            warn(f"{repo}: using the version in the cache, as the newest cannot be downloaded: "
-                 f"{' '.join(str(error).split()):.200}")
-        return Path(folder)
+            warn(f"{repo}: using the version in the cache: {' '.join(str(error).split()):.200}")
+        # huggingface_hub takes a line break at the end of the file for part of the name
+        return Path(snapshot_download(repo, revision=ref.read_text().strip(),
+                                      allow_patterns=patterns, local_files_only=True))
 
 
 def list_files(repo):

@@ -1,5 +1,4 @@
-"""Reads quantised checkpoint folders: AWQ (AutoAWQ's GEMM), GPTQ, FP8
-(FineGrainedFP8Config, AutoFP8)."""
+"""Reads quantised checkpoint folders: AWQ (AutoAWQ's GEMM), GPTQ, FP8 (transformers, AutoFP8)."""
 
 import math
 from collections import defaultdict

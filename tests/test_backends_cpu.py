@@ -481,7 +481,8 @@ def test_the_library_is_built_once_and_again_if_broken(tmp_path, monkeypatch, ca
     assert cpu.cache_folder(file.name) == file.parent and not capsys.readouterr().err
 
 
-def test_without_a_home_the_library_is_cached_where_nobody_else_can_plant_one(tmp_path, monkeypatch, capsys):
+@pytest.mark.parametrize("home", [None, "cpu.h"], ids=["unset", "a file"])
+def test_without_a_home_the_library_is_cached_where_nobody_else_can_plant_one(home, tmp_path, monkeypatch, capsys):
     """Bug: a traceback for a user id without a passwd entry; a library of another user that is loaded."""
     for name, text in {"cpu.c": "int answer(void) { return 42; }", "cpu.h": ""}.items():
         (tmp_path / name).write_text(text)
@@ -489,27 +490,28 @@ def test_without_a_home_the_library_is_cached_where_nobody_else_can_plant_one(tm
     monkeypatch.setattr(cpu.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
-    folder, load = tmp_path / f"clover-{os.getuid()}", lambda: cpu.load_or_build(["cc", "-shared", "-fPIC"]).answer()
+    monkeypatch.setenv("HOME", str(tmp_path / str(home)))
+    if home is None:
+        monkeypatch.delenv("HOME")
+    folder, other = tmp_path / f"clover-{os.getuid()}", tmp_path / "other"
 
-    def check(says):
+    def load(says):
         models.warn.cache_clear()
-        assert load() == load() == 42
+        for _ in range(2):
+            assert cpu.load_or_build(["cc", "-shared", "-fPIC"]).answer() == 42
         (line,) = capsys.readouterr().err.splitlines()
         assert says in line
-    for home in (None, str(tmp_path / "cpu.h")):  # unset, and a file: no folder can be made there
-        monkeypatch.setenv("HOME", home) if home else monkeypatch.delenv("HOME", raising=False)
-        check(f"are cached in {folder}")
-        assert folder.stat().st_mode & 0o777 == 0o700
+    load(f"are cached in {folder}")
+    assert folder.stat().st_mode & 0o777 == 0o700
     (file,) = folder.iterdir()
-    planted = b"planted"
-    file.write_bytes(planted)
+    file.rename(file.with_suffix(""))  # loaded, so it must not change
+    file.write_bytes(b"planted")
     folder.chmod(0o777)
-    check("compiled anew in each run")
-    folder.rename(tmp_path / "elsewhere")
-    folder.symlink_to("elsewhere")
-    (tmp_path / "elsewhere").chmod(0o700)
-    check("compiled anew in each run")
-    assert (tmp_path / "elsewhere" / file.name).read_bytes() == planted
+    load("compiled anew in each run")
+    folder.rename(other).chmod(0o700)
+    folder.symlink_to(other)
+    load("compiled anew in each run")
+    assert file.read_bytes() == b"planted"
 
 
 @pytest.mark.parametrize("compiler", ["/nonexistent/cc", pytest.param("false", marks=pytest.mark.slow)])

@@ -174,7 +174,7 @@ def test_a_staged_cache_is_read(offline, monkeypatch, capsys):
     monkeypatch.setattr(hub, "snapshot_download", read_only)
     hub.fetch.cache_clear()
     assert find_model("org/model") == offline.cache / "models--org--model/snapshots" / SHA
-    assert capsys.readouterr().err.count("org/model: using the version in the cache, as ") == 1
+    assert capsys.readouterr().err.count("org/model: using the version in the cache: ") == 1
 
 
 def test_an_error_of_the_hub_is_one_line(site, monkeypatch):

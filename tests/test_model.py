@@ -1,5 +1,7 @@
 """model.py: prefill, steps and trees give the same hidden states; initialisation."""
 
+import math
+
 import pytest
 import torch
 
@@ -110,33 +112,29 @@ def test_devices_without_a_backend_are_refused(name):
         models.pick_device(name)
 
 
-GB = 10**9
-V1 = {"memory.limit_in_bytes": 2 * GB, "memory.usage_in_bytes": GB,
-      "memory.stat": f"inactive_file 0\ntotal_inactive_file {GB // 2}\n"}
-V2 = {"memory.max": 2 * GB, "memory.current": GB, "memory.stat": f"active_file 7\ninactive_file {GB // 2}\n"}
-NO_LIMIT = V2 | {"memory.max": "max"}
-LIMITS = {  # case: (/proc/self/cgroup, {folder: its files}, free)
-    "none": ("0::/a", {"a": NO_LIMIT}, 8 * GB),
-    "v2": ("0::/a/b", {"a/b": V2}, 1.5 * GB),
-    "a group around it": ("0::/a/b", {"a/b": NO_LIMIT, "a": V2}, 1.5 * GB),
-    "the least of several": ("0::/a/b", {"a/b": V2, "a": V2 | {"memory.current": 1.8 * GB}}, 0.7 * GB),
-    "full": ("0::/a", {"a": V2 | {"memory.max": GB // 4}}, 0),
-    "more than the machine's": ("0::/a", {"a": V2 | {"memory.max": 100 * GB}}, 8 * GB),
-    "v1": ("5:cpu:/x\n4:memory:/a\n0::/", {"memory/a": V1, "memory": V1 | {"memory.limit_in_bytes": 2**63 - 4096}},
-           1.5 * GB),
-    "v1, the path is the host's": ("4:memory:/docker/0123", {"memory": V1}, 1.5 * GB),
-    "not Linux": ("", {}, float("inf"))}
+FILES = {True: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # of cgroups v1
+         False: ("memory.max", "memory.current", "inactive_file")}
+LIMITS = {  # case: (/proc/self/cgroup, {group: (limit, use, use that can be dropped)}, free), in GB
+    "v2": ("0::/a/b", {"a/b": (2, 1, 0.5), "a": ("max", 9, 0)}, 1.5),
+    "the least of several": ("0::/a/b", {"a/b": (9, 1, 0), "a": (2, 1.75, 0.5), ".": (4, 2, 0)}, 0.75),
+    "more than the machine's": ("0::/a", {"a": (100, 1, 0)}, 8),
+    "full": ("0::/a", {"a": (1, 2, 0)}, 0),
+    "v1": ("5:cpu:/x\n4:memory:/a\n0::/", {"memory/a": (2, 1, 0.5), "memory": (2**33, 9, 0)}, 1.5),
+    "the path is the host's": ("4:memory:/docker/0123", {"memory": (2, 1, 0.5)}, 1.5),
+    "not Linux": ("", {}, math.inf)}
 
 
 @pytest.mark.parametrize("case", LIMITS)
 def test_a_containers_limit_bounds_the_free_memory(case, tmp_path):
     """Bug: MemAvailable alone, the machine's, so that a model that does not fit in the container is killed."""
-    groups, folders, free = LIMITS[case]
-    files = {f"sys/fs/cgroup/{folder}/{name}": value for folder, files in folders.items()
-             for name, value in files.items()}
-    if groups:
-        files |= {"proc/self/cgroup": groups, "proc/meminfo": "MemFree: 1 kB\nMemAvailable:  7812500 kB\n"}
+    own, groups, free = LIMITS[case]
+    files = {"proc/self/cgroup": own, "proc/meminfo": "MemFree: 1 kB\nMemAvailable:  7812500 kB\n"} if own else {}
+    for group, sizes in groups.items():
+        limit, used, droppable = FILES["memory" in group]
+        sizes = [size if size == "max" else int(size * 10**9) for size in sizes]
+        values = {limit: sizes[0], used: sizes[1], "memory.stat": f"inactive_file_x 1\n{droppable} {sizes[2]}\n"}
+        files |= {f"sys/fs/cgroup/{group}/{name}": value for name, value in values.items()}
     for name, value in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(str(int(value) if isinstance(value, float) else value))
-    assert models.available_memory(tmp_path) == free
+        (tmp_path / name).write_text(str(value))
+    assert models.available_memory(tmp_path) == free * 10**9
