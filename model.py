@@ -659,9 +659,8 @@ def available_memory(root="/"):
         own = find(Path(root, "proc/self/cgroup"), rf"\d+:{version}:/(.*)", "", str)
         own = Path(root, "sys/fs/cgroup", version, own)
         for group in (own, *own.parents):  # a container may only see one above its own
-            bound = find(group / limit, r"(\d+)", math.inf)
             kept = find(group / used, r"(\d+)") - find(group / "memory.stat", rf"{droppable} (\d+)")
-            free = min(free, max(bound - kept, 0))
+            free = min(free, max(find(group / limit, r"(\d+)", math.inf) - kept, 0))
     return free
 
 

@@ -19,8 +19,6 @@ SUFFIXES = {  # of the names of a quantised layer's tensors: values, scales, oth
 VARIANTS = {  # config.json's key for the version, supported versions, supported bits
     "awq": ("version", ("gemm",), (4,)),
     "gptq": ("checkpoint_format", ("gptq", "gptq_v2"), (4, 8))}
-# for activations and the KV cache
-UNUSED = "input_scale", "activation_scale", "output_scale", "k_scale", "v_scale", "kv_scale"
 
 
 class Scheme(NamedTuple):
@@ -120,7 +118,7 @@ def combine(path, tensors, scheme):
         stem, _, suffix = name.rpartition(".")
         if f"{stem}.{suffixes[1]}" in tensors and suffix in suffixes:
             layers[stem][suffix] = tensor
-        elif suffix not in UNUSED:
+        elif not suffix.endswith("_scale"):  # those of activations and the KV cache are not used
             combined[name] = tensor
     expect(layers, f"{path}: quantised according to config.json ({scheme}), but no tensor is "
            f"called {suffixes[1]}; use another checkpoint")
