@@ -9,6 +9,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import sys
 from dataclasses import dataclass, replace
 from functools import lru_cache, partial
@@ -645,8 +646,27 @@ def free_memory(device):
     if device.type == "cuda":
         torch.cuda.empty_cache()  # except what live CUDA graphs reserve
         return torch.cuda.mem_get_info(device)[0]
-    try:
-        lines = dict(line.split(":", 1) for line in Path("/proc/meminfo").read_text().splitlines())
-        return 1024 * int(lines["MemAvailable"].split()[0])
-    except (OSError, KeyError):  # not Linux
-        return math.inf
+    return available_memory()
+
+
+def available_memory(root="/"):
+    """Bytes of main memory that can still be allocated: MemAvailable, or less where a cgroup around
+    this process has a limit (v1 or v2); infinity where the system does not say. root: for tests."""
+    free = 1024 * find(Path(root, "proc/meminfo"), r"MemAvailable: *(\d+)", math.inf)
+    for version, limit, used, droppable in (
+            ("", "memory.max", "memory.current", "inactive_file"),
+            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")):
+        own = find(Path(root, "proc/self/cgroup"), rf"\d+:{version}:/(.*)", "", str)
+        own = Path(root, "sys/fs/cgroup", version, own)
+        for group in (own, *own.parents):  # a container may only see one above its own
+            kept = find(group / used, r"(\d+)") - find(group / "memory.stat", rf"{droppable} (\d+)")
+            free = min(free, max(find(group / limit, r"(\d+)", math.inf) - kept, 0))
+    return free
+
+
+def find(file, pattern, missing=0, kind=int):
+    """What a pattern's group matches at the start of a line in a file, as this kind of value."""
+    with contextlib.suppress(OSError):
+        if match := re.search(f"^{pattern}", file.read_text(), re.MULTILINE):
+            return kind(match[1])
+    return missing

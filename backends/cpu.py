@@ -14,6 +14,7 @@ import platform
 import re
 import shlex
 import shutil
+import stat
 import subprocess
 import tempfile
 import threading
@@ -241,19 +242,34 @@ def load_or_build(command):
     macros = run([*command, "-dM", "-E", "-x", "c", os.devnull]).stdout  # compiler, CPU features
     sources = [(FOLDER / name).read_bytes() for name in ("cpu.c", "cpu.h")]
     key = hashlib.sha256(repr((sources, command, macros)).encode()).hexdigest()[:16]
-    folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clover"
-    file = folder / f"cpu-{key}.so"
+    name = f"cpu-{key}.so"
     with suppress(OSError):  # missing or broken
-        return ctypes.CDLL(str(file))
+        return ctypes.CDLL(str(cache_folder(name) / name))
     with tempfile.TemporaryDirectory() as temporary:
-        built = f"{temporary}/{file.name}"
+        built = f"{temporary}/{name}"
         run([*command, str(FOLDER / "cpu.c"), "-o", built, "-lm"])
         try:
-            folder.mkdir(parents=True, exist_ok=True)
-            atomic_write(file, lambda tmp: shutil.copyfile(built, tmp))
+            atomic_write(cache_folder(name) / name, lambda tmp: shutil.copyfile(built, tmp))
         except OSError as error:
             warn(f"the C kernels are compiled anew in each run, which takes seconds: {error}")
         return ctypes.CDLL(built)
+
+
+def cache_folder(name):
+    """The user's cache folder, if it has a file of this name or can be written. Else a temporary
+    folder in which nobody else can plant a library; raises OSError if there is none."""
+    with suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
+        folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clover"
+        folder.mkdir(parents=True, exist_ok=True)
+        if (folder / name).exists() or os.access(folder, os.W_OK):
+            return folder
+    folder = Path(tempfile.gettempdir(), f"clover-{os.getuid()}")
+    folder.mkdir(0o700, exist_ok=True)
+    status = folder.lstat()
+    if status.st_uid != os.getuid() or status.st_mode != stat.S_IFDIR | 0o700:
+        raise PermissionError(f"{folder} is not a folder that only we can write; remove it")
+    warn(f"the C kernels are cached in {folder}; set XDG_CACHE_HOME to a folder of your own")
+    return folder
 
 
 def lanes():

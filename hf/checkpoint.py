@@ -108,9 +108,10 @@ def match_tensors(path, model, family, tensors):
         expect(key in expected, f"{tensor.file}: a model with this config.json has no {key}; a "
                "quantised checkpoint needs its quantization_config")
         name, start, shape = expected.pop(key)
-        expect(tensor.shape == shape and tensor.dtype in FLOATS,
-               f"{tensor.file}: {key}: expected floats of shape {shape}, as in config.json, got "
-               f"{tensor.dtype} of shape {tensor.shape}; download the checkpoint again")
+        expect(tensor.dtype in FLOATS, f"{tensor.file}: {key} is stored as {tensor.dtype}, but "
+               "config.json does not say how it is quantised; use another checkpoint")
+        expect(tensor.shape == shape, f"{tensor.file}: {key}: expected floats of shape {shape}, "
+               f"as in config.json, got {tensor.shape}; download the checkpoint again")
         matches[name].append((start, family.convert(name, start, tensor)))
     expect(not expected, f"{path}: the weights lack {', '.join([*expected][:3])}; download again")
     return {name: sorted(stacked) for name, stacked in matches.items()}

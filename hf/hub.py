@@ -2,11 +2,12 @@
 
 import re
 from functools import cache
+from glob import glob
 from pathlib import Path
 
-from huggingface_hub import list_repo_files, snapshot_download
+from huggingface_hub import constants, list_repo_files, snapshot_download
 
-from model import InputError, expect
+from model import InputError, expect, warn
 
 PARTS = ["config.json", "generation_config.json", "tokenizer*", "vocab.json", "merges.txt",
          "added_tokens.json", "special_tokens_map.json", "chat_template.*"]
@@ -30,9 +31,9 @@ def fetch(name):
 
 
 def fetch_folder(repo):
-    folder = Path(snapshot_download(repo, allow_patterns=[*PARTS, *SAFETENSORS]))
+    folder = download(repo, [*PARTS, *SAFETENSORS])
     if not any(folder.glob("*.safetensors")):
-        snapshot_download(repo, allow_patterns=BIN)
+        download(repo, BIN)
     return folder if (folder / "config.json").exists() else fetch_gguf(repo, "")
 
 
@@ -44,7 +45,22 @@ def fetch_gguf(repo, kind):
     parts = [file for file in files if ending.fullmatch(stem(file))]
     names = " ".join(sorted({*map(stem, files)})) or "it has none"
     expect(len({*map(stem, parts)}) == 1, f"{repo}: pick a GGUF file, as {repo}:NAME: {names}")
-    return Path(snapshot_download(repo, allow_patterns=parts), parts[0])
+    return download(repo, parts) / parts[0]
+
+
+def download(repo, patterns):
+    """The folder of a repository's files of these patterns: the newest, else those in the cache."""
+    try:
+        return Path(snapshot_download(repo, allow_patterns=patterns))
+    except OSError as error:
+        ref = Path(constants.HF_HUB_CACHE, f"models--{repo.replace('/', '--')}", "refs/main")
+        if not ref.exists():
+            raise
+        if not isinstance(error, FileNotFoundError):  # which says that there is no connection
+            warn(f"{repo}: using the version in the cache: {' '.join(str(error).split()):.200}")
+        # huggingface_hub takes a line break at the end of the file for part of the name
+        return Path(snapshot_download(repo, revision=ref.read_text().strip(),
+                                      allow_patterns=patterns, local_files_only=True))
 
 
 def list_files(repo):
@@ -53,5 +69,4 @@ def list_files(repo):
     try:
         return list_repo_files(repo)
     except Exception:  # if nothing is cached, the next line raises the reason
-        folder = Path(snapshot_download(repo, allow_patterns=[]))
-        return [file.relative_to(folder).as_posix() for file in folder.rglob("*.gguf")]
+        return glob("**/*.gguf", root_dir=download(repo, []), recursive=True)  # follows links

@@ -1,4 +1,4 @@
-"""Reads quantised checkpoint folders: AWQ (AutoAWQ's GEMM), GPTQ, FP8 (FineGrainedFP8Config)."""
+"""Reads quantised checkpoint folders: AWQ (AutoAWQ's GEMM), GPTQ, FP8 (transformers, AutoFP8)."""
 
 import math
 from collections import defaultdict
@@ -15,11 +15,10 @@ AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7  # the nibble of an int32 that holds each of 
 SUFFIXES = {  # of the names of a quantised layer's tensors: values, scales, others
     "awq": ("qweight", "scales", "qzeros"),
     "gptq": ("qweight", "scales", "qzeros", "g_idx"),
-    "fp8": ("weight", "weight_scale_inv")}
+    "fp8": ("weight", "weight_scale")}
 VARIANTS = {  # config.json's key for the version, supported versions, supported bits
     "awq": ("version", ("gemm",), (4,)),
     "gptq": ("checkpoint_format", ("gptq", "gptq_v2"), (4, 8))}
-UNUSED = "input_scale", "activation_scale", "k_scale", "v_scale"  # for activations and KV cache
 
 
 class Scheme(NamedTuple):
@@ -69,7 +68,7 @@ def read_layer(what, layer, scheme, shape):
            "is not supported; use a checkpoint without it")
     stored = (layer[suffix].load() for suffix in SUFFIXES[scheme.method][:3])
     q, scales, zeros = unpack(scheme, *stored)
-    expect(scales.float().isfinite().all(), f"{what}: scales are not finite; download it again")
+    expect(scales.float().isfinite().all(), f"{what}: scales are not finite; use another file")
     group = shared_columns(C, columns)
     # the block of each row [N], and of each of our column groups [G, 1]
     row = torch.arange(N) // rows
@@ -111,16 +110,18 @@ def combine(path, tensors, scheme):
     if scheme is None:
         return tensors
     suffixes = SUFFIXES[scheme.method]
+    # AutoFP8 calls weight_scale what others call weight_scale_inv; both are factors
+    tensors = {name.removesuffix("_inv"): tensor for name, tensor in tensors.items()}
     combined = {}
     layers = defaultdict(dict)
     for name, tensor in tensors.items():
         stem, _, suffix = name.rpartition(".")
         if f"{stem}.{suffixes[1]}" in tensors and suffix in suffixes:
             layers[stem][suffix] = tensor
-        elif suffix not in UNUSED:
+        elif not suffix.endswith("_scale"):  # those of activations and the KV cache are not used
             combined[name] = tensor
     expect(layers, f"{path}: quantised according to config.json ({scheme}), but no tensor is "
-           f"called {suffixes[1]}; download the checkpoint again")
+           f"called {suffixes[1]}; use another checkpoint")
     return combined | {f"{stem}.weight": combine_layer(stem, layer, scheme)
                        for stem, layer in layers.items()}
 
@@ -142,7 +143,7 @@ def combine_layer(stem, layer, scheme):
     int32, floats = (torch.int32,), (torch.float16, torch.bfloat16, torch.float32)
     expected = dict(qweight=((first, second), int32), qzeros=((G, N // fields), int32),
                     scales=((G, N), floats), g_idx=((C,), int32),
-                    weight=((N, C), (FP8,)), weight_scale_inv=((R, G), floats))
+                    weight=((N, C), (FP8,)), weight_scale=((R, G), floats))
     without_ones = lambda sizes: [size for size in sizes if size != 1]
     for suffix, tensor in layer.items():
         shape, dtypes = expected[suffix]

@@ -24,9 +24,10 @@ CODE_PATTERN = (  # demo/'s: newlines are not joined to punctuation, as prompts 
 PATTERNS = LLAMA3_PATTERN, QWEN_PATTERN, GPT4O_PATTERN, TEKKEN_PATTERN, CODE_PATTERN
 DIGITS = dict(type="Digits", individual_digits=True)
 PIECE_IS_TOKEN = "llama-bpe", "llama-v3", "llama3", "tekken"  # pieces that are tokens skip merges
+NORMALISED = "qwen2", "deepseek-r1-qwen"  # to NFC first, as in their tokenizer.json
 SPLITS = {  # tokenizer.ggml.pre -> pattern or step before ByteLevel
     "default": None, "gpt-2": None, "smollm": DIGITS, "gpt-4o": GPT4O_PATTERN,
-    **dict.fromkeys(("qwen2", "deepseek-r1-qwen"), QWEN_PATTERN),
+    **dict.fromkeys(NORMALISED, QWEN_PATTERN),
     **dict.fromkeys((*PIECE_IS_TOKEN, "dbrx", "smaug-bpe"), LLAMA3_PATTERN),
     "tekken": TEKKEN_PATTERN}
 BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
@@ -63,7 +64,8 @@ def byte_level_spec(tokens, merges, split):
     """tokenizer.json of a byte-level BPE, as a dict. split: a key of SPLITS."""
     steps = split_steps(SPLITS[one_of("tokenizer.ggml.pre", split, SPLITS)])
     merges = [pair.split(" ") for pair in merges]
-    return dict(pre_tokenizer=dict(type="Sequence", pretokenizers=steps), decoder=BYTE_LEVEL,
+    return dict(normalizer=dict(type="NFC") if split in NORMALISED else None,
+                pre_tokenizer=dict(type="Sequence", pretokenizers=steps), decoder=BYTE_LEVEL,
                 model=bpe(tokens, merges, ignore_merges=split in PIECE_IS_TOKEN))
 
 

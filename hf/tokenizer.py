@@ -18,8 +18,8 @@ from model import InputError, expect
 
 class Encoding:
     """A tokenizer made of the contents of a tokenizer.json (spec). special_tokens: {text: id} of
-    all added tokens. prefix: ids to put before a prompt. hash: 16 hex digits of the vocabulary
-    without padding, the tokens [PADn] of id n that converters to GGUF add."""
+    all added tokens. prefix: ids to put before a prompt. hash: 16 hex digits of the vocabulary, the
+    same in a GGUF file, whose converter adds tokens [PADn] of id n and writes some ▁ as spaces."""
 
     def __init__(self, file, spec):
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False)
@@ -40,7 +40,8 @@ class Encoding:
         expect(not spec["model"].get("dropout"), f"{file}: BPE dropout is not supported; remove it")
         expect(len(self.ids) == len(vocab) and self.ids.issuperset(self.prefix),
                f"{file}: two tokens share an id, or no token has the prefix's ids {self.prefix}")
-        pairs = sorted((text, i) for text, i in vocab.items() if text != f"[PAD{i}]")
+        pairs = sorted((text.replace(" ", "▁"), i) for text, i in vocab.items()
+                       if text != f"[PAD{i}]")
         self.hash = hashlib.sha256(repr(pairs).encode()).hexdigest()[:16]
         self.bpe = byte_level_bpe(self.package, spec, self.special_tokens)
 

@@ -476,11 +476,40 @@ def test_the_library_is_built_once_and_again_if_broken(tmp_path, monkeypatch, ca
     macros.append("#define another CPU")
     cpu.load_or_build(command)
     assert compiled() == 2 and len(list((tmp_path / "clover").iterdir())) == 2
-    monkeypatch.setenv("XDG_CACHE_HOME", str(file))  # a file: no folder can be made
-    macros.append("#define a third")
-    models.warn.cache_clear()
-    cpu.load_or_build(command)
-    assert compiled() == 3 and capsys.readouterr().err.count("compiled anew in each run") == 1
+    file.write_bytes(b"truncated")
+    file.parent.chmod(0o500)  # not writable, but not empty
+    assert cpu.cache_folder(file.name) == file.parent and not capsys.readouterr().err
+
+
+def test_without_a_home_the_library_is_cached_where_nobody_else_can_plant_one(tmp_path, monkeypatch, capsys):
+    """Bug: a traceback for a user id without a passwd entry; a library of another user that is loaded."""
+    for name, text in {"cpu.c": "int answer(void) { return 42; }", "cpu.h": ""}.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
+    monkeypatch.setattr(cpu.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
+    monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
+    monkeypatch.delenv("HOME", raising=False)
+    folder, other = tmp_path / f"clover-{os.getuid()}", tmp_path / "other"
+
+    def load(says):
+        models.warn.cache_clear()
+        for _ in range(2):
+            assert cpu.load_or_build(["cc", "-shared", "-fPIC"]).answer() == 42
+        (line,) = capsys.readouterr().err.splitlines()
+        assert says in line
+    load(f"are cached in {folder}")
+    assert folder.stat().st_mode & 0o777 == 0o700
+    (file,) = folder.iterdir()
+    file.rename(file.with_suffix(""))  # loaded, so it must not change
+    file.write_bytes(b"planted")
+    folder.chmod(0o777)
+    load("compiled anew in each run")
+    folder.rename(other).chmod(0o700)
+    folder.symlink_to(other)
+    monkeypatch.setenv("HOME", str(tmp_path / "cpu.h"))  # a file: no folder can be made in it
+    load("compiled anew in each run")
+    assert file.read_bytes() == b"planted"
 
 
 @pytest.mark.parametrize("compiler", ["/nonexistent/cc", pytest.param("false", marks=pytest.mark.slow)])

@@ -336,7 +336,7 @@ BROKEN = {  # case: (changes to config.json or a function that breaks the folder
     **{f"large {key}": ({key: 2**24}, "") for key in SIZE_KEYS},
     "all sizes large": (dict.fromkeys(SIZE_KEYS[:3], 2**24), "expected floats of shape (16777216, 16777216)"),
     "quantised, says a type": (lambda p: edit_weights(p, lambda t: t.update(
-        {"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)})), "torch.float8_e4m3fn of shape (64,)"),
+        {"model.norm.weight": t["model.norm.weight"].to(torch.float8_e4m3fn)})), "is stored as torch.float8_e4m3fn"),
     "tensor missing": (lambda p: edit_weights(p, lambda t: t.pop("model.norm.weight")), "lack norm.weight"),
     "shard missing": (lambda p: one_shard(p, "model-2.safetensors"), "model-2.safetensors: truncated"),
     "shard above the folder": (lambda p: one_shard(p, "../b.safetensors", p.parent / "b.safetensors"), "r/b.safet"),

@@ -6,6 +6,7 @@ import random
 import shutil
 import struct
 import sys
+import unicodedata
 
 import numpy as np
 import pytest
@@ -14,12 +15,12 @@ import torch
 
 import test_hf_tokenizer as tk
 from backends import cpu
-from clover import sizes_of
+from clover import PRESETS, CloverHeads, sizes_of
 from conftest import needs_compiler, random_prompts, refusal
 from hf import chat
 from hf.files import read_config
 from hf.paths import default_heads, find_model
-from hf.splits import PIECE_IS_TOKEN, SPLITS
+from hf.splits import NORMALISED, PIECE_IS_TOKEN, SPLITS
 from hf.tokenizer import encode_prompt, load_encoding
 from model import GPT, InputError, warn
 from test_backends_cpu import rounded
@@ -225,9 +226,9 @@ def test_packed_values_on_a_cpu_are_those_of_the_file(tmp_path, capfd):
 # --------------------------------------------------------------------------------------------------
 # Tokenizers
 
-def write_tokenizer(path, architecture, spec, convert=lambda name, value: (value, None), split=0, **values):
+def write_tokenizer(path, architecture, spec, convert=lambda name, value: (value, None), split=0, rows=0, **values):
     """Writes a toy GGUF file with the tokenizer of a tokenizer.json. values: more metadata under tokenizer.ggml. split:
-    tensors per part, 0 for one file."""
+    tensors per part, 0 for one file. rows: of the embedding, at least; converters pad the tokens."""
     vocab, merges = dict(spec["model"]["vocab"]), ["".join(pair) for pair in spec["model"]["merges"]]
     added = {token["content"]: token for token in spec["added_tokens"]}
     vocab |= {text: token["id"] for text, token in added.items()}
@@ -237,8 +238,11 @@ def write_tokenizer(path, architecture, spec, convert=lambda name, value: (value
         if token in added:
             return TokenType.CONTROL if added[token]["special"] else TokenType.USER_DEFINED
         return TokenType.BYTE if token.startswith("<0x") else TokenType.NORMAL
+    kinds = [int(kind(token)) for token in tokens] + [int(TokenType.UNUSED)] * max(rows - len(tokens), 0)
+    tokens = [text.replace("▁", " ") if kind == TokenType.USER_DEFINED else text for text, kind in zip(tokens, kinds)]
+    tokens += [f"[PAD{i}]" for i in range(len(tokens), rows)]
     scores = [-float(merges.index(token)) if token in merges else -9999.0 for token in tokens]
-    found = dict(tokens=tokens, token_type=[int(kind(token)) for token in tokens], scores=scores)
+    found = dict(tokens=tokens, token_type=kinds, scores=scores)
     if values["model"] == "gpt2":
         found["merges"] = [" ".join(pair) for pair in spec["model"]["merges"]]
     found |= values
@@ -255,6 +259,8 @@ def their_tokenizer(file):
         # transformers splits like GPT-2; llama.cpp and the model's own tokenizer.json first split digits
         steps = [tokenizers.pre_tokenizers.Digits(True), tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)]
         tokenizer.backend_tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.Sequence(steps)
+    if gguf.GGUFReader(file).fields["tokenizer.ggml.pre"].contents() in NORMALISED:  # transformers does so in folders
+        tokenizer.backend_tokenizer.normalizer = tokenizers.normalizers.NFC()
     return tokenizer
 
 
@@ -277,6 +283,35 @@ def test_the_ids_of_every_split_are_those_of_transformers(pre, corpus, tmp_path)
     assert encoding.prefix == [1] * (pre != "qwen2") and chat.stop_tokens(file, encoding) == [700]
     unsaid = write_tokenizer(tmp_path / "unsaid.gguf", "llama", spec, padding_token_id=9999, **values)
     assert load_encoding(unsaid).prefix == [1] * (pre in PIECE_IS_TOKEN)
+
+
+PADDED = {  # architecture: (corpus -> tokenizer.json of the folder, metadata)
+    "qwen2": (lambda c: tk.byte_level(c, tk.split_form(tk.QWEN_PATTERN), tk.CHAT, normalizer=tk.NFC),
+              dict(model="gpt2", pre="qwen2")),
+    "gemma3": (lambda c: tk.pieces(c, tk.SPACE, None, False), dict(model="llama", add_space_prefix=False))}
+
+
+@pytest.mark.parametrize("architecture", PADDED)
+def test_a_folder_and_its_padded_file_have_the_same_ids_and_heads(architecture, corpus, tmp_path):
+    """Bug: padding, or a space that the folder writes as ▁, taken for another tokenizer, or another one that is not;
+    other ids for decomposed characters, such as those that macOS writes in names of files."""
+    make, values = PADDED[architecture]
+    spec = make([*corpus[:4], "déjà vu, naïve café, Tiếng Việt " * 40])
+    if architecture == "gemma3":
+        spec["added_tokens"].append(tk.added(spec["model"]["vocab"]["▁▁"], "▁▁", special=False))
+    file = write_tokenizer(tmp_path / "m.gguf", architecture, spec, rows=1024, **values)
+    model = GPT.from_pretrained(file, torch.float32, "cpu", packed=False)
+    ours, theirs = load_encoding(file), load_encoding(tk.save(tmp_path, spec))
+    for text in ["Tiếng Việt", "한국어 がぎぐ", "Å<|im_start|>é<tool_call>ö", *tk.random_texts(200)]:
+        for text in (text, unicodedata.normalize("NFD", text)):
+            if "  " not in text:  # the toy has no more tokens of spaces
+                assert encode_prompt(ours, text) == encode_prompt(theirs, text), ascii(text)
+    spec["added_tokens"][-1]["content"] = "<another>"
+    another = load_encoding(tk.save(tmp_path, spec)).hash
+    for mine, other in ((ours.hash, theirs.hash), (theirs.hash, ours.hash)):
+        CloverHeads(PRESETS["medusa"], model).save_pretrained(tmp_path / "heads", mine)
+        CloverHeads.from_pretrained(tmp_path / "heads", model, other)
+        refusal(lambda: CloverHeads.from_pretrained(tmp_path / "heads", model, another), "with another tokenizer")
 
 
 def test_special_tokens_of_phi_3_swallow_white_space_as_in_its_folder(corpus, tmp_path):

@@ -66,12 +66,19 @@ def fp8(rows, columns):
     return make
 
 
+def fp8_static(N, C):
+    """As AutoFP8 writes it: one scale, and one for activations, which we do not quantise so."""
+    parts, weight = fp8(None, None)(N, C)
+    return dict(weight=parts["weight"], weight_scale=parts["weight_scale_inv"][0, 0], input_scale=torch.ones(1)), weight
+
+
 KINDS = {  # name: (config, (N, C) -> (a layer's parts, its weight))
     "awq": (dict(quant_method="awq", version="gemm", bits=4, group_size=64, zero_point=True), awq),
     "gptq-4": (dict(quant_method="gptq", bits=4, group_size=64, desc_act=False), gptq(4, 64)),
     "gptq-8": (dict(quant_method="gptq", bits=8, group_size=32, desc_act=True), gptq(8, 32)),
     "gptq-v2": (dict(quant_method="gptq", bits=4, group_size=-1, checkpoint_format="gptq_v2"), gptq(4, -1, 2)),
     "fp8-tensor": (dict(quant_method="fp8"), fp8(None, None)),
+    "fp8-static": (dict(quant_method="fp8", activation_scheme="static", ignored_layers=["lm_head"]), fp8_static),
     "fp8": (dict(quant_method="fp8", weight_block_size=[128, 128], activation_scheme="dynamic"), fp8(128, 128)),
 }
 
@@ -145,6 +152,8 @@ BROKEN = {  # case: (kind, what breaks it, part of the message)
     "part missing": ("awq", lambda p: edit_weights(p, lambda t: t.pop(LAYER + "qzeros")), "lacks qzeros"),
     "quantised tensors without a config": ("awq", lambda p: edit_json(p / "config.json", quantization_config=None),
                                            "needs its quantization_config"),
+    "another kind of FP8": ("fp8-static", tensor("weight_scale", lambda x: x.expand(128, 1)),
+                            "weight_scale is torch.float32 (128, 1), not torch.float16 (1, 1) (fp8: 8 bits, blocks"),
     "config without quantised tensors": (
         "awq", lambda p: (p.parent / "plain" / "model.safetensors").rename(p / "model.safetensors"),
         "but no tensor is called scales"),

@@ -1,5 +1,7 @@
 """model.py: prefill, steps and trees give the same hidden states; initialisation."""
 
+import math
+
 import pytest
 import torch
 
@@ -108,3 +110,31 @@ def test_documents_in_one_window_do_not_see_one_another(shape):
 def test_devices_without_a_backend_are_refused(name):
     with pytest.raises(models.InputError, match=f"device '{name}' is not available here"):
         models.pick_device(name)
+
+
+FILES = {True: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # of cgroups v1
+         False: ("memory.max", "memory.current", "inactive_file")}
+LIMITS = {  # case: (/proc/self/cgroup, {group: (limit, use, use that can be dropped)}, free), in GB
+    "v2": ("0::/a/b", {"a/b": (2, 1, 0.5), "a": ("max", 9, 0)}, 1.5),
+    "the least of several": ("0::/a/b", {"a/b": (9, 1, 0), "a": (2, 1.75, 0.5), ".": (4, 2, 0)}, 0.75),
+    "more than the machine's": ("0::/a", {"a": (100, 1, 0)}, 8),
+    "full": ("0::/a", {"a": (1, 2, 0)}, 0),
+    "v1": ("5:cpu:/x\n4:memory:/a\n0::/", {"memory/a": (2, 1, 0.5), "memory": (2**33, 9, 0)}, 1.5),
+    "the path is the host's": ("4:memory:/docker/0123", {"memory": (2, 1, 0.5)}, 1.5),
+    "not Linux": ("", {}, math.inf)}
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_a_containers_limit_bounds_the_free_memory(case, tmp_path):
+    """Bug: MemAvailable alone, the machine's, so that a model that does not fit in the container is killed."""
+    own, groups, free = LIMITS[case]
+    files = {"proc/self/cgroup": own, "proc/meminfo": "MemFree: 1 kB\nMemAvailable:  7812500 kB\n"} if own else {}
+    for group, sizes in groups.items():
+        limit, used, droppable = FILES["memory" in group]
+        sizes = [size if size == "max" else int(size * 10**9) for size in sizes]
+        values = {limit: sizes[0], used: sizes[1], "memory.stat": f"inactive_file_x 1\n{droppable} {sizes[2]}\n"}
+        files |= {f"sys/fs/cgroup/{group}/{name}": value for name, value in values.items()}
+    for name, value in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(str(value))
+    assert models.available_memory(tmp_path) == free * 10**9
