@@ -26,10 +26,29 @@ SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<|eot_i
 
 
 def end_of_text(encoding):
-    """The token id that separates documents: the first of SEPARATORS in the vocabulary."""
+    """The token id that separates documents: the first of SEPARATORS in the vocabulary, else the
+    model's own end-of-sequence token. Raises InputError without any."""
+    eos = token_text(optional_part(encoding.path, "tokenizer_config.json").get("eos_token"))
     ids = [encoding.special_tokens[text] for text in SEPARATORS if text in encoding.special_tokens]
-    expect(ids, f"expected a tokenizer with one of {' '.join(SEPARATORS)}; add one to it")
+    ids = ids or eos_ids(encoding.path, encoding) or [encoding.package.token_to_id(eos or "")]
+    expect(ids[0] is not None, f"{encoding.path}: expected a tokenizer with one of "
+           f"{' '.join(SEPARATORS)}, or an eos_token_id in config.json; add one")
     return ids[0]
+
+
+def eos_ids(path, encoding):
+    """eos_token_id of generation_config.json, else of config.json, as a list; None if neither has
+    it. Raises InputError for bad ids."""
+    config = optional_part(path, "config.json")
+    sources = optional_part(path, "generation_config.json"), config, text_config(config)
+    found = [raw["eos_token_id"] for raw in sources if raw.get("eos_token_id") is not None]
+    if not found:
+        return None
+    ids = found[0] if isinstance(found[0], list) else found[:1]
+    expect(ids and all(type(index) is int and 0 <= index < encoding.n_vocab for index in ids),
+           f"{path}: eos_token_id in generation_config.json or config.json is {ids}, but the "
+           f"tokenizer has ids 0 to {encoding.n_vocab - 1}; correct the file")
+    return ids
 
 
 def token_text(token):
@@ -42,14 +61,7 @@ def stop_tokens(path, encoding):
     """The token ids that end generation: eos_token_id of generation_config.json, else of
     config.json, else end_of_text. A chat template adds the eos_token of tokenizer_config.json and
     the TURN_ENDS that it contains; in a GGUF file, all TURN_ENDS. Raises InputError for bad ids."""
-    config = optional_part(path, "config.json")
-    sources = optional_part(path, "generation_config.json"), config, text_config(config)
-    configured = [raw["eos_token_id"] for raw in sources if raw.get("eos_token_id") is not None]
-    ids = configured[0] if configured else end_of_text(encoding)
-    ids = ids if isinstance(ids, list) else [ids]
-    expect(ids and all(type(index) is int and 0 <= index < encoding.n_vocab for index in ids),
-           f"{path}: eos_token_id in generation_config.json or config.json is {ids}, but the "
-           f"tokenizer has ids 0 to {encoding.n_vocab - 1}; correct the file")
+    ids = eos_ids(path, encoding) or [end_of_text(encoding)]
     template = find_template(path)[1]
     if template:
         eos = token_text(optional_part(path, "tokenizer_config.json").get("eos_token"))
