@@ -124,10 +124,10 @@ class ChatTemplate:
     """Renders messages as a prompt, like transformers' apply_chat_template. Encode the text with
     `encoding.encode(text, allowed_special="all")`: the template writes its own BOS token."""
 
-    def __init__(self, file, source, tokens):
+    def __init__(self, file, source, variables):
         self.file = file
         self.source = source
-        self.tokens = tokens
+        self.variables = variables  # defaults for `render`, such as the special tokens' texts
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # no HTML escapes
@@ -155,7 +155,7 @@ class ChatTemplate:
                 expect(isinstance(content, str), "continue_final_message needs a text")
                 messages[-1]["content"] += CONTINUE
             text = self.template.render(
-                dict(tools=None, documents=None) | self.tokens | variables | dict(
+                dict(tools=None, documents=None) | self.variables | variables | dict(
                     messages=messages,
                     add_generation_prompt=add_generation_prompt and not continue_final_message))
             if not continue_final_message:

@@ -31,8 +31,8 @@ TURNS = [("system", "be he"), ("user", "hello"), ("assistant", "<think>ll</think
 
 
 def save(folder, added):
-    """A tokenizer of GPT-2's 256 bytes, five merges, and special tokens, {text: id}."""
-    special = [dict(id=index, content=text, special=True) for text, index in added.items()]
+    """A tokenizer of GPT-2's 256 bytes, five merges, and added tokens, {text: id}, all special but <think>s."""
+    special = [dict(id=index, content=text, special="think" not in text) for text, index in added.items()]
     return load_encoding(tk.save(folder, tk.tiny_spec() | dict(added_tokens=special)))
 
 

@@ -108,6 +108,19 @@ def test_a_chat_model_asks_and_answers_and_what_is_no_good_is_dropped(encoding, 
     assert answered == set(writing.TEMPERATURES)
 
 
+def test_answers_may_reason_and_users_may_not(tmp_path, monkeypatch):
+    """Bug: all that Qwen3 and SmolLM3 write is dropped, since <think> is an added token."""
+    thinks = save(tmp_path, {EOT: 261, "<|im_start|>": 262, "<|im_end|>": END, "<think>": 264, "</think>": 265})
+
+    def says(text, sampling, index):
+        return f"<think>\n{sampling.seed}" + "</think>hell" * index if text.endswith("assistant\n") else "<think>he"
+    made, _ = writer(tmp_path / "self", thinks, monkeypatch, says)
+    made.write(1)
+    chats = conversations(made.folder)
+    assert len(chats) == 8 and all(chat[0].startswith("Say") for chat in chats)
+    assert all(chat[1].startswith("<think>") for chat in chats) and made.dropped["special tokens"] >= 8
+
+
 def test_a_drawn_message_may_quote_the_answer_of_the_chat_before(encoding, tmp_path, monkeypatch):
     """Catches an empty quotation, another chat's answer, braces in an answer read as placeholders."""
     def says(text, sampling, index):

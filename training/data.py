@@ -209,7 +209,7 @@ def tokens_key(paths, encoding):
     groups = map(builtin_corpus, SPLITS) if paths is None else map(find_files, paths)
     files = sorted((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns)
                    for file in itertools.chain(*groups))
-    template = encoding.template and (encoding.template.source, encoding.template.tokens)
+    template = encoding.template and (encoding.template.source, encoding.template.variables)
     parts = (encoding.hash, encoding.prefix, template, files, TEXT_SUFFIXES, PIECE)
     return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 

@@ -228,10 +228,13 @@ class Writer:
         yield sequence
         tokens = [token for token in sequence.tokens if token not in self.stop]
         text = self.encoding.decode(tokens)
+        banned = self.encoding.control_ids  # an answer may reason, a user's message may not
+        if role == "user":
+            banned = set(self.encoding.special_tokens.values())
         grams = list(zip(*(tokens[start:] for start in range(4))))
         flaws = {
             "empty": not text.strip(),
-            "special tokens": not set(tokens).isdisjoint(self.encoding.special_tokens.values()),
+            "special tokens": not banned.isdisjoint(tokens),
             "repetitive": len(set(grams)) < len(grams) / 2,
             "unfinished": role == "user" and sequence.ended != "stop"}
         for flaw, applies in flaws.items():
