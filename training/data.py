@@ -143,7 +143,8 @@ def chat_parts(messages, template):
             asked, prompt = render(messages[:i]), template.render(messages[:i])
             text = render(messages[:i + 1])
             start = shared_length(prompt, text)
-            if not text.startswith(before) or start < shared_length(asked.rstrip(), prompt):
+            least = max(len(before), shared_length(asked.rstrip(), prompt))
+            if start < least or not text.startswith(before):
                 break
             parts += (text[len(before):start], False), (text[start:], True)
             before = text
@@ -195,11 +196,9 @@ def split_records(paths, splits, template=None, key=None):
         for split, run in itertools.groupby([record.text] if whole else pieces, split_of):
             if split in splits:
                 missing.discard(split)
-                if record.kind == "written":
-                    yield from ((split, record._replace(parts=parts))
-                                for parts in continued(record.parts))
-                else:
-                    yield split, record if whole else Record((("".join(run), True),))
+                parts = record.parts if whole else (("".join(run), True),)
+                for document in continued(parts) if record.kind == "written" else [parts]:
+                    yield split, Record(document, record.kind)
     expect(not missing, f"{' '.join(map(str, paths))}: too little text, none is in the split "
            f"{' or '.join(missing)}; give more, or a larger --self-tokens")
 
@@ -224,10 +223,8 @@ def encode_record(record, encoding):
     """Encodes a Record -> (token ids, loss mask). Texts and completions end with end_of_text and
     begin with the tokenizer's prefix if that differs. Special tokens are not matched in texts."""
     special = () if record.kind == "text" else "all"
-    parts = record.parts
-    if record.kind != "written":
-        parts = [(encoding.encode(text, allowed_special=special), in_loss)
-                 for text, in_loss in parts]
+    parts = [(encoding.encode(text, allowed_special=special) if isinstance(text, str) else text,
+              in_loss) for text, in_loss in record.parts]
     if record.kind in ("text", "completion"):
         end = [end_of_text(encoding)]
         prefix = [] if encoding.prefix == end else encoding.prefix

@@ -13,7 +13,6 @@ import sys
 from collections import Counter, deque
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
 
 from clover import model_hash
 from generate import Engine, Sampling
@@ -35,13 +34,6 @@ MARK = "the user's words"            # placeholder for a user message in a chat 
 GRAMMAR = Path(__file__).with_name("prompts.json")
 PLACEHOLDER = re.compile(r"\{(?:(\d+)-(\d+)|([a-z]+)\d?)\}")
 QUOTED = range(200, 1200)            # lengths of answers to quote as {text}, in characters
-
-
-class Message(NamedTuple):
-    """What the model said. ids: [prompt, tokens, with the stop token]. finished: it was not cut."""
-    text: str
-    ids: list
-    finished: bool
 
 
 class Writer:
@@ -155,7 +147,7 @@ class Writer:
         expect(texts or self.prompts,
                "the model's own texts are all unusable for training; give --data")
         if not path.exists():
-            save_lines(path, texts)
+            save_lines(path, [text | dict(format=self.format) for text in texts])
         return sum(len(part) for text in texts for part in text["ids"][-2:])
 
     def without_repeats(self, text):
@@ -176,9 +168,6 @@ class Writer:
     # Tasks: generators that yield the sequences they wait for, and return texts, objects of .jsonl
     # lines
 
-    def line(self, ids, **text):
-        return text | dict(format=self.format, ids=ids)
-
     def task(self, number):
         if self.prompts:
             return self.answer(number)
@@ -190,19 +179,18 @@ class Writer:
         if turn >= len(TEMPERATURES):  # the last file may have tasks to spare
             return []
         messages = self.prompts[i]
-        answer = yield from self.say("assistant", messages, number, TEMPERATURES[turn])
+        answer, ids = yield from self.say("assistant", messages, number, TEMPERATURES[turn])
         if not answer:
             return []
         if not self.template:
-            return [self.line(answer.ids, prompt=messages[-1]["content"], completion=answer.text)]
-        messages = [*messages, dict(role="assistant", content=answer.text)]
-        return [self.line(answer.ids, messages=messages)]
+            return [dict(prompt=messages[-1]["content"], completion=answer, ids=ids)]
+        return [dict(messages=[*messages, dict(role="assistant", content=answer)], ids=ids)]
 
     def text(self, number):
         """Writes a text of a base model."""
         temperature = TEMPERATURES[number % len(TEMPERATURES)] or 0.8
-        text = yield from self.say("assistant", [], number, temperature)
-        return [self.line(text.ids, text=text.text)] if text else []
+        text, ids = yield from self.say("assistant", [], number, temperature)
+        return [dict(text=text, ids=ids)] if text else []
 
     def pair(self, number):
         """Writes two chats: one whose first message the model writes, and one whose first message
@@ -213,36 +201,36 @@ class Writer:
         chats = []
         quote = ""
         for index, drawn in enumerate((False, True)):
-            chat = []
-            ids = []
+            chat, ids = [], []
             for kind in ("templates", "followups")[:draw.choice((1, 2))]:
                 if drawn:
                     message = fill(draw, self.grammar[kind], self.grammar["words"], quote)
                 else:
-                    said = yield from self.say("user", chat, number, USER_TEMPERATURE, index)
-                    message = said and said.text
+                    message, _ = yield from self.say("user", chat, number, USER_TEMPERATURE, index)
+                if not message:
+                    break
                 asked = [*chat, dict(role="user", content=message)]
-                answer = message and (yield from self.say("assistant", asked, number, temperature,
-                                                          index))
+                answer, said = yield from self.say("assistant", asked, number, temperature, index)
                 if not answer:
                     break
-                chat = [*asked, dict(role="assistant", content=answer.text)]
-                ids += answer.ids
-                if not answer.finished:
+                chat = [*asked, dict(role="assistant", content=answer)]
+                ids += said
+                if ids[-1][-1] not in self.stop:
                     break
-                shown = answer.text.rpartition("</think>")[2].strip()
+                shown = answer.rpartition("</think>")[2].strip()
                 quote = shown if len(shown) in QUOTED else quote
                 drawn = draw.random() < 0.5
-            chats.append(self.line(ids, messages=chat))
+            chats.append(dict(messages=chat, ids=ids))
         return chats
 
     def say(self, role, messages, number, temperature, index=0):
-        """Lets the model write a role's next message -> a `Message`, or None if it is unusable."""
+        """Lets the model write a role's next message -> (its text, or None if it is unusable,
+        [prompt, token ids with the stop token])."""
         prompt = self.prompt(role, messages)
         longest = min(LONGEST[role], self.model.config.block_size // 4)
         if len(prompt) + longest > self.capacity:
             self.dropped["too long"] += 1
-            return None
+            return None, []
         sampling = Sampling(temperature, seed=self.seed * 1_000_003 + number)
         sequence = self.engine.add(prompt, longest, sampling, self.stop, index=index)
         yield sequence
@@ -260,8 +248,8 @@ class Writer:
         for flaw, applies in flaws.items():
             if applies:
                 self.dropped[flaw] += 1
-                return None
-        return Message(text, [prompt, sequence.tokens], sequence.ended == "stop")
+                return None, []
+        return text, [prompt, sequence.tokens]
 
     def prompt(self, role, messages):
         """The prompt, token ids, for a role's next message."""
