@@ -235,7 +235,8 @@ def write_texts(config, out, group):
     prompts = None
     if config.prompts:
         missing = None if encoding.template else "a model with a chat template"
-        prompts = group.raise_together(lambda: read_prompt_file(config.prompts, missing))
+        prompts = group.raise_together(
+            lambda: read_prompt_file(config.prompts, missing, encoding.template))
         expect(all(prompt[-1]["role"] != "assistant" for prompt in prompts), f"{config.prompts}: "
                "a prompt ends with an answer; end each with the user's message")
     folder = out / SELF

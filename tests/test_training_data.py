@@ -15,6 +15,7 @@ from conftest import refusal
 from hf.chat import ChatTemplate
 from hf.tokenizer import load_encoding
 from test_hf_tokenizer import write
+from tools.load import read_prompt_file
 from training import data
 
 EOT = tk.EOT
@@ -235,6 +236,33 @@ def test_the_loss_begins_where_a_chat_leaves_the_prompt(name, variables, thought
     [record] = data.read_records([tmp_path / "a.jsonl"], encoding.template)
     assert [text for text, in_loss in record.parts if in_loss] == counted
     assert record.text == encoding.template.render(messages(turns)["messages"], add_generation_prompt=False)
+
+
+def test_tools_their_calls_and_contents_in_parts_reach_the_template(tmp_path, capsys):
+    """Bug: a line's tools are dropped without a word, a null content beside tool calls ends the run."""
+    tool = ChatTemplate("tool", "{{ tools | tojson }}" + CHATML.source, {})
+    line = {"tools": [{"name": "f"}], "messages": [
+        dict(role="user", content=[dict(type="text", text="q"), dict(type="text", text="r")]),
+        dict(role="assistant", content=None, tool_calls=[dict(function=dict(name="f", arguments="{}"))])]}
+    write(tmp_path, {"a.jsonl": jsonl([line, line | {"tools": '[{"name": "f"}]'}, CHAT])})
+    texts = documents_in([tmp_path / "a.jsonl"], template=tool)
+    assert texts[0] == texts[1] and texts[0].startswith('[{"name": "f"}]<|im_start|>user\nqr<|im_end|>\n')
+    assert texts[2].startswith("null") and not capsys.readouterr().err
+    assert len(documents_in([tmp_path / "a.jsonl"], template=CHATML)) == 3
+    assert "line 1" in (said := capsys.readouterr().err) and said.count("\n") == 1
+    with_image = {"messages": [dict(role="user", content=[dict(type="image_url")])] * 2}
+    for bad in (with_image, {"messages": [dict(role="user", content=None)]}):
+        write(tmp_path, {"b.jsonl": jsonl([CHAT, bad])})
+        refusal(lambda: documents_in([tmp_path / "b.jsonl"], template=CHATML), "line 2")
+
+
+def test_a_prompt_that_a_template_refuses_is_named_by_its_line(tmp_path, capsys):
+    """Bug: an error hours later, or one that names no line; tools of prompts that are dropped without a word."""
+    lines = [CHAT | {"tools": [{"name": "f"}]}, messages([("refused", "q")])]
+    write(tmp_path, {"a.jsonl": "\n" + jsonl(lines[:1]), "b.jsonl": "\n" + jsonl(lines)})
+    assert read_prompt_file(tmp_path / "a.jsonl", template=CHATML) == [CHAT["messages"]]
+    assert capsys.readouterr().err.count("tools") == 1
+    refusal(lambda: read_prompt_file(tmp_path / "b.jsonl", template=CHATML), "line 3", "no such role")
 
 
 def test_a_prompt_is_not_left_within_a_name(tmp_path):

@@ -4,6 +4,7 @@ from them: training windows and prompts."""
 import contextlib
 import hashlib
 import itertools
+import json
 import os
 import re
 import sysconfig
@@ -73,6 +74,7 @@ def read_records(paths, template=None, key=None):
     InputError for a path without documents, a malformed line, and if more than MOST_REFUSED of the
     chats are refused."""
     chats = 0
+    ignored = False
     refused = []
     for path in paths:
         empty = True
@@ -81,8 +83,11 @@ def read_records(paths, template=None, key=None):
                 if record.kind == "chat":
                     expect(template, f"{file}, {where}: messages need a model with a chat template")
                     chats += 1
+                    if record.parts[1] and "tools" not in template.source and not ignored:
+                        ignored = True
+                        warn(f"{file}, {where}: the chat template ignores the tools")
                     try:
-                        record = Record(chat_parts(record.parts, template), "chat")
+                        record = Record(chat_parts(*record.parts, template), "chat")
                     except InputError as error:
                         refused.append(f"{file}, {where}: {error}")
                         empty = False
@@ -100,7 +105,7 @@ def read_records(paths, template=None, key=None):
 
 def read_file(file, key=None):
     """Yields (position, `Record`) for each document of a file; nothing if it is not UTF-8 text. The
-    parts of a chat are its messages, not rendered yet."""
+    parts of a chat are its messages and its tools (or None), not rendered yet."""
     if not file.name.endswith(OBJECTS):
         with contextlib.suppress(InputError):
             yield "", Record(((read_text(file), True),))
@@ -123,25 +128,28 @@ def parse_record(key, value):
     elif prompt is not None and completion is not None:
         record = Record(((prompt, False), (completion, True)), "completion")
     else:
-        return Record(messages_of(value), "chat")
+        tools = value.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        return Record((messages_of(value), tools or None), "chat")
     valid = all(isinstance(part, str) for part, _ in record.parts)
     expect(valid, f"its {record.kind} is not a string")
     return record
 
 
-def chat_parts(messages, template):
+def chat_parts(messages, tools, template):
     """The (text, in_loss) pairs of a chat up to the assistant's last turn. The loss covers the
     assistant's turns: each from where the text is no longer that of the prompt for it."""
     # skip an assistant's first message: many templates refuse the empty chat before it
     turns = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
-    render = partial(template.render, add_generation_prompt=False)
+    render = partial(template.render, tools=tools)
     # if the template drops the reasoning of earlier turns, only the last turn is as generated
     for answers in (turns, turns[-1:]):
         parts = []
         before = ""  # each text must be a prefix of the next
         for i in answers:
-            asked, prompt = render(messages[:i]), template.render(messages[:i])
-            text = render(messages[:i + 1])
+            prompt = render(messages[:i])
+            asked = render(messages[:i], add_generation_prompt=False)
+            text = render(messages[:i + 1], add_generation_prompt=False)
             start = shared_length(prompt, text)
             least = max(len(before), shared_length(asked.rstrip(), prompt))
             if start < least or not text.startswith(before):
