@@ -145,6 +145,8 @@ class ChatTemplate:
         self.file = file
         self.source = source
         self.variables = variables  # defaults for `render`, such as the special tokens' texts
+        known = [name for name in REASONING if re.search(rf"\.{name}\b|(['\"]){name}\1", source)]
+        self.names = {name: known[0] for name in REASONING if known and name not in known}
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # no HTML escapes
@@ -163,6 +165,9 @@ class ChatTemplate:
         variables of the template, such as tools. Raises InputError if the template fails."""
         failed = None
         with self.named_errors():
+            if options.get("continue_final_message"):
+                expect(isinstance(messages[-1].get("content"), str),
+                       "continue_final_message needs a text")
             for variant in self.variants(messages):
                 try:
                     return self.render_once(variant, **options)
@@ -184,10 +189,7 @@ class ChatTemplate:
 
     def named(self, message):
         """A message without None values, and with the names that the template knows."""
-        known = [name for name in REASONING
-                 if re.search(rf"\.{name}\b|(['\"]){name}\1", self.source)]
-        names = {name: known[0] for name in REASONING if known and name not in known}
-        message = {names.get(name, name): x for name, x in message.items() if x is not None}
+        message = {self.names.get(name, name): x for name, x in message.items() if x is not None}
         if message.get("role") == "developer" and "developer" not in self.source:
             message["role"] = "system"
         return message
@@ -195,8 +197,7 @@ class ChatTemplate:
     def render_once(self, messages, add_generation_prompt=True, continue_final_message=False,
                     **variables):
         if continue_final_message:
-            content = messages[-1].get("content")
-            expect(content and isinstance(content, str), "continue_final_message needs a text")
+            content = messages[-1]["content"]
             messages = [*messages[:-1], messages[-1] | dict(content=content + CONTINUE)]
         text = self.template.render(
             dict(tools=None, documents=None) | self.variables | variables | dict(
