@@ -140,6 +140,14 @@ class Writer:
                   for messages in self.prompts or ()]
         return min(max([CAPACITY, *needed]), self.model.config.block_size)
 
+    @cached_property
+    def after_user(self):
+        """{the added token that the template writes after a user's message}, such as R1's
+        <｜Assistant｜>; empty if text follows."""
+        rest = self.template.render([dict(role="user", content=MARK)]).rpartition(MARK)[2]
+        added = self.encoding.special_tokens.values()
+        return {*self.encoding.encode(rest, allowed_special="all")[:1]} & {*added}
+
     def save(self, path, texts):
         """Writes a file, without the turns that repeat earlier ones -> its number of tokens."""
         if self.template and not self.prompts:
@@ -232,13 +240,14 @@ class Writer:
             self.dropped["too long"] += 1
             return None, []
         sampling = Sampling(temperature, seed=self.seed * 1_000_003 + number)
-        sequence = self.engine.add(prompt, longest, sampling, self.stop, index=index)
-        yield sequence
-        tokens = [token for token in sequence.tokens if token not in self.stop]
-        text = self.encoding.decode(tokens)
-        banned = self.encoding.control_ids  # an answer may reason, a user's message may not
+        stop, banned = self.stop, self.encoding.control_ids
         if role == "user":
-            banned = set(self.encoding.special_tokens.values())
+            stop = stop | self.after_user
+            banned = set(self.encoding.special_tokens.values())  # only answers may reason
+        sequence = self.engine.add(prompt, longest, sampling, stop, index=index)
+        yield sequence
+        tokens = [token for token in sequence.tokens if token not in stop]
+        text = self.encoding.decode(tokens)
         grams = list(zip(*(tokens[start:] for start in range(4))))
         flaws = {
             "empty": not text.strip(),
