@@ -1,6 +1,8 @@
 """A model's generation settings: chat template, stop tokens, sampling defaults."""
 
 import contextlib
+import copy
+import itertools
 import json
 import re
 from datetime import datetime
@@ -21,15 +23,49 @@ NOT_APPLIED = (*NEUTRAL_AT_1, "no_repeat_ngram_size", "min_length", "min_new_tok
                "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "forced_bos_token_id",
                "forced_eos_token_id", "sequence_bias", "penalty_alpha", "stop_strings")
 TURN_ENDS = "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>"
+REASONING = "reasoning_content", "reasoning", "thinking"  # names of a message's reasoning
 CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "  # what transformers appends to a message to continue
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<|eot_id|>", "<eos>")
 
 
 def end_of_text(encoding):
-    """The token id that separates documents: the first of SEPARATORS in the vocabulary."""
+    """The token id that separates documents: the first of SEPARATORS in the vocabulary, else the
+    model's own end-of-sequence token. Raises InputError without any."""
+    eos = token_text(optional_part(encoding.path, "tokenizer_config.json").get("eos_token"))
     ids = [encoding.special_tokens[text] for text in SEPARATORS if text in encoding.special_tokens]
-    expect(ids, f"expected a tokenizer with one of {' '.join(SEPARATORS)}; add one to it")
+    ids = ids or eos_ids(encoding.path, encoding) or [encoding.package.token_to_id(eos or "")]
+    expect(ids[0] is not None, f"{encoding.path}: expected a tokenizer with one of "
+           f"{' '.join(SEPARATORS)}, or an eos_token_id in config.json; add one")
     return ids[0]
+
+
+def eos_ids(path, encoding):
+    """eos_token_id of generation_config.json, else of config.json, as a list; None if neither has
+    it. Raises InputError for bad ids."""
+    config = optional_part(path, "config.json")
+    sources = optional_part(path, "generation_config.json"), config, text_config(config)
+    found = [raw["eos_token_id"] for raw in sources if raw.get("eos_token_id") is not None]
+    if not found:
+        return None
+    ids = found[0] if isinstance(found[0], list) else found[:1]
+    expect(ids and all(type(index) is int and 0 <= index < encoding.n_vocab for index in ids),
+           f"{path}: eos_token_id in generation_config.json or config.json is {ids}, but the "
+           f"tokenizer has ids 0 to {encoding.n_vocab - 1}; correct the file")
+    return ids
+
+
+def parse_arguments(message):
+    """A message whose tool calls have objects as arguments, where they are strings with JSON."""
+    calls = message.get("tool_calls")
+    if not isinstance(calls, list):
+        return message
+    parsed = copy.deepcopy(calls)
+    for call in parsed:
+        with contextlib.suppress(AttributeError, TypeError, ValueError):  # no string, or no JSON
+            call = call.get("function", call)
+            if isinstance(value := json.loads(call.get("arguments")), dict):
+                call["arguments"] = value
+    return message | dict(tool_calls=parsed)
 
 
 def token_text(token):
@@ -42,14 +78,7 @@ def stop_tokens(path, encoding):
     """The token ids that end generation: eos_token_id of generation_config.json, else of
     config.json, else end_of_text. A chat template adds the eos_token of tokenizer_config.json and
     the TURN_ENDS that it contains; in a GGUF file, all TURN_ENDS. Raises InputError for bad ids."""
-    config = optional_part(path, "config.json")
-    sources = optional_part(path, "generation_config.json"), config, text_config(config)
-    configured = [raw["eos_token_id"] for raw in sources if raw.get("eos_token_id") is not None]
-    ids = configured[0] if configured else end_of_text(encoding)
-    ids = ids if isinstance(ids, list) else [ids]
-    expect(ids and all(type(index) is int and 0 <= index < encoding.n_vocab for index in ids),
-           f"{path}: eos_token_id in generation_config.json or config.json is {ids}, but the "
-           f"tokenizer has ids 0 to {encoding.n_vocab - 1}; correct the file")
+    ids = eos_ids(path, encoding) or [end_of_text(encoding)]
     template = find_template(path)[1]
     if template:
         eos = token_text(optional_part(path, "tokenizer_config.json").get("eos_token"))
@@ -112,10 +141,12 @@ class ChatTemplate:
     """Renders messages as a prompt, like transformers' apply_chat_template. Encode the text with
     `encoding.encode(text, allowed_special="all")`: the template writes its own BOS token."""
 
-    def __init__(self, file, source, tokens):
+    def __init__(self, file, source, variables):
         self.file = file
         self.source = source
-        self.tokens = tokens
+        self.variables = variables  # defaults for `render`, such as the special tokens' texts
+        known = [name for name in REASONING if re.search(rf"\.{name}\b|(['\"]){name}\1", source)]
+        self.names = {name: known[0] for name in REASONING if known and name not in known}
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
             trim_blocks=True, lstrip_blocks=True, extensions=["jinja2.ext.loopcontrols"])
         environment.filters["tojson"] = partial(json.dumps, ensure_ascii=False)  # no HTML escapes
@@ -126,31 +157,57 @@ class ChatTemplate:
         with self.named_errors():
             self.template = environment.from_string(source)
 
-    def render(self, messages, /, add_generation_prompt=True, continue_final_message=False,
-               **variables):
-        """Renders messages [{"role", "content", ...}] to text, ignoring None values. variables: for
-        the template, such as tools. Role "developer" becomes "system" unless the template mentions
-        it. add_generation_prompt: append the start of an assistant turn. continue_final_message:
-        leave the last message open instead. Raises InputError if the template fails."""
+    def render(self, messages, /, **options):
+        """Renders messages [{"role", "content", ...}] to text, ignoring None values. Role
+        "developer" becomes "system" unless the template mentions it, and reasoning has the name
+        that it mentions. options: add_generation_prompt (default: True): append the start of an
+        assistant turn; continue_final_message: leave the last message open instead; others are
+        variables of the template, such as tools. Raises InputError if the template fails."""
+        failed = None
         with self.named_errors():
-            messages = [{name: value for name, value in message.items() if value is not None}
-                        for message in messages]
-            for message in messages:
-                if message.get("role") == "developer" and "developer" not in self.source:
-                    message["role"] = "system"
-            if continue_final_message:
-                content = messages[-1].get("content")
-                expect(isinstance(content, str), "continue_final_message needs a text")
-                messages[-1]["content"] += CONTINUE
-            text = self.template.render(
-                dict(tools=None, documents=None) | self.tokens | variables | dict(
-                    messages=messages,
-                    add_generation_prompt=add_generation_prompt and not continue_final_message))
-            if not continue_final_message:
-                return text
-            prompt, tag, _ = text.rpartition(CONTINUE.strip())
-            expect(tag and content.strip() in prompt, "the template changes the final message")
-            return prompt if CONTINUE in text else prompt.rstrip()  # the template strips messages
+            if options.get("continue_final_message"):
+                expect(isinstance(messages[-1].get("content"), str),
+                       "continue_final_message needs a text")
+            for variant in self.variants(messages):
+                try:
+                    return self.render_once(variant, **options)
+                except Exception as error:  # a template can raise anything
+                    failed = failed or error
+            raise failed
+
+    def variants(self, messages):
+        """Yields the messages as templates may need them: without a content where there is none,
+        else with null, else with an empty string; with the arguments of tool calls as objects, else
+        as the strings that they are in OpenAI's format."""
+        tried = []
+        contents = {}, dict(content=None), dict(content="")
+        for default, read in itertools.product(contents, (parse_arguments, dict)):
+            variant = [default | self.named(read(message)) for message in messages]
+            if variant not in tried:
+                tried.append(variant)
+                yield variant
+
+    def named(self, message):
+        """A message without None values, and with the names that the template knows."""
+        message = {self.names.get(name, name): x for name, x in message.items() if x is not None}
+        if message.get("role") == "developer" and "developer" not in self.source:
+            message["role"] = "system"
+        return message
+
+    def render_once(self, messages, add_generation_prompt=True, continue_final_message=False,
+                    **variables):
+        if continue_final_message:
+            content = messages[-1]["content"]
+            messages = [*messages[:-1], messages[-1] | dict(content=content + CONTINUE)]
+        text = self.template.render(
+            dict(tools=None, documents=None) | self.variables | variables | dict(
+                messages=messages,
+                add_generation_prompt=add_generation_prompt and not continue_final_message))
+        if not continue_final_message:
+            return text
+        prompt, tag, _ = text.rpartition(CONTINUE.strip())
+        expect(tag and content.strip() in prompt, "the template changes the final message")
+        return prompt if CONTINUE in text else prompt.rstrip()  # the template strips messages
 
     @contextlib.contextmanager
     def named_errors(self):

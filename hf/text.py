@@ -63,7 +63,18 @@ def messages_of(value):
         turns = [{"from": "system", "value": value["system"]}] if value.get("system") else []
         messages = [dict(role=ROLES.get(turn.get("from"), turn.get("from")),
                          content=turn.get("value")) for turn in turns + value["conversations"]]
-    is_message = lambda m: all(isinstance(m.get(key), str) for key in ("role", "content"))
-    expect(isinstance(messages, list) and all(map(is_message, messages)),
-           'its "messages" are not a list of objects with a role and a content')
-    return messages
+    expect(isinstance(messages, list), 'its "messages" are not a list')
+    return list(map(message_of, messages))
+
+
+def message_of(message):
+    """A message, with the parts of its content joined. It needs no content beside tool calls."""
+    content = message.get("content")
+    if isinstance(content, list):
+        expect(all(part.get("type") == "text" for part in content),
+               "a part of a message is not of type text")
+        content = "".join(part.get("text") for part in content)
+    is_valid = isinstance(content, str) or content is None and message.get("tool_calls")
+    expect(is_valid and isinstance(message.get("role"), str),
+           "a message is no object with a role and a content")
+    return message | dict(content=content)

@@ -18,8 +18,9 @@ from model import InputError, expect
 
 class Encoding:
     """A tokenizer made of the contents of a tokenizer.json (spec). special_tokens: {text: id} of
-    all added tokens. prefix: ids to put before a prompt. hash: 16 hex digits of the vocabulary, the
-    same in a GGUF file, whose converter adds tokens [PADn] of id n and writes some ▁ as spaces."""
+    all added tokens. control_ids: those marked special, which no answer contains; <think> is not.
+    prefix: ids to put before a prompt. hash: 16 hex digits of the vocabulary, the same in a GGUF
+    file, whose converter adds tokens [PADn] of id n and writes some ▁ as spaces."""
 
     def __init__(self, file, spec):
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False)
@@ -33,6 +34,7 @@ class Encoding:
         self.lock = threading.Lock()
         vocab = self.package.get_vocab(with_added_tokens=True)
         self.special_tokens = {token["content"]: vocab[token["content"]] for token in added}
+        self.control_ids = {vocab[token["content"]] for token in added if token["special"]}
         self.ids = set(vocab.values())
         self.n_vocab = max(self.ids) + 1
         encoded = self.package.encode("a")

@@ -120,6 +120,37 @@ def test_a_developer_is_the_system_where_the_template_knows_no_other(tmp_path):
         assert chat.load_chat_template(tmp_path).render(said(("developer", "x"))).strip() == role
 
 
+SMOLLM2 = "{% for m in messages %}{{ '<|im_start|>' + m['role'] + '\n' + m['content'] + '<|im_end|>' }}{% endfor %}"
+ITERATES = """{% for m in messages %}{% for call in m.tool_calls %}{% for name, x in call.function.arguments | items %}
+{{- name }}={{ x | tojson }}{% endfor %}{% endfor %}{% endfor %}"""
+DUMPS = "{% for m in messages %}{{ m.tool_calls[0].function.arguments | tojson }}{% endfor %}"
+DEEPSEEK = """{% for m in messages %}{% if m['content'] is none %}
+{{- '<call>' + m['tool_calls'][0]['function']['arguments'] }}
+{%- else %}{{ m['content'] + '<end>' }}{% endif %}{% endfor %}"""
+
+
+@pytest.mark.parametrize("source, arguments, want", [
+    (SMOLLM2, '{"a": 1}', "<|im_start|>assistant\n<|im_end|>"), (ITERATES, '{"a": "é"}', 'a="é"'),
+    (DUMPS, '{"a": "é"}', '{"a": "é"}'), (DUMPS, "{no", '"{no"'), (DUMPS, {"a": 1}, '{"a": 1}'),
+    (DEEPSEEK, '{"a":1}', '<call>{"a":1}')])
+def test_tool_calls_of_openais_format_reach_every_kind_of_template(source, arguments, want, tmp_path):
+    """Bug: string arguments are an error or escaped twice, a null content beside them is an error."""
+    tk.write(tmp_path, {"chat_template.jinja": source})
+    message = dict(role="assistant", content=None, tool_calls=[dict(function=dict(arguments=arguments))])
+    before = json.dumps(message)
+    assert chat.load_chat_template(tmp_path).render([message]) == want and json.dumps(message) == before
+
+
+@pytest.mark.parametrize("name", chat.REASONING)
+def test_reasoning_reaches_the_template_under_its_own_name(name, tmp_path):
+    """Bug: reasoning that a client sends back under another name is dropped, or `enable_thinking` is taken for it."""
+    for source in ("{{ enable_thinking }}{{ messages[0].%s }}", "{{ messages[0]['%s'] if '%s' in messages[0] }}"):
+        tk.write(tmp_path, {"chat_template.jinja": source.replace("%s", name)})
+        for sent in chat.REASONING:
+            message = {"role": "assistant", "content": "x", sent: "why", "other": None}
+            assert chat.load_chat_template(tmp_path).render([message]) == "why"
+
+
 @pytest.mark.parametrize("source, reason", [
     ("{{ messages[0].content.__class__.__mro__ }}", "unsafe"),
     ("{{ raise_exception('text only') }}", "text only"),

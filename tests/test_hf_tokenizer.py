@@ -362,6 +362,18 @@ def test_no_separator_is_refused_and_empty_added_tokens_are_passed_over(tmp_path
     refusal(lambda: end_of_text(encoding), EOT)
 
 
+@pytest.mark.parametrize("file, content", [
+    ("generation_config.json", {"eos_token_id": [262, 261]}), ("config.json", {"eos_token_id": 262}),
+    ("tokenizer_config.json", {"eos_token": {"content": "<｜end▁of▁sentence｜>"}})])
+def test_the_end_of_a_text_may_have_any_name(file, content, tmp_path):
+    """Bug: DeepSeek's name for it is none of a list, so that its models cannot be trained on or stopped."""
+    spec = tiny_spec() | {"added_tokens": [added(261, "<|other|>"), added(262, "<｜end▁of▁sentence｜>")]}
+    encoding = load_encoding(save(write(tmp_path, {file: json.dumps(content)}), spec))
+    assert end_of_text(encoding) == 262
+    save(tmp_path, spec | {"added_tokens": [*spec["added_tokens"], added(263, "</s>")]})
+    assert end_of_text(load_encoding(tmp_path)) == 263  # a base model's generation_config may name the turn's end
+
+
 def test_a_text_that_a_model_without_an_unknown_token_cannot_hold_is_refused(tmp_path):
     spec = {"model": {"type": "Unigram", "unk_id": None, "vocab": [["a", 0.0], ["b", -1.0]]}}
     encoding = load_encoding(save(tmp_path, spec))

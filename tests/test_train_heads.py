@@ -9,6 +9,7 @@ import signal
 import sys
 from functools import partial
 
+import numpy as np
 import pytest
 import torch
 
@@ -24,6 +25,7 @@ from model import GPT
 from test_backends_tensor_parallel import run_ranks
 from test_clover import random_heads
 from test_hf_tokenizer import added
+from test_training_data import FAMILIES, messages, save_family
 from tools.errors import command
 from training import data, evaluate, runs, writing
 from training.data import load_tokens
@@ -292,6 +294,12 @@ def train_rank(flags, rank):
         train(*flags)
 
 
+def documents_of(tokens):
+    """(token ids, loss mask) of each document."""
+    ids, masks = (np.split(array, tokens.starts[1:]) for array in (tokens.ids, tokens.loss_mask))
+    return [(one.tolist(), mask.tolist()) for one, mask in zip(ids, masks)]
+
+
 def losses_of(out):
     return [json.loads(line)["loss"] for line in (out / "log.jsonl").read_text().splitlines()]
 
@@ -330,8 +338,8 @@ def test_the_model_writes_its_own_data_and_another_preset_reads_them(checkpoint,
         train(*flags, "--data", "self", "--steps", "7", "--out", tmp_path / "one", "--resume")
         train(*flags, "--data", folder, "--preset", "medusa", "--out", tmp_path / "two")
     assert record(tmp_path / "one")["training"]["key"] == record(tmp_path / "two")["training"]["key"]
-    train(*flags, "--data", "self", "--self-tokens", "900", "--quantize", "int8", "--out", tmp_path / "rounded")
-    assert goals == [6 * 8 * 40, 900]
+    train(*flags, "--data", "self", "--self-tokens", "1800", "--quantize", "int8", "--out", tmp_path / "rounded")
+    assert goals == [6 * 8 * 40, 1800]
     CloverHeads.from_pretrained(tmp_path / "rounded", GPT.from_pretrained(checkpoint, device="cpu"))
 
 
@@ -349,6 +357,43 @@ def test_heads_train_on_answers_to_prompts_of_ones_own(checkpoint, tmp_path, unm
     refusal(lambda: train(*flags, "--resume", "--prompts", other), "prompts", "cannot change")
     flags[-1] = tmp_path / "new"
     refusal(lambda: train(*flags, "--prompts", other), "line 1", "need a model with a chat template")
+
+
+@pytest.mark.parametrize("name", FAMILIES)
+def test_chat_models_of_today_train_from_nothing(name, tmp_path, monkeypatch, unmeasured):
+    """Bug: no answer of a model that reasons is kept, a chat is refused since its template does not render a prompt
+    again, answers are encoded to other ids than were generated, thinking cannot be switched off."""
+    monkeypatch.setattr(writing, "LONGEST", dict(user=8, assistant=12))
+    base = tmp_path / "base"
+    toy_model(vocab_size=267, block_size=512).save_pretrained(base)
+    encoding = save_family(base, name)
+    ends = [encoding.special_tokens[encoding.template.variables["eos_token"]], *range(200, 256)]
+    edit_json(base / "config.json", eos_token_id=ends)
+    flags = ["--model", base, "--steps", "3"]
+    train(*flags, "--out", tmp_path / "self", "--self-tokens", 9000, "--template-kwargs", '{"enable_thinking": false}')
+    encoding.template.variables |= {"enable_thinking": False}
+    stored = data.open_tokens(tmp_path / "self/self/tokens.pt")
+    assert stored["key"] == data.tokens_key([tmp_path / "self/self"], encoding)
+    documents = [text for split in data.SPLITS for text in documents_of(stored[split])]
+    finished = set()
+    for file in (tmp_path / "self/self").glob("0*.jsonl"):
+        for chat in map(json.loads, file.read_text().splitlines()):
+            *before, prompt, answer = chat["ids"]
+            assert not before or before[-1][-1] in ends
+            assert prompt == encoding.chat(chat["messages"][:-1])
+            assert any(ids == prompt + answer and mask[len(prompt) - 1:] == [False] + [True] * len(answer)
+                       for ids, mask in documents)
+            finished.add(answer[-1] in ends)
+    assert finished == {True, False}
+    resume = ["--resume", "--out", tmp_path / "self"]
+    refusal(lambda: train(*resume, "--template-kwargs", "{}"), "template-kwargs", "cannot change")
+    train(*resume, "--steps", "4")
+    turns = lambda i: [("user", f"q{i}"), ("assistant", f"<think>\nr\n</think>\n\n{i} plus {i}")] * 2
+    chats = write_lines(tmp_path / "chats.jsonl", [messages(turns(i)) for i in range(200)])
+    train(*flags, "--data", chats, "--out", tmp_path / "chats")
+    model, prompts = GPT.from_pretrained(base, device="cpu"), random_prompts([9, 20])
+    heads = CloverHeads.from_pretrained(tmp_path / "chats", model, encoding.hash)
+    assert generate(model, prompts, 20, heads, tree_size=9).tokens == generate(model, prompts, 20).tokens
 
 
 def test_heads_are_measured_on_the_data_of_their_training(checkpoint, texts, tmp_path, unmeasured):

@@ -15,6 +15,7 @@ from conftest import refusal
 from hf.chat import ChatTemplate
 from hf.tokenizer import load_encoding
 from test_hf_tokenizer import write
+from tools.load import read_prompt_file
 from training import data
 
 EOT = tk.EOT
@@ -26,13 +27,37 @@ FORGETFUL = ChatTemplate("forgetful", (  # like Qwen3's: reasoning is kept in th
     "{% for m in messages %}<|im_start|>{{ m.role }}\n"
     "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"), {})
+DEEPSEEK = {"<｜begin▁of▁sentence｜>": 261, "<｜end▁of▁sentence｜>": 262}
+THINK = {EOT: 261, "<|im_start|>": 262, "<|im_end|>": 263, "<think>": 264, "</think>": 265}
+FAMILIES = {  # name: (added tokens, a template that treats reasoning as the model's own does)
+    "Qwen3": (THINK, (
+        "{% for m in messages %}<|im_start|>{{ m.role }}\n{% if m.role == 'assistant' and loop.last %}<think>\n"
+        "{{ m.content.split('</think>')[0].split('<think>')[1].strip() if '</think>' in m.content }}\n</think>\n\n"
+        "{% endif %}{{ m.content.split('</think>')[-1].lstrip() }}<|im_end|>\n{% endfor %}"
+        "{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}")),
+    "SmolLM3": (THINK, (
+        "{% if messages[0].role != 'system' %}<|im_start|>system\nMode: {{ enable_thinking is not false }}<|im_end|>\n"
+        "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
+        "{% if enable_thinking is false and m.role == 'assistant' %}<think>\n\n</think>\n{% endif %}"
+        "{{ m.content.lstrip() }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
+        "{% if enable_thinking is false %}<think>\n\n</think>\n{% endif %}{% endif %}")),
+    "DeepSeek-R1-Distill": (DEEPSEEK | {"<｜User｜>": 263, "<｜Assistant｜>": 264, "<think>": 265, "</think>": 266}, (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}"
+        "{% else %}<｜Assistant｜>{{ m.content.split('</think>')[-1].lstrip() }}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}<｜Assistant｜><think>\n{% endif %}")),
+    "DeepSeek-LLM": (DEEPSEEK, (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}User: {{ m.content }}\n\n{% else %}"
+        "Assistant: {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
+        "{% if add_generation_prompt %}Assistant:{% endif %}")),
+}
 TURNS = [("system", "be he"), ("user", "hello"), ("assistant", "<think>ll</think>hell"), ("user", "2"),
          ("assistant", "he")]
 
 
 def save(folder, added):
-    """A tokenizer of GPT-2's 256 bytes, five merges, and special tokens, {text: id}."""
-    special = [dict(id=index, content=text, special=True) for text, index in added.items()]
+    """A tokenizer of GPT-2's 256 bytes, five merges, and added tokens, {text: id}, all special but <think>s."""
+    special = [dict(id=index, content=text, special="think" not in text) for text, index in added.items()]
     return load_encoding(tk.save(folder, tk.tiny_spec() | dict(added_tokens=special)))
 
 
@@ -47,6 +72,15 @@ def chatty(tmp_path):
     encoding = save(tmp_path, {EOT: 261, "<|im_start|>": 262, "<|im_end|>": 263})
     encoding.template = CHATML
     return encoding
+
+
+def save_family(folder, name):
+    """The tokenizer and chat template of a family, in a folder."""
+    added, source = FAMILIES[name]
+    bos, eos = [text for text, i in added.items() if i < 263]
+    config = dict(chat_template=source, bos_token=bos, eos_token=eos if name.startswith("Deep") else "<|im_end|>")
+    write(folder, {"tokenizer_config.json": json.dumps(config)})
+    return save(folder, added)
 
 
 def documents_in(paths, **options):
@@ -182,6 +216,79 @@ def test_exactly_what_the_assistant_says_counts(template, turns, counted, forgot
         expected[0].extend(opening + said)
         expected[1].extend([False] * len(opening) + [i in counted] * len(said))
     assert (ids.tolist(), loss_mask.tolist()) == expected and sum(expected[1]) >= 3
+
+
+@pytest.mark.parametrize("name, variables, thought, counted", [
+    ("Qwen3", {}, "ll", ["<think>\nll\n</think>\n\nhe<|im_end|>\n"]),
+    ("Qwen3", {"enable_thinking": False}, None, ["he<|im_end|>\n"]),
+    ("Qwen3", {"enable_thinking": False}, "ll", ["ll\n</think>\n\nhe<|im_end|>\n"]),
+    ("SmolLM3", {}, "ll", [f"<think>\nll\n</think>\n\n{text}<|im_end|>\n" for text in ("hell", "he")]),
+    ("SmolLM3", {"enable_thinking": False}, None, ["hell<|im_end|>\n", "he<|im_end|>\n"]),
+    ("DeepSeek-R1-Distill", {}, "ll", ["hell<｜end▁of▁sentence｜>", "he<｜end▁of▁sentence｜>"]),
+    ("DeepSeek-LLM", {}, None, [" hell<｜end▁of▁sentence｜>", " he<｜end▁of▁sentence｜>"])])
+def test_the_loss_begins_where_a_chat_leaves_the_prompt(name, variables, thought, counted, tmp_path):
+    """Bug: all chats are refused where the prompt opens a block that the template does not render again."""
+    encoding = save_family(tmp_path, name)
+    encoding.template.variables |= variables
+    think = f"<think>\n{thought}\n</think>\n\n" if thought else ""
+    turns = [("user", "q"), ("assistant", f"{think}hell"), ("user", "2"), ("assistant", f"{think}he")]
+    write(tmp_path, {"a.jsonl": jsonl([messages(turns)])})
+    [record] = data.read_records([tmp_path / "a.jsonl"], encoding.template)
+    assert [text for text, in_loss in record.parts if in_loss] == counted
+    assert record.text == encoding.template.render(messages(turns)["messages"], add_generation_prompt=False)
+
+
+def test_tools_their_calls_and_contents_in_parts_reach_the_template(tmp_path, capsys):
+    """Bug: a line's tools are dropped without a word, a null content beside tool calls ends the run."""
+    tool = ChatTemplate("tool", "{{ tools | tojson }}" + CHATML.source, {})
+    line = {"tools": [{"name": "f"}], "messages": [
+        dict(role="user", content=[dict(type="text", text="q"), dict(type="text", text="r")]),
+        dict(role="assistant", content=None, tool_calls=[dict(function=dict(name="f", arguments="{}"))])]}
+    write(tmp_path, {"a.jsonl": jsonl([line, line | {"tools": '[{"name": "f"}]'}, CHAT])})
+    texts = documents_in([tmp_path / "a.jsonl"], template=tool)
+    assert texts[0] == texts[1] and texts[0].startswith('[{"name": "f"}]<|im_start|>user\nqr<|im_end|>\n')
+    assert texts[2].startswith("null") and not capsys.readouterr().err
+    assert len(documents_in([tmp_path / "a.jsonl"], template=CHATML)) == 3
+    assert "line 1" in (said := capsys.readouterr().err) and said.count("\n") == 1
+    with_image = {"messages": [dict(role="user", content=[dict(type="image_url")])] * 2}
+    for bad in (with_image, {"messages": [dict(role="user", content=None)]}):
+        write(tmp_path, {"b.jsonl": jsonl([CHAT, bad])})
+        refusal(lambda: documents_in([tmp_path / "b.jsonl"], template=CHATML), "line 2")
+
+
+def test_a_prompt_that_a_template_refuses_is_named_by_its_line(tmp_path, capsys):
+    """Bug: an error hours later, or one that names no line; tools of prompts that are dropped without a word."""
+    lines = [CHAT | {"tools": [{"name": "f"}]}, messages([("refused", "q")])]
+    write(tmp_path, {"a.jsonl": "\n" + jsonl(lines[:1]), "b.jsonl": "\n" + jsonl(lines)})
+    assert read_prompt_file(tmp_path / "a.jsonl", template=CHATML) == [CHAT["messages"]]
+    assert capsys.readouterr().err.count("tools") == 1
+    refusal(lambda: read_prompt_file(tmp_path / "b.jsonl", template=CHATML), "line 3", "no such role")
+
+
+def test_a_prompt_is_not_left_within_a_name(tmp_path):
+    """Bug: a tool call after a prompt that ends with <think> is split into "<t" and "ool_call>", two texts."""
+    for text in ("<tool_call>2", "[b]", "he"):
+        assert data.shared_length("q<|im_end|>\n<think>\n", f"q<|im_end|>\n{text}") == len("q<|im_end|>\n")
+    assert data.shared_length("Assistant", "Assistants") == len("Assistant")
+
+
+def test_written_ids_are_read_as_they_are_in_their_own_format_only(chatty, tmp_path):
+    """Bug: an answer is encoded anew to other ids; turns that do not continue each other are one text; the ids of
+    another tokenizer or template are trained on; the turns of a chat are in both splits."""
+    key, base = data.format_key(chatty), CHAT | {"ids": [[1, 2], [3, 4], [1, 2, 3, 4, 5], [6], [7], [8, 9]]}
+    write(tmp_path, {"a.jsonl": jsonl([base | {"format": key}]), "b.jsonl": jsonl([base | {"format": "other"}])})
+    [whole] = data.read_records([tmp_path / "a.jsonl"], CHATML, key)
+    split = data.split_of(whole.text)
+    found = data.load_tokens([tmp_path / "a.jsonl"], chatty, split)
+    assert found.ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9] and found.starts.tolist() == [0, 6]
+    assert np.flatnonzero(found.loss_mask).tolist() == [2, 3, 5, 7, 8]
+    [record] = data.read_records([tmp_path / "b.jsonl"], CHATML, key)
+    assert record.kind == "chat"
+    chatty.template = ChatTemplate("other", CHATML.source, {"enable_thinking": False})
+    assert data.format_key(chatty) != key
+    for ids in ([[1, "2"]], [[-1]], [1], None, [[2**32]]):
+        write(tmp_path, {"a.jsonl": jsonl([base | {"format": key, "ids": ids}])})
+        refusal(lambda: list(data.read_records([tmp_path / "a.jsonl"], CHATML, key)), "line 1")
 
 
 @pytest.fixture

@@ -9,7 +9,7 @@ import pytest
 
 from conftest import refusal, toy_model
 from model import InputError
-from test_training_data import CHATML, EOT, save
+from test_training_data import CHATML, EOT, save, save_family
 from training import writing
 
 END = 263  # <|im_end|>
@@ -106,6 +106,31 @@ def test_a_chat_model_asks_and_answers_and_what_is_no_good_is_dropped(encoding, 
     assert answer[0] == "<|im_start|>user\nwhat is 0<|im_end|>\n<|im_start|>assistant\n"
     answered = {sampling.temperature for text, sampling, _ in script.calls if text.endswith("assistant\n")}
     assert answered == set(writing.TEMPERATURES)
+
+
+def test_answers_may_reason_and_users_may_not(tmp_path, monkeypatch):
+    """Bug: all that Qwen3 and SmolLM3 write is dropped, since <think> is an added token."""
+    thinks = save(tmp_path, {EOT: 261, "<|im_start|>": 262, "<|im_end|>": END, "<think>": 264, "</think>": 265})
+
+    def says(text, sampling, index):
+        return f"<think>\n{sampling.seed}" + "</think>hell" * index if text.endswith("assistant\n") else "<think>he"
+    made, _ = writer(tmp_path / "self", thinks, monkeypatch, says)
+    made.write(1)
+    chats = conversations(made.folder)
+    assert len(chats) == 8 and all(chat[0].startswith("Say") for chat in chats)
+    assert all(chat[1].startswith("<think>") for chat in chats) and made.dropped["special tokens"] >= 8
+
+
+@pytest.mark.parametrize("name, want", [("Qwen3", {263}), ("DeepSeek-R1-Distill", {264}), ("DeepSeek-LLM", set())])
+def test_a_users_message_ends_where_the_templates_next_token_begins(name, want, tmp_path, monkeypatch):
+    """Bug: the users' messages of R1's distillations run on into answers, and are all dropped."""
+    family, stops = save_family(tmp_path, name), []
+    made, script = writer(tmp_path / "self", family, monkeypatch, lambda *_: "hell", family.template)
+    add = script.add
+    script.add = lambda prompt, longest, sampling, stop, index: stops.append(stop) or add(
+        prompt, longest, sampling, stop, index)
+    made.write(1)
+    assert {frozenset(stop) for stop in stops} == {frozenset({END, 261}), frozenset({END, 261} | want)}
 
 
 def test_a_drawn_message_may_quote_the_answer_of_the_chat_before(encoding, tmp_path, monkeypatch):

@@ -85,7 +85,7 @@ def parse_generate(argv=None):
     add("--chat", action="store_true", help="use the chat template; without a prompt, converse")
     add("--system", metavar="TEXT", help="system message of the chat")
 
-    add_template_flag(add)
+    add_kwargs_flag(add)
     add_sampling_flags(parser, new_tokens=128)
     add_drafting_flags(parser)
     add = parser.add_argument_group("output").add_argument
@@ -123,7 +123,7 @@ def parse_serve(argv=None):
         help="longest sequence, prompt included; default: the model's, up to 4096")
     add("--allow-origin", action="append", default=[], metavar="ORIGIN",
         help="web pages that may send requests, such as http://localhost:3000, or *; repeatable")
-    add_template_flag(add)
+    add_kwargs_flag(add)
     add_sampling_flags(parser, new_tokens=1024, seed=None)
     add_drafting_flags(parser)
     add_machine_flags(parser, "sequences decoded together; default: 8", batch_size=8)
@@ -135,9 +135,9 @@ def parse_serve(argv=None):
     return args
 
 
-def add_template_flag(add):
-    add("--template-kwargs", type=json_object, default={}, metavar="JSON", help="variables of the "
-        "chat template, such as '{\"enable_thinking\": false}' for Qwen 3")
+def add_kwargs_flag(add, default={}):
+    add("--template-kwargs", type=json_object, default=default, metavar="JSON", help="variables of "
+        "the chat template, such as '{\"enable_thinking\": false}' for Qwen 3")
 
 
 def add_sampling_flags(parser, new_tokens, seed=0):

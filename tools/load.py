@@ -157,21 +157,27 @@ def read_prompts(args):
     return [[*opening(args), *messages] for messages in found]
 
 
-def read_prompt_file(file, missing=None):
+def read_prompt_file(file, missing=None, template=None):
     """The conversations of a file: its lines, or the objects of a .jsonl or .json file with a
-    "prompt" or "messages". missing: what messages need and do not have."""
+    "prompt" or "messages". missing: what messages need and do not have. template: renders each, so
+    that an error names the line."""
     file = Path(file)
 
     def parse(value):
         if isinstance(value.get("prompt"), str) and value.get("messages") is None:
-            return from_user(value["prompt"])
+            return from_user(value["prompt"]), None
         messages = messages_of(value)
         expect(messages, "it has no message")
         expect(not missing, f"messages need {missing}")
-        return messages
+        if template:
+            template.render(messages)
+        return messages, value.get("tools")
     if file.name.endswith(OBJECTS):
         expected = 'an object with a "prompt" string or "messages"'
-        found = [prompt for _, prompt in read_objects(file, parse, expected)]
+        pairs = [pair for _, pair in read_objects(file, parse, expected)]
+        found = [messages for messages, _ in pairs]
+        if any(tools for _, tools in pairs):
+            warn(f"{file}: the tools of its prompts are not given to the model")
     else:
         found = list(map(from_user, read_lines(file)))
     expect(found, f"{file}: contains no prompts")

@@ -4,8 +4,11 @@ from them: training windows and prompts."""
 import contextlib
 import hashlib
 import itertools
+import json
+import os
+import re
 import sysconfig
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -23,6 +26,7 @@ TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts",
 SPLITS = ("train", "heldout")
 NO_CODE = {"site-packages", "dist-packages", "__pycache__", "encodings"}  # and *data
 MOST_REFUSED = 0.1  # share of the chats that the template may refuse; more are an error
+PART_OF_NAME = re.compile(r"[<\[/|\uff5c\w]*$")  # at a text's end, such as "</th"
 PIECE = 4096  # characters; longer texts are cut into pieces, each of which goes to either split
 COVERAGE = 0.97         # share of the training tokens that an "auto" draft vocabulary covers
 VOCABULARY_STEP = 1024  # its size is a multiple of this
@@ -33,13 +37,14 @@ VOCABULARY_STEP = 1024  # its size is a multiple of this
 
 class Record(NamedTuple):
     """A document as (text, in_loss) pairs; in_loss: its tokens are training targets. kind: "text",
-    "completion" (the loss covers all but the prompt) or "chat" (only the assistant's turns)."""
+    "completion" (the loss covers all but the prompt), "chat" (only the assistant's turns), or
+    "written": by the model, (token ids, in_loss) pairs, a prompt and its answer after the other."""
     parts: tuple
     kind: str = "text"
 
     @property
     def text(self):
-        return "".join(text for text, _ in self.parts)
+        return "".join(str(part) for part, _ in self.parts)
 
 
 def builtin_corpus(split):
@@ -63,21 +68,26 @@ def find_files(path):
             and file.is_file() and not runs & set(file.parents)]
 
 
-def read_records(paths, template=None):
+def read_records(paths, template=None, key=None):
     """Yields a `Record` for each non-empty document. template: the `ChatTemplate` for chats; those
-    it refuses are skipped with a warning. Raises InputError for a path without documents, a
-    malformed line, and if more than MOST_REFUSED of the chats are refused."""
+    it refuses are skipped with a warning. key: the `format_key` of token ids to read. Raises
+    InputError for a path without documents, a malformed line, and if more than MOST_REFUSED of the
+    chats are refused."""
     chats = 0
+    ignored = False
     refused = []
     for path in paths:
         empty = True
         for file in find_files(path):
-            for where, record in read_file(file):
+            for where, record in read_file(file, key):
                 if record.kind == "chat":
                     expect(template, f"{file}, {where}: messages need a model with a chat template")
                     chats += 1
+                    if record.parts[1] and "tools" not in template.source and not ignored:
+                        ignored = True
+                        warn(f"{file}, {where}: the chat template ignores the tools")
                     try:
-                        record = Record(chat_parts(record.parts, template), "chat")
+                        record = Record(chat_parts(*record.parts, template), "chat")
                     except InputError as error:
                         refused.append(f"{file}, {where}: {error}")
                         empty = False
@@ -93,46 +103,69 @@ def read_records(paths, template=None):
         warn(f"{problem}; skipping these")
 
 
-def read_file(file):
+def read_file(file, key=None):
     """Yields (position, `Record`) for each document of a file; nothing if it is not UTF-8 text. The
-    parts of a chat are its messages, not rendered yet."""
+    parts of a chat are its messages and its tools (or None), not rendered yet."""
     if not file.name.endswith(OBJECTS):
         with contextlib.suppress(InputError):
             yield "", Record(((read_text(file), True),))
         return
     expected = 'an object with "text", "prompt" and "completion", "messages" or "conversations"'
-    yield from read_objects(file, parse_record, expected)
+    yield from read_objects(file, partial(parse_record, key), expected)
 
 
-def parse_record(value):
-    """The Record of an object with "text", else "prompt" and "completion", else chat messages."""
+def parse_record(key, value):
+    """The Record of an object with "text", else "prompt" and "completion", else chat messages; of
+    one that `Writer` wrote, its token ids, if they have the format of this key."""
+    if key and value.get("format") == key:
+        ids = value.get("ids")
+        expect(all(type(token) is int and 0 <= token < 2**32 for part in ids for token in part),
+               "its ids are not lists of token ids")
+        return Record(tuple((part, i % 2 > 0) for i, part in enumerate(ids)), "written")
     text, prompt, completion = map(value.get, ("text", "prompt", "completion"))
     if text is not None:
         record = Record(((text, True),))
     elif prompt is not None and completion is not None:
         record = Record(((prompt, False), (completion, True)), "completion")
     else:
-        return Record(messages_of(value), "chat")
+        tools = value.get("tools")
+        tools = json.loads(tools) if isinstance(tools, str) else tools
+        return Record((messages_of(value), tools or None), "chat")
     valid = all(isinstance(part, str) for part, _ in record.parts)
     expect(valid, f"its {record.kind} is not a string")
     return record
 
 
-def chat_parts(messages, template):
-    """The (text, in_loss) pairs of a chat up to the assistant's last turn. The loss covers what
-    rendering an assistant turn adds to its prompt."""
+def chat_parts(messages, tools, template):
+    """The (text, in_loss) pairs of a chat up to the assistant's last turn. The loss covers the
+    assistant's turns: each from where the text is no longer that of the prompt for it."""
     # skip an assistant's first message: many templates refuse the empty chat before it
     turns = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
+    render = partial(template.render, tools=tools)
     # if the template drops the reasoning of earlier turns, only the last turn is as generated
     for answers in (turns, turns[-1:]):
-        texts = [""]  # each must be a prefix of the next
+        parts = []
+        before = ""  # each text must be a prefix of the next
         for i in answers:
-            texts.append(template.render(messages[:i], add_generation_prompt=True))
-            texts.append(template.render(messages[:i + 1], add_generation_prompt=False))
-        pairs = list(itertools.pairwise(texts))
-        if all(text.startswith(before) for before, text in pairs):
-            return tuple((text[len(before):], i % 2 > 0) for i, (before, text) in enumerate(pairs))
+            prompt = render(messages[:i])
+            asked = render(messages[:i], add_generation_prompt=False)
+            text = render(messages[:i + 1], add_generation_prompt=False)
+            start = shared_length(prompt, text)
+            least = max(len(before), shared_length(asked.rstrip(), prompt))
+            if start < least or not text.startswith(before):
+                break
+            parts += (text[len(before):start], False), (text[start:], True)
+            before = text
+        else:
+            return tuple(parts)
     raise InputError("the chat template does not render a prefix of a chat as a prefix of its text")
+
+
+def shared_length(prompt, text):
+    """The length of the longest common prefix; if the prompt goes on otherwise, as with <think>,
+    without a name that it divides."""
+    shared = os.path.commonprefix([prompt, text])
+    return len(shared if shared == prompt else PART_OF_NAME.sub("", shared))
 
 
 def split_of(text):
@@ -141,7 +174,22 @@ def split_of(text):
     return "heldout" if int.from_bytes(digest[:8], "big") % 20 == 0 else "train"
 
 
-def split_records(paths, splits, template=None):
+def continued(parts):
+    """Joins the prompts and answers of a written Record -> the parts of its documents. A prompt
+    that does not continue the answer before, as where a template drops reasoning, begins a new
+    document."""
+    documents = []
+    ids = []
+    for (prompt, _), (answer, _) in zip(parts[::2], parts[1::2]):
+        if not ids or prompt[:len(ids)] != ids:
+            documents.append([])
+            ids = []
+        documents[-1] += (prompt[len(ids):], False), (answer, True)
+        ids = prompt + answer
+    return documents
+
+
+def split_records(paths, splits, template=None, key=None):
     """Yields (split, Record) for the documents in some of SPLITS. paths None: the built-in corpus.
     Texts are cut, so that one file can fill both splits; neighbours in a split are joined again."""
     if paths is None:
@@ -150,13 +198,15 @@ def split_records(paths, splits, template=None):
                 yield from ((split, record) for _, record in read_file(file) if record.text)
         return
     missing = set(splits)
-    for record in read_records(paths, template):
+    for record in read_records(paths, template, key):
         whole = record.kind != "text"  # completions and chats are not cut
         pieces = [record.text[i:i + PIECE] for i in range(0, len(record.text), PIECE)]
         for split, run in itertools.groupby([record.text] if whole else pieces, split_of):
             if split in splits:
                 missing.discard(split)
-                yield split, record if whole else Record((("".join(run), True),))
+                parts = record.parts if whole else (("".join(run), True),)
+                for document in continued(parts) if record.kind == "written" else [parts]:
+                    yield split, Record(document, record.kind)
     expect(not missing, f"{' '.join(map(str, paths))}: too little text, none is in the split "
            f"{' or '.join(missing)}; give more, or a larger --self-tokens")
 
@@ -181,9 +231,9 @@ def encode_record(record, encoding):
     """Encodes a Record -> (token ids, loss mask). Texts and completions end with end_of_text and
     begin with the tokenizer's prefix if that differs. Special tokens are not matched in texts."""
     special = () if record.kind == "text" else "all"
-    parts = [(encoding.encode(text, allowed_special=special), in_loss)
-             for text, in_loss in record.parts]
-    if record.kind != "chat":
+    parts = [(encoding.encode(text, allowed_special=special) if isinstance(text, str) else text,
+              in_loss) for text, in_loss in record.parts]
+    if record.kind in ("text", "completion"):
         end = [end_of_text(encoding)]
         prefix = [] if encoding.prefix == end else encoding.prefix
         parts = [(prefix, False), *parts, (end, True)]
@@ -195,7 +245,8 @@ def encode_record(record, encoding):
 def encode_splits(paths, splits, encoding):
     """Encodes the documents of `split_records` -> {split: Tokens}."""
     documents = {split: [] for split in splits}
-    for split, record in split_records(paths, splits, encoding.template):
+    key = format_key(encoding)
+    for split, record in split_records(paths, splits, encoding.template, key):
         documents[split].append(encode_record(record, encoding))
     return {split: pack(pairs) for split, pairs in documents.items()}
 
@@ -204,14 +255,22 @@ def load_tokens(paths, encoding, split):
     return encode_splits(paths, [split], encoding)[split]
 
 
+def digest(*parts):
+    return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+
+
+def format_key(encoding):
+    """16 hex digits: a hash of the tokenizer, the chat template and its variables."""
+    template = encoding.template and (encoding.template.source, encoding.template.variables)
+    return digest(encoding.hash, encoding.prefix, template)
+
+
 def tokens_key(paths, encoding):
-    """16 hex digits: a hash of the tokenizer, template, and each file's path, size and mtime."""
+    """16 hex digits: a hash of the `format_key`, and each file's path, size and mtime."""
     groups = map(builtin_corpus, SPLITS) if paths is None else map(find_files, paths)
     files = sorted((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns)
                    for file in itertools.chain(*groups))
-    template = encoding.template and (encoding.template.source, encoding.template.tokens)
-    parts = (encoding.hash, encoding.prefix, template, files, TEXT_SUFFIXES, PIECE)
-    return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
+    return digest(format_key(encoding), files, TEXT_SUFFIXES, PIECE)
 
 
 def store_tokens(file, key, paths, encoding, vocab_size):

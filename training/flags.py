@@ -2,9 +2,9 @@
 
 import argparse
 import os
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 
-from tools.flags import DEMO, Parser, add_model_flags, add_quantize_flag, at_least
+from tools.flags import DEMO, Parser, add_kwargs_flag, add_model_flags, add_quantize_flag, at_least
 
 SELF = "self"  # --data self: text that the model generates
 SWITCHES = ("n_draft", "augment_layers", "mix", "mix_before", "projector", "shared")
@@ -22,6 +22,7 @@ class RunConfig:
     lr: float = 6e-3
     seed: int = 1
     self_tokens: int | None = None
+    template_kwargs: dict = field(default_factory=dict)
     dtype: str | None = None
     quantize: str | None = None
     preset: str = "clover"
@@ -69,6 +70,7 @@ def parse_heads(argv=None):
                         "model's answers to these: a prompt per line, or .jsonl objects with a "
                         '"prompt" or "messages"')
     add = run.add_argument
+    add_kwargs_flag(add, argparse.SUPPRESS)
     count = dict(type=at_least(1), metavar="N")
     add("--self-tokens", **count, help="tokens that the model writes; default: steps x batch size "
         "x block size, for one pass")

@@ -20,6 +20,7 @@ from hf.chat import end_of_text
 from hf.text import read_lines
 from hf.tokenizer import encode_prompt
 from model import InputError, expect, human, read_json
+from training.data import format_key
 from training.runs import progress, save_lines
 
 ABOUT = "written_by.json"            # records the model's hash beside the texts
@@ -36,8 +37,9 @@ QUOTED = range(200, 1200)            # lengths of answers to quote as {text}, in
 
 
 class Writer:
-    """Writes files of texts to a folder. stop: token ids that end a text. prompts: conversations
-    (lists of messages) to answer, once per temperature; None: the model's own text.
+    """Writes files of texts to a folder, each with its token ids, since rendering and encoding it
+    again may give others. stop: token ids that end a text. prompts: conversations (lists of
+    messages) to answer, once per temperature; None: the model's own text.
 
     A file is the work of PER_FILE tasks, generators that write one or two texts each and yield the
     sequences that they wait for. Task n depends on the seed and n only, and its duplicates are
@@ -48,6 +50,7 @@ class Writer:
         self.model = model
         self.encoding = encoding
         self.template = encoding.template  # None for a base model
+        self.format = format_key(encoding)
         self.stop = set(stop)
         self.seed = seed
         self.prompts = prompts
@@ -62,10 +65,10 @@ class Writer:
         other prompts."""
         self.folder.mkdir(parents=True, exist_ok=True)
         prompts = hashlib.sha256(repr(self.prompts).encode()).hexdigest()
-        about = dict(model=model_hash(self.model), prompts=prompts)
+        about = dict(model=model_hash(self.model), prompts=prompts, format=self.format)
         file = self.folder / ABOUT
         expect(not file.exists() or read_json(file) == about, f"{self.folder}: another model wrote "
-               "these texts, or they answer other prompts; use another --out")
+               "these texts, or they have other prompts or --template-kwargs; use another --out")
         save_lines(file, [about])
 
     def write(self, tokens, rank=0, size=1):
@@ -137,31 +140,37 @@ class Writer:
                   for messages in self.prompts or ()]
         return min(max([CAPACITY, *needed]), self.model.config.block_size)
 
+    @cached_property
+    def after_user(self):
+        """{the added token that the template writes after a user's message}, such as R1's
+        <｜Assistant｜>; empty if text follows."""
+        rest = self.template.render([dict(role="user", content=MARK)]).rpartition(MARK)[2]
+        added = self.encoding.special_tokens.values()
+        return {*self.encoding.encode(rest, allowed_special="all")[:1]} & {*added}
+
     def save(self, path, texts):
         """Writes a file, without the turns that repeat earlier ones -> its number of tokens."""
         if self.template and not self.prompts:
-            texts = [dict(messages=self.without_repeats(text["messages"])) for text in texts]
-            texts = [text for text in texts if text["messages"]]
+            texts = [text for text in map(self.without_repeats, texts) if text["messages"]]
         expect(texts or self.prompts,
                "the model's own texts are all unusable for training; give --data")
         if not path.exists():
-            save_lines(path, texts)
-        parts = [message["content"] for text in texts for message in text.get("messages", ())]
-        parts += [part for text in texts for part in text.values() if isinstance(part, str)]
-        return sum(len(self.encoding.encode(part)) for part in parts)
+            save_lines(path, [text | dict(format=self.format) for text in texts])
+        return sum(len(part) for text in texts for part in text["ids"][-2:])
 
-    def without_repeats(self, messages):
-        """A chat up to a turn whose message and answer begin like those of an earlier turn, with
-        the same twelve words each. Remembers the turns before."""
-        new = []
+    def without_repeats(self, text):
+        """A chat, an object of a line, up to a turn whose message and answer begin like those of an
+        earlier turn, with the same twelve words each. Remembers the turns before."""
+        messages = text["messages"]
+        n = 0
         for turn in zip(messages[::2], messages[1::2]):
             key = tuple(tuple(message["content"].lower().split()[:12]) for message in turn)
             if key in self.seen:
                 self.dropped["duplicate"] += 1
                 break
             self.seen.add(key)
-            new += turn
-        return new
+            n += len(turn)
+        return text | dict(messages=messages[:n], ids=text["ids"][:n])
 
     # ----------------------------------------------------------------------------------------------
     # Tasks: generators that yield the sequences they wait for, and return texts, objects of .jsonl
@@ -178,67 +187,78 @@ class Writer:
         if turn >= len(TEMPERATURES):  # the last file may have tasks to spare
             return []
         messages = self.prompts[i]
-        answer = yield from self.say("assistant", messages, number, TEMPERATURES[turn])
+        answer, ids = yield from self.say("assistant", messages, number, TEMPERATURES[turn])
         if not answer:
             return []
         if not self.template:
-            return [dict(prompt=messages[-1]["content"], completion=answer)]
-        return [dict(messages=[*messages, dict(role="assistant", content=answer)])]
+            return [dict(prompt=messages[-1]["content"], completion=answer, ids=ids)]
+        return [dict(messages=[*messages, dict(role="assistant", content=answer)], ids=ids)]
 
     def text(self, number):
         """Writes a text of a base model."""
         temperature = TEMPERATURES[number % len(TEMPERATURES)] or 0.8
-        text = yield from self.say("assistant", [], number, temperature)
-        return [dict(text=text)] if text else []
+        text, ids = yield from self.say("assistant", [], number, temperature)
+        return [dict(text=text, ids=ids)] if text else []
 
     def pair(self, number):
         """Writes two chats: one whose first message the model writes, and one whose first message
-        is drawn, and may quote the other's answer. Half have a second turn, of either kind."""
+        is drawn, and may quote the other's answer. Half have a second turn, of either kind,
+        unless the first answer was cut: it may have ended within its reasoning."""
         draw = random.Random(f"{self.seed} {number}")
         temperature = TEMPERATURES[number % len(TEMPERATURES)]
         chats = []
         quote = ""
         for index, drawn in enumerate((False, True)):
-            chat = []
+            chat, ids = [], []
             for kind in ("templates", "followups")[:draw.choice((1, 2))]:
                 if drawn:
                     message = fill(draw, self.grammar[kind], self.grammar["words"], quote)
                 else:
-                    message = yield from self.say("user", chat, number, USER_TEMPERATURE, index)
+                    message, _ = yield from self.say("user", chat, number, USER_TEMPERATURE, index)
+                if not message:
+                    break
                 asked = [*chat, dict(role="user", content=message)]
-                answer = message and (yield from self.say("assistant", asked, number, temperature,
-                                                          index))
+                answer, said = yield from self.say("assistant", asked, number, temperature, index)
                 if not answer:
                     break
                 chat = [*asked, dict(role="assistant", content=answer)]
-                quote = answer if len(answer) in QUOTED else quote
+                ids += said
+                if ids[-1][-1] not in self.stop:
+                    break
+                shown = answer.rpartition("</think>")[2].strip()
+                quote = shown if len(shown) in QUOTED else quote
                 drawn = draw.random() < 0.5
-            chats.append(dict(messages=chat))
+            chats.append(dict(messages=chat, ids=ids))
         return chats
 
     def say(self, role, messages, number, temperature, index=0):
-        """Lets the model write a role's next message -> its text, or None if it is unusable."""
+        """Lets the model write a role's next message -> (its text, or None if it is unusable,
+        [prompt, token ids with the stop token])."""
         prompt = self.prompt(role, messages)
         longest = min(LONGEST[role], self.model.config.block_size // 4)
         if len(prompt) + longest > self.capacity:
             self.dropped["too long"] += 1
-            return None
+            return None, []
         sampling = Sampling(temperature, seed=self.seed * 1_000_003 + number)
-        sequence = self.engine.add(prompt, longest, sampling, self.stop, index=index)
+        stop, banned = self.stop, self.encoding.control_ids
+        if role == "user":
+            stop = stop | self.after_user
+            banned = set(self.encoding.special_tokens.values())  # only answers may reason
+        sequence = self.engine.add(prompt, longest, sampling, stop, index=index)
         yield sequence
-        tokens = [token for token in sequence.tokens if token not in self.stop]
+        tokens = [token for token in sequence.tokens if token not in stop]
         text = self.encoding.decode(tokens)
         grams = list(zip(*(tokens[start:] for start in range(4))))
         flaws = {
             "empty": not text.strip(),
-            "special tokens": not set(tokens).isdisjoint(self.encoding.special_tokens.values()),
+            "special tokens": not banned.isdisjoint(tokens),
             "repetitive": len(set(grams)) < len(grams) / 2,
             "unfinished": role == "user" and sequence.ended != "stop"}
         for flaw, applies in flaws.items():
             if applies:
                 self.dropped[flaw] += 1
-                return None
-        return text
+                return None, []
+        return text, [prompt, sequence.tokens]
 
     def prompt(self, role, messages):
         """The prompt, token ids, for a role's next message."""
