@@ -37,6 +37,9 @@ TEMPLATE = """{% for m in messages %}{{ raise_exception("no dogs") if m.role == 
 {{- "think " if enable_thinking }}{{ "a:" if add_generation_prompt }}"""
 
 
+START = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
+
+
 class Running:
     """A server in this process, with its own threads."""
 
@@ -59,7 +62,8 @@ class Running:
         self.thread.join()
 
     def post(self, body, path="/v1/completions"):
-        return self.client.post(path, content=body if isinstance(body, (bytes, str)) else json.dumps(body))
+        content = body if isinstance(body, (bytes, str)) else json.dumps(body)
+        return self.client.post(path, content=content, headers={"content-type": "application/json"})
 
     def want(self, body, chat=False):
         """What generate() gives for a request: (texts, finish reasons, Output)."""
@@ -147,10 +151,13 @@ def test_outputs_equal_generate(served, case, chat):
     said = [choice["message"]["content"] if chat else choice["text"] for choice in whole["choices"]]
     assert (said, [choice["finish_reason"] for choice in whole["choices"]]) == (texts, reasons)
     n = sum(len(s.prompt) for s in out.sequences[::body.get("n", 1)])
+    details = dict(accepted_prediction_tokens=sum(whole["speculation"]["guessed"].values()))
     usage = dict(prompt_tokens=n, completion_tokens=out.emitted, total_tokens=n + out.emitted)
-    assert whole["usage"] == usage
+    assert whole["usage"] == usage | dict(completion_tokens_details=details)
     body |= dict(stream=True, stream_options=dict(include_usage=True))
-    *parts, last = events(served.post(body, path).text.splitlines())
+    answer = served.post(body, path)
+    assert (answer.headers["x-accel-buffering"], answer.headers["cache-control"]) == ("no", "no-cache")
+    *parts, last = events(answer.text.splitlines())
     assert joined(parts, chat) == (texts, reasons) and last["usage"] == whole["usage"] and last["choices"] == []
 
 
@@ -293,7 +300,7 @@ def test_incomplete_requests_time_out(served, monkeypatch):
     for patience in (60, 0.05):
         monkeypatch.setattr(serve, "PATIENCE", patience)
         with socket.create_connection(served.address) as half:
-            half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+            half.sendall(START + b"content-length: 100\r\n\r\n{")
             assert patience == 60 or half.recv(100).startswith(b"HTTP/1.1 408")
     until(lambda: not served.server.server_state.tasks)
 
@@ -301,7 +308,8 @@ def test_incomplete_requests_time_out(served, monkeypatch):
 def test_a_client_that_reads_nothing_times_out(served, monkeypatch):
     """Bug: a response waits for ever and keeps its place in the queue."""
     monkeypatch.setattr(serve, "PATIENCE", 0.05)
-    scope = dict(type="http", method="POST", path="/v1/completions", query_string=b"", headers=[(b"host", b"x")])
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = dict(type="http", method="POST", path="/v1/completions", query_string=b"", headers=headers)
     messages = iter([dict(type="http.request", body=json.dumps(ask(stream=True)).encode())])
 
     never = lambda *_: asyncio.Event().wait()
@@ -313,9 +321,12 @@ def test_a_client_that_reads_nothing_times_out(served, monkeypatch):
 def test_api_key_and_allowed_origins(folder, served):
     """Bug: an endpoint without a key check; an allowed page is blocked by the browser, or any other is not."""
     running = Running(folder, "--api-key", "k\u00e9y", "--batch-size", "1", "--allow-origin", "http://a")
-    get = lambda path, key="none": running.client.get(path, headers={"authorization": f"Bearer {key}".encode()})
+    get = lambda path, key="none", scheme="Bearer ", **headers: running.client.get(
+        path, headers=headers | {"authorization": f"{scheme}{key}".encode()})
     for path in ("/v1/models", "/metrics"):
         assert [get(path, key).status_code for key in ("k", "key", "k\u00e9y")] == [401, 401, 200]
+        schemes = {"bearer ": 200, "BEARER  ": 200, "Basic ": 401, "": 401}
+        assert {scheme: get(path, "k\u00e9y", scheme).status_code for scheme in schemes} == schemes
     assert running.post(ask()).status_code == 401
     assert [get(path).status_code for path in ("/", "/health")] == [200, 200]
     asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
@@ -325,7 +336,33 @@ def test_api_key_and_allowed_origins(folder, served):
         assert (preflight.status_code == 200) == bool(allowed)
         for answer in (preflight, server.client.get("/v1/models", headers=page)):  # the second request has no key
             assert answer.headers.get("access-control-allow-origin") == allowed
+    other_site = dict(host="evil.example", origin="http://evil.example")
+    assert get("/v1/models", "k\u00e9y", **other_site).status_code == 200  # it has the key
     running.stop()
+
+
+JSON = {"content-type": "application/json"}
+EVIL = "http://evil.example"
+
+
+@pytest.mark.parametrize("status, headers", [
+    (200, JSON), (200, {"content-type": "Application/JSON; charset=utf-8"}), (415, {"content-type": "text/plain"}),
+    (415, {}), (415, {"content-type": "application/json-seq"}), (403, JSON | dict(origin=EVIL)),
+    (403, JSON | dict(origin="null")), (403, JSON | dict(origin="http://localhost:3000")),
+    (403, JSON | dict(host="evil.example:8000", origin=EVIL + ":8000")), (403, JSON | dict(host="[::1")),
+    (403, JSON | dict(host="localhost.evil.example")), (403, JSON | dict(host="1")), (403, JSON | dict(host="")),
+    (200, JSON | dict(host="localhost:80", origin="http://localhost:80")), (200, JSON | dict(host="[::1]:8000")),
+    (200, JSON | dict(host="Clover.example:8443", origin="https://clover.example")),  # a proxy, with its own name
+    (200, JSON | dict(host="10.0.0.5:8000", origin="https://clover.example:8443")), (200, JSON | dict(origin="http://a"))])
+def test_pages_of_other_sites_reach_no_server_without_a_key(served, monkeypatch, status, headers):
+    """Bug: a page in the user's browser asks by DNS rebinding or as text; a client is refused."""
+    monkeypatch.setattr(served.args, "allow_host", ["clover.example"])
+    monkeypatch.setattr(served.args, "allow_origin", ["http://a"])
+    answer = served.client.post("/v1/completions", content=json.dumps(ask()), headers=headers)
+    assert answer.status_code == status, answer.text
+    reads = 200 if status == 415 else status
+    assert [served.client.get(path, headers=headers).status_code for path in ("/", "/v1/models", "/metrics", "/health")
+            ] == [reads, reads, reads, 200]
 
 
 def test_a_full_queue_sends_retry_after(served):
@@ -397,7 +434,7 @@ def test_a_client_that_disconnects_frees_its_slot(served, stream):
     body = json.dumps(ask(max_tokens=100, stream=stream, n=7)).encode()
     with served.paused():
         with socket.create_connection(served.address) as client:
-            client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            client.sendall(START + b"content-length: %d\r\n\r\n" % len(body) + body)
             until(lambda: served.worker.calls.qsize())
             served.worker.calls.get()()  # adds the job
             served.worker.step()

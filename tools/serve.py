@@ -10,6 +10,7 @@ if __name__ == "__main__":  # before torch is imported, so that a mistyped flag 
     args = parse_serve()
 
 import asyncio
+import contextlib
 import gc
 import hmac
 import json
@@ -23,7 +24,9 @@ import time
 import traceback
 import uuid
 from functools import partial
+from ipaddress import ip_address
 from pathlib import Path
+from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -46,7 +49,9 @@ from tools.metrics import Metrics
 from tools.printer import step_record
 
 PATIENCE = 30         # seconds for a body to arrive, a client to read, sequences to end on SIGTERM
+KEEP_ALIVE = 75       # seconds an idle connection stays open: longer than clients reuse one
 MAX_BODY = 4 * 2**20  # bytes of a request
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not buffer
 
 
 class TooLong(InputError):
@@ -111,11 +116,27 @@ class Job:
         """The fields usage and speculation of a response."""
         output = self.output
         prompt = sum(len(ids) for ids in self.prompts[::self.body["n"]])
+        guessed = output.accepted
+        details = dict(accepted_prediction_tokens=guessed.total())
         usage = dict(prompt_tokens=prompt, completion_tokens=output.emitted,
-                     total_tokens=prompt + output.emitted)
+                     total_tokens=prompt + output.emitted, completion_tokens_details=details)
         return dict(usage=usage, speculation=dict(
-            steps=output.steps, guessed=output.accepted,
+            steps=output.steps, guessed=guessed,
             tokens_per_step=round(output.tokens_per_step, 3)))
+
+
+def host_name(address):
+    """The name or IP address in host:port, in lower case; "" if there is none."""
+    with contextlib.suppress(ValueError):
+        return urlsplit(f"//{address}").hostname or ""
+    return ""
+
+
+def is_local(host):
+    """Whether host:port is localhost or has an IP address, which no other site can be named."""
+    with contextlib.suppress(ValueError):
+        return host_name(host) == "localhost" or bool(ip_address(host_name(host)))
+    return False
 
 
 async def read_object(request):
@@ -236,13 +257,36 @@ class App:
         self.asgi = CORSMiddleware(starlette, args.allow_origin, ("GET", "POST"), ("*",))
 
     async def guard(self, handler, request):
-        """Calls a handler if the request has the API key."""
-        key = self.args.api_key
-        header = request.headers.get("authorization", "").encode("latin-1")
-        is_public = not key or request.url.path in ("/", "/health")
-        if not (is_public or hmac.compare_digest(header, f"Bearer {key}".encode())):
-            raise HTTPException(401, "the API key is missing or wrong")
+        """Calls a handler if the request has the API key or, without one, is of no other site."""
+        path = request.url.path
+        if self.args.api_key and path not in ("/", "/health"):
+            self.check_key(request.headers.get("authorization", ""))
+        if not self.args.api_key and path != "/health":
+            self.check_site(request)
         return await handler(request)
+
+    def check_key(self, header):
+        scheme, _, key = header.partition(" ")
+        key = key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+        if not hmac.compare_digest(key, self.args.api_key.encode()):
+            raise HTTPException(401, "the API key is missing or wrong")
+
+    def check_site(self, request):
+        """Refuses what a page of another site can send: a request under a name that its owner made
+        an alias of this address (DNS rebinding), or one that browsers send without asking us."""
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        if not (is_local(host) or host_name(host) in self.args.allow_host):
+            raise HTTPException(403, f"the Host {host!r} is not localhost, an IP address or an "
+                                "--allow-host of this server")
+        content_type, *_ = request.headers.get("content-type", "").split(";")
+        if request.method == "POST" and content_type.strip().lower() != "application/json":
+            raise HTTPException(415, "send the header Content-Type: application/json")
+        if origin is None or {origin, "*"} & {*self.args.allow_origin}:
+            return
+        address = origin.partition("://")[2]
+        if address != host and host_name(address) not in self.args.allow_host:
+            raise HTTPException(403, f"the Origin {origin!r} is not an --allow-origin of this "
+                                "server")
 
     async def refuse(self, request, error):
         status = getattr(error, "status_code", 400 if isinstance(error, InputError) else 500)
@@ -297,7 +341,8 @@ class App:
         await asyncio.to_thread(self.encode, job)
         self.worker.calls.put(partial(self.worker.add, job))
         if job.body["stream"]:
-            response = StreamingResponse(self.events(job), media_type="text/event-stream")
+            response = StreamingResponse(self.events(job), headers=STREAM_HEADERS,
+                                         media_type="text/event-stream")
         else:
             texts = [""] * job.count
             async for index, pieces, *_ in job.parts():
@@ -382,6 +427,7 @@ def main(args):
     app = App(args, loaded, context)
     gc.freeze()  # else each full collection scans all that was loaded
     server = Server(uvicorn.Config(app.asgi, lifespan="off", log_level="warning",
+                                   timeout_keep_alive=KEEP_ALIVE,
                                    timeout_graceful_shutdown=PATIENCE))
     host, port, *_ = listener.getsockname()
     host = f"[{host}]" if ":" in host else host
