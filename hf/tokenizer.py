@@ -4,12 +4,11 @@ where it gives the same ids (bpe.py), tokenizers elsewhere."""
 import hashlib
 import importlib
 import json
-import threading
 from functools import cached_property
 
 from tokenizers import Tokenizer
 
-from hf.bpe import byte_level_bpe
+from hf.bpe import byte_level_bpe, bytes_per_token
 from hf.chat import load_chat_template
 from hf.files import part_file, read_part
 from hf.paths import find_model
@@ -30,7 +29,6 @@ class Encoding:
         self.file = file
         self.path = file.parent if file.name == "tokenizer.json" else file
         self.package = Tokenizer.from_str(json.dumps(spec))
-        self.lock = threading.Lock()
         vocab = self.package.get_vocab(with_added_tokens=True)
         self.special_tokens = {token["content"]: vocab[token["content"]] for token in added}
         self.ids = set(vocab.values())
@@ -43,18 +41,32 @@ class Encoding:
         pairs = sorted((text, i) for text, i in vocab.items() if text != f"[PAD{i}]")
         self.hash = hashlib.sha256(repr(pairs).encode()).hexdigest()[:16]
         self.bpe = byte_level_bpe(self.package, spec, self.special_tokens)
+        known = self.bpe.bytes_per_token if self.bpe else bytes_per_token(spec, vocab)
+        self.bytes_per_token = known  # at most
+        self.context = self.encode("a", allowed_special="all")  # of streams, before their first id
+
+    @cached_property
+    def plain_package(self):
+        """Like package, but matches no special tokens. It is a second one because switching the
+        first would take a lock for as long as the longest text is encoded."""
+        package = Tokenizer.from_str(self.package.to_str())
+        package.encode_special_tokens = True
+        return package
 
     def encode(self, text, *, allowed_special=()):
         """Text -> token ids. allowed_special "all": match them. Lone surrogates become U+FFFD."""
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         if self.bpe and self.bpe.suits(text):
             return self.bpe.encode(text, allowed_special == "all")
-        try:
-            with self.lock:  # encode_special_tokens is shared by all threads
-                self.package.encode_special_tokens = allowed_special != "all"
-                return self.package.encode(text, add_special_tokens=False).ids
+        package = self.package if allowed_special == "all" else self.plain_package
+        try:  # a batch: `encode` would hold the interpreter's lock
+            return package.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except Exception as error:  # a character without a token, where no unknown token exists
             raise InputError(f"{self.file}: cannot encode this text ({error})") from error
+
+    def least_tokens(self, text):
+        """A number of tokens that a text has at least. Takes far less time than to encode it."""
+        return int(len(text.encode(errors="replace")) / self.bytes_per_token)
 
     def decode(self, ids):
         """Decodes token ids to text, skipping unknown ids. Some decoders drop a leading space."""
@@ -91,7 +103,7 @@ class TextStream:
         self.skipped = set(stop).difference(self.stop_texts)
         self.stopped = False
         self.held = ""  # text that may be the start of a stop text
-        self._restart(encoding.encode("a"))  # some decoders drop a space at the start of text
+        self._restart(encoding.context)  # some decoders drop a space at the start of text
 
     def _restart(self, context):
         self.context = context
@@ -124,7 +136,7 @@ class TextStream:
             return ""
         text = self.held + text
         starts = [i for stop in self.stop_texts if (i := text.find(stop)) >= 0]
-        begun = (n for stop in self.stop_texts for n in range(1, len(stop))
+        begun = (n for stop in self.stop_texts for n in range(1, min(len(stop), len(text) + 1))
                  if text.endswith(stop[:n]))
         self.stopped = bool(starts)
         end = min(starts) if starts else len(text) - max(begun, default=0)

@@ -151,14 +151,15 @@ def test_outputs_equal_generate(served, case, chat):
     said = [choice["message"]["content"] if chat else choice["text"] for choice in whole["choices"]]
     assert (said, [choice["finish_reason"] for choice in whole["choices"]]) == (texts, reasons)
     n = sum(len(s.prompt) for s in out.sequences[::body.get("n", 1)])
-    details = dict(accepted_prediction_tokens=sum(whole["speculation"]["guessed"].values()))
     usage = dict(prompt_tokens=n, completion_tokens=out.emitted, total_tokens=n + out.emitted)
-    assert whole["usage"] == usage | dict(completion_tokens_details=details)
     body |= dict(stream=True, stream_options=dict(include_usage=True))
     answer = served.post(body, path)
     assert (answer.headers["x-accel-buffering"], answer.headers["cache-control"]) == ("no", "no-cache")
     *parts, last = events(answer.text.splitlines())
-    assert joined(parts, chat) == (texts, reasons) and last["usage"] == whole["usage"] and last["choices"] == []
+    assert joined(parts, chat) == (texts, reasons) and last["choices"] == []
+    for said in (whole, last):
+        details = dict(accepted_prediction_tokens=sum(said["speculation"]["guessed"].values()))
+        assert said["usage"] == usage | dict(completion_tokens_details=details)
 
 
 def test_steps_are_shown_on_request(served):
@@ -200,7 +201,8 @@ BAD = {
     "draft": (ask(draft="all"), 400, 'draft must be "none"'), "another path": (("/v2", {}), 404, "Not Found"),
     "an unknown id": (ask(prompt=[[1], [258]], stream=True), 400, "prompt 1 has token ids outside 0..257"),
     "another model": (("/v1/models/x", None), 404, "'toy', not 'x'"), "no name": (ask(model=["\ud800"]), 404, "'toy'"),
-    "a large body": (b" " * (4 * 2**20 + 1), 413, "4194304 bytes"), "a book": (ask(prompt="a" * 10**6), 400, "has"),
+    "a large body": (b" " * (4 * 2**20 + 1), 413, "4194304 bytes"),
+    "a book": (ask(prompt="a" * 10**6), 400, "has at least"),
     "no messages": (say(), 400, "messages must be"),
     "an image": (say(SAID, dict(role="user", content=[dict(type="image_url")])), 400,
                  "messages[1].content: a part of type 'image_url' is not supported"),
@@ -221,6 +223,26 @@ def test_bad_requests_get_a_one_line_error(served, case):
     error = answer.json()["error"]
     assert (answer.status_code, error["type"]) == (status, "invalid_request_error") and says in error["message"]
     assert str(served.args.model) not in error["message"] and len(error["message"]) <= 1000
+
+
+@pytest.mark.parametrize("path, body", [
+    ("/v1/completions", dict(prompt="a" * 4 * 10**6)), ("/v1/completions", dict(prompt=[[]] * 10**6)),
+    ("/v1/chat/completions", dict(messages=[SAID] * 80_000)), ("/v1/completions", dict(prompt=[0] * 10**6))],
+    ids=["a book", "prompts", "messages", "ids"])
+def test_a_large_body_is_refused_before_it_is_encoded_or_checked_on_the_event_loop(served, monkeypatch, path, body):
+    """Bug: /health and all streams stand still while one request is read, or its prompt is encoded to be refused."""
+    threads, read = [], serve.fields.read
+    monkeypatch.setattr(serve.fields, "read", lambda *args: threads.append(threading.current_thread()) or read(*args))
+    monkeypatch.setattr(served.loaded.encoding, "encode", lambda *args, **options: 1 / 0)
+    answer = served.post(body, path)
+    assert answer.status_code == 400 and "up to" in answer.json()["error"]["message"]
+    assert len(threads) == 1 and served.thread not in threads
+
+
+def test_a_long_stop_text_takes_no_time(served):
+    """Bug: each token is compared with millions of its beginnings."""
+    body = ask(prompt="abcabc", max_tokens=20)
+    assert served.post(body | dict(stop="x" * 10**6)).json()["choices"] == served.post(body).json()["choices"]
 
 
 REFUSED = dict(

@@ -59,12 +59,13 @@ class TooLong(InputError):
 
 
 class Job:
-    """A checked request and its results. Raises InputError for a bad request body."""
+    """A request and its results. body: from `fields.read`. Raises InputError for what this server
+    cannot do."""
 
     def __init__(self, body, chat, app):
         expect(app.loaded.encoding.template or not chat,
                f"{app.name} has no chat template; use /v1/completions")
-        self.body = body = fields.read(body, chat)
+        self.body = body
         limit = body.get("max_tokens", app.args.max_new_tokens)
         self.limit = body.get("max_completion_tokens", limit)
         select = lambda *names: {name: body[name] for name in names if name in body}
@@ -141,7 +142,7 @@ def is_local(host):
 
 async def read_object(request):
     """The body of a request, a JSON object."""
-    body = b""
+    body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > MAX_BODY:
@@ -313,7 +314,8 @@ class App:
         except (asyncio.TimeoutError, ClientDisconnect):
             raise HTTPException(408, "the request body did not arrive in time") from None
         self.check_name(body.get("model"))
-        job = Job(body, chat, self)
+        # a thread, as a large body takes long to check
+        job = Job(await asyncio.to_thread(fields.read, body, chat), chat, self)
         if not self.worker.is_alive():
             raise HTTPException(503, "the engine cannot continue; restart the server")
         if self.active + job.count > self.max_active:
@@ -356,17 +358,23 @@ class App:
     def encode(self, job):
         """Encodes the inputs (messages, strings or token ids) as job.prompts."""
         encoding = self.loaded.encoding
-        longest = self.engine.decoder.capacity - 1
+        encode = partial(encoding.encode, allowed_special="all")
+        encode = encode if job.chat else partial(encode_prompt, encoding)
         for index, value in enumerate(job.inputs):
             if job.chat:
-                ids = encoding.chat(value, **job.template_kwargs)
-            else:
-                ids = encode_prompt(encoding, value) if isinstance(value, str) else value
-            if len(ids) > longest:
-                raise TooLong(f"the prompt has {len(ids)} tokens; this server takes up to "
-                              f"{longest}")
-            check_prompt(self.loaded.model, ids, index)
-            job.prompts += [ids] * job.body["n"]
+                value = encoding.template.render(value, **job.template_kwargs)
+            if isinstance(value, str):
+                self.check_length(encoding.least_tokens(value), "at least ")
+                value = encode(value)
+            self.check_length(len(value))
+            check_prompt(self.loaded.model, value, index)
+            job.prompts += [value] * job.body["n"]
+
+    def check_length(self, tokens, at_least=""):
+        longest = self.engine.decoder.capacity - 1
+        if tokens > longest:
+            raise TooLong(f"the prompt has {at_least}{tokens} tokens; this server takes up to "
+                          f"{longest}")
 
     async def events(self, job):
         """The server-sent events of a stream."""
