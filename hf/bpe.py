@@ -23,7 +23,7 @@ NFC_SHRINKS = 4  # NFC makes a text at most 3.5 times shorter, in bytes of UTF-8
 class ByteLevelBPE:
     """Encodes text. pattern: a regex of its pieces. ranks: {bytes: id}. added: added_tokens of
     tokenizer.json. added_ids: {content: id}. normalizer: a package's, or None. bytes_per_token: the
-    most bytes of text that a token stands for, inf if bytes without a token are dropped."""
+    most bytes of text that a token stands for. missing: bytes without a token."""
 
     def __init__(self, pattern, ranks, added, added_ids, normalizer):
         self.missing = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
@@ -33,8 +33,7 @@ class ByteLevelBPE:
         self.added_ids = added_ids
         self.normalizer = normalizer
         longest = max(map(len, [*ranks, *map(str.encode, added_ids)]))
-        longest *= NFC_SHRINKS if normalizer else 1
-        self.bytes_per_token = math.inf if self.missing else longest
+        self.bytes_per_token = longest * (NFC_SHRINKS if normalizer else 1)
 
     def suits(self, text):
         """Whether tiktoken may encode a text: not with bytes that have no token, with characters so

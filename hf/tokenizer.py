@@ -66,7 +66,9 @@ class Encoding:
 
     def least_tokens(self, text):
         """A number of tokens that a text has at least. Takes far less time than to encode it."""
-        return int(len(text.encode(errors="replace")) / self.bytes_per_token)
+        dropped = self.bpe.missing if self.bpe else b""
+        data = text.encode(errors="ignore").translate(None, dropped)
+        return int(len(data) / self.bytes_per_token)
 
     def decode(self, ids):
         """Decodes token ids to text, skipping unknown ids. Some decoders drop a leading space."""

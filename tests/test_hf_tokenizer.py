@@ -278,10 +278,10 @@ def test_every_kind_of_tokenizer_json_gives_the_packages_ids_text_and_stream(nam
         assert encoding.encode(text) == plain.encode(text, add_special_tokens=False).ids, ascii(text)
         assert encoding.least_tokens(text) <= len(ids), ascii(text)
     longest = max((whole.decode([index], skip_special_tokens=False) for index in encoding.ids), key=len)
-    for text in (longest * 50, EOT * 50, "\u1fbe\u0308\u0301" * 50, " " * 500):
+    for text in (longest * 50, EOT * 50, "\u1fbe\u0308\u0301" * 50, " " * 500, "\0\ud800" * 500):
         assert encoding.least_tokens(text) <= len(encoding.encode(text, allowed_special="all")), ascii(text)
-    may_drop = {"missing bytes", *TOKENIZERS} - {"llama2", "mistral", "gemma"}
-    assert (encoding.least_tokens("\xff" * 10**6) > 0) == (name not in may_drop)
+    may_drop = TOKENIZERS.keys() - {"llama2", "mistral", "gemma"}
+    assert (encoding.least_tokens("a" * 10**6) > 0) == (name not in may_drop)
 
 
 def test_nfc_makes_no_text_shorter_than_the_bound_assumes():
