@@ -19,7 +19,7 @@ import torch
 
 from backends.tensor_parallel import Group
 from generate import generate
-from hf.chat import SAMPLING_KEYS
+from hf.chat import SAMPLING_KEYS, ChatTemplate
 from hf.tokenizer import encode_prompt
 from tools.flags import parse_serve
 from tools.load import load
@@ -281,6 +281,27 @@ def test_the_template_gets_the_request(served, body, prompt):
     said = served.post(body | more, "/v1/chat/completions").json()
     want = served.post(dict(prompt=prompt) | more).json()
     assert (said["choices"][0]["message"]["content"], said["usage"]) == (want["choices"][0]["text"], want["usage"])
+
+
+WIRE = dict(role="assistant", content=None, tool_calls=[dict(id="c1", type="function", function=dict(
+    name="sum", arguments='{"a": "é"}'))])  # as OpenAI's API sends it back
+CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ ARGUMENTS }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("source, prompt", [
+    ("{% for m in messages %}{{ m.role + m.content }};{% endfor %}", "userhi é;assistant;"),  # as SmolLM2's
+    ("{% for m in messages %}{{ m.tool_calls[0].id if m.content is none else m.role + m.content }};{% endfor %}",
+     "userhi é;c1;"),  # as DeepSeek-R1's
+    (CALLS.replace("ARGUMENTS", "c.function.arguments | tojson"), '{"a": "é"}'),
+    (CALLS.replace("{{ ARGUMENTS }}", "{% for k, v in c.function.arguments.items() %}{{ k + v }}{% endfor %}"), "aé"),
+    (CALLS.replace("ARGUMENTS", "'json: ' + c.function.arguments"), 'json: {"a": "é"}')],
+    ids=["content", "no content", "tojson", "items", "concatenated"])
+def test_tool_calls_reach_every_kind_of_template(served, monkeypatch, source, prompt):
+    """Bug: 400 for an answer that a client sends back, arguments that are escaped twice, calls that get lost."""
+    monkeypatch.setitem(served.loaded.encoding.__dict__, "template", ChatTemplate(Path("x"), source, {}))
+    said = served.post(dict(messages=[SAID, WIRE], max_tokens=9), "/v1/chat/completions").json()
+    assert said["choices"][0]["message"]["content"] == served.want(ask(prompt=prompt, max_tokens=9))[0][0]
+    assert said["usage"]["prompt_tokens"] == len(served.loaded.encoding.encode(prompt))
 
 
 def test_prompts_and_stops_may_be_token_ids(served):
