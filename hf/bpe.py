@@ -1,7 +1,6 @@
 """Byte-level BPE with tiktoken, for vocabularies where its ids equal those of tokenizers. It is
 several times as fast, and while it encodes other threads run (py.detach in its src/py.rs)."""
 
-import math
 import re
 from itertools import groupby
 from os.path import commonprefix
@@ -16,14 +15,13 @@ OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
 # the characters that byte-level tokens are written in, one for each byte (openai/gpt-2, encoder.py)
 BYTES = dict(zip(map(chr, [*PRINTABLE, *range(256, 256 + len(OTHERS))]), PRINTABLE + OTHERS))
 RUN = 50_000  # characters
-SPACES = dict(type="Replace", pattern=dict(String=" "), content="▁")  # as sentencepiece does
 NFC_SHRINKS = 4  # NFC makes a text at most 3.5 times shorter, in bytes of UTF-8
 
 
 class ByteLevelBPE:
     """Encodes text. pattern: a regex of its pieces. ranks: {bytes: id}. added: added_tokens of
-    tokenizer.json. added_ids: {content: id}. normalizer: a package's, or None. bytes_per_token: the
-    most bytes of text that a token stands for. missing: bytes without a token."""
+    tokenizer.json. added_ids: {content: id}. normalizer: a package's, or None. missing:
+    bytes without a token. longest: the most bytes of text that a token stands for."""
 
     def __init__(self, pattern, ranks, added, added_ids, normalizer):
         self.missing = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
@@ -32,8 +30,8 @@ class ByteLevelBPE:
         self.added = re.compile(any_of(set(added_ids)) if added else "(?!)")
         self.added_ids = added_ids
         self.normalizer = normalizer
-        longest = max(map(len, [*ranks, *map(str.encode, added_ids)]))
-        self.bytes_per_token = longest * (NFC_SHRINKS if normalizer else 1)
+        self.longest = max(map(len, [*ranks, *map(str.encode, added_ids)]))
+        self.longest *= NFC_SHRINKS if normalizer else 1
 
     def suits(self, text):
         """Whether tiktoken may encode a text: not with bytes that have no token, with characters so
@@ -87,20 +85,6 @@ def byte_level_bpe(package, spec, added_ids):
         return None
     bpe = ByteLevelBPE(pattern, ranks, added, added_ids, package.normalizer)
     return None if bpe.missing and normalizer else bpe  # NFC may make a missing byte
-
-
-def bytes_per_token(spec, vocab):
-    """The most bytes of text that a token stands for, for a tokenizer.json like sentencepiece's BPE
-    that has a token for each byte. inf for others, which may drop text."""
-    normalizer = spec["normalizer"] or SPACES
-    steps = normalizer.get("normalizers") or [normalizer]
-    keeps_all = (
-        spec["model"].get("byte_fallback")
-        and vocab.keys() >= {f"<0x{byte:02X}>" for byte in range(256)}
-        and (spec["pre_tokenizer"] or {}).get("type", "Metaspace") == "Metaspace"
-        and all(step == SPACES or step["type"] == "Prepend" for step in steps)
-        and not any(token["lstrip"] or token["rstrip"] for token in spec["added_tokens"]))
-    return max(len(text.encode()) for text in vocab) if keeps_all else math.inf
 
 
 def ranks_of(model, spec):

@@ -8,7 +8,7 @@ from functools import cached_property
 
 from tokenizers import Tokenizer
 
-from hf.bpe import byte_level_bpe, bytes_per_token
+from hf.bpe import byte_level_bpe
 from hf.chat import load_chat_template
 from hf.files import part_file, read_part
 from hf.paths import find_model
@@ -41,8 +41,6 @@ class Encoding:
         pairs = sorted((text, i) for text, i in vocab.items() if text != f"[PAD{i}]")
         self.hash = hashlib.sha256(repr(pairs).encode()).hexdigest()[:16]
         self.bpe = byte_level_bpe(self.package, spec, self.special_tokens)
-        known = self.bpe.bytes_per_token if self.bpe else bytes_per_token(spec, vocab)
-        self.bytes_per_token = known  # at most
         self.context = self.encode("a", allowed_special="all")  # of streams, before their first id
 
     @cached_property
@@ -65,10 +63,11 @@ class Encoding:
             raise InputError(f"{self.file}: cannot encode this text ({error})") from error
 
     def least_tokens(self, text):
-        """A number of tokens that a text has at least. Takes far less time than to encode it."""
-        dropped = self.bpe.missing if self.bpe else b""
-        data = text.encode(errors="ignore").translate(None, dropped)
-        return int(len(data) / self.bytes_per_token)
+        """A lower bound of the number of tokens of a text, from its bytes; 0 where none is known."""
+        if not self.bpe:
+            return 0
+        data = text.encode(errors="ignore").translate(None, self.bpe.missing)  # these are dropped
+        return len(data) // self.bpe.longest
 
     def decode(self, ids):
         """Decodes token ids to text, skipping unknown ids. Some decoders drop a leading space."""

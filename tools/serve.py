@@ -10,13 +10,13 @@ if __name__ == "__main__":  # before torch is imported, so that a mistyped flag 
     args = parse_serve()
 
 import asyncio
-import contextlib
 import gc
 import hmac
 import json
 import os
 import queue
 import random
+import re
 import socket
 import sys
 import threading
@@ -24,9 +24,7 @@ import time
 import traceback
 import uuid
 from functools import partial
-from ipaddress import ip_address
 from pathlib import Path
-from urllib.parse import urlsplit
 
 import uvicorn
 from starlette.applications import Starlette
@@ -50,6 +48,7 @@ from tools.printer import step_record
 
 PATIENCE = 30         # seconds for a body to arrive, a client to read, sequences to end on SIGTERM
 KEEP_ALIVE = 75       # seconds an idle connection stays open: longer than clients reuse one
+LOCAL = r"localhost|[\d.]+|\[[\da-f:.]+\]"  # or an IP address: no site can have it as its name
 MAX_BODY = 4 * 2**20  # bytes of a request
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not buffer
 
@@ -127,17 +126,8 @@ class Job:
 
 
 def host_name(address):
-    """The name or IP address in host:port, in lower case; "" if there is none."""
-    with contextlib.suppress(ValueError):
-        return urlsplit(f"//{address}").hostname or ""
-    return ""
-
-
-def is_local(host):
-    """Whether host:port is localhost or has an IP address, which no other site can be named."""
-    with contextlib.suppress(ValueError):
-        return host_name(host) == "localhost" or bool(ip_address(host_name(host)))
-    return False
+    """host:port without the port, in lower case."""
+    return re.sub(r":\d*$", "", address.lower())
 
 
 async def read_object(request):
@@ -276,7 +266,7 @@ class App:
         """Refuses what a page of another site can send: a request under a name that its owner made
         an alias of this address (DNS rebinding), or one that browsers send without asking us."""
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
-        if not (is_local(host) or host_name(host) in self.args.allow_host):
+        if not (re.fullmatch(LOCAL, host_name(host)) or host_name(host) in self.args.allow_host):
             raise HTTPException(403, f"the Host {host!r} is not localhost, an IP address or an "
                                 "--allow-host of this server")
         content_type, *_ = request.headers.get("content-type", "").split(";")
