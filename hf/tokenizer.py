@@ -63,7 +63,7 @@ class Encoding:
             raise InputError(f"{self.file}: cannot encode this text ({error})") from error
 
     def least_tokens(self, text):
-        """A lower bound of the number of tokens of a text, from its bytes; 0 where none is known."""
+        """A lower bound of the number of tokens of a text, from its bytes; 0 if none is known."""
         if not self.bpe:
             return 0
         data = text.encode(errors="ignore").translate(None, self.bpe.missing)  # these are dropped
