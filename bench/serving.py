@@ -31,7 +31,7 @@ def stream(port, new, prompt):
                            stream_options=dict(include_usage=True)))
     with closing(http.client.HTTPConnection("127.0.0.1", port)) as connection:
         times = [time.perf_counter()]
-        connection.request("POST", "/v1/completions", body)
+        connection.request("POST", "/v1/completions", body, {"Content-Type": "application/json"})
         for line in connection.getresponse():
             if b'"choices": [{' in line:
                 times.append(time.perf_counter())

@@ -4,7 +4,6 @@ where it gives the same ids (bpe.py), tokenizers elsewhere."""
 import hashlib
 import importlib
 import json
-import threading
 from functools import cached_property
 
 from tokenizers import Tokenizer
@@ -31,7 +30,6 @@ class Encoding:
         self.file = file
         self.path = file.parent if file.name == "tokenizer.json" else file
         self.package = Tokenizer.from_str(json.dumps(spec))
-        self.lock = threading.Lock()
         vocab = self.package.get_vocab(with_added_tokens=True)
         self.special_tokens = {token["content"]: vocab[token["content"]] for token in added}
         self.control_ids = {vocab[token["content"]] for token in added if token["special"]}
@@ -46,18 +44,33 @@ class Encoding:
                        if text != f"[PAD{i}]")
         self.hash = hashlib.sha256(repr(pairs).encode()).hexdigest()[:16]
         self.bpe = byte_level_bpe(self.package, spec, self.special_tokens)
+        self.context = self.encode("a", allowed_special="all")  # of streams, before their first id
+
+    @cached_property
+    def plain_package(self):
+        """Like package, but matches no special tokens. It is a second one because switching the
+        first would take a lock for as long as the longest text is encoded."""
+        package = Tokenizer.from_str(self.package.to_str())
+        package.encode_special_tokens = True
+        return package
 
     def encode(self, text, *, allowed_special=()):
         """Text -> token ids. allowed_special "all": match them. Lone surrogates become U+FFFD."""
         text = text.encode("utf-16", "surrogatepass").decode("utf-16", "replace")
         if self.bpe and self.bpe.suits(text):
             return self.bpe.encode(text, allowed_special == "all")
-        try:
-            with self.lock:  # encode_special_tokens is shared by all threads
-                self.package.encode_special_tokens = allowed_special != "all"
-                return self.package.encode(text, add_special_tokens=False).ids
+        package = self.package if allowed_special == "all" else self.plain_package
+        try:  # a batch: `encode` would hold the interpreter's lock
+            return package.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except Exception as error:  # a character without a token, where no unknown token exists
             raise InputError(f"{self.file}: cannot encode this text ({error})") from error
+
+    def least_tokens(self, text):
+        """A lower bound of the number of tokens of a text, from its bytes; 0 if none is known."""
+        if not self.bpe:
+            return 0
+        data = text.encode(errors="ignore").translate(None, self.bpe.missing)  # these are dropped
+        return len(data) // self.bpe.longest
 
     def decode(self, ids):
         """Decodes token ids to text, skipping unknown ids. Some decoders drop a leading space."""
@@ -94,7 +107,7 @@ class TextStream:
         self.skipped = set(stop).difference(self.stop_texts)
         self.stopped = False
         self.held = ""  # text that may be the start of a stop text
-        self._restart(encoding.encode("a"))  # some decoders drop a space at the start of text
+        self._restart(encoding.context)  # some decoders drop a space at the start of text
 
     def _restart(self, context):
         self.context = context
@@ -127,7 +140,7 @@ class TextStream:
             return ""
         text = self.held + text
         starts = [i for stop in self.stop_texts if (i := text.find(stop)) >= 0]
-        begun = (n for stop in self.stop_texts for n in range(1, len(stop))
+        begun = (n for stop in self.stop_texts for n in range(1, min(len(stop), len(text) + 1))
                  if text.endswith(stop[:n]))
         self.stopped = bool(starts)
         end = min(starts) if starts else len(text) - max(begun, default=0)

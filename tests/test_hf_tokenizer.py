@@ -4,7 +4,10 @@ round-trips; broken files are refused."""
 import json
 import random
 import sys
+import time
 import unicodedata
+from concurrent.futures import ThreadPoolExecutor
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -273,6 +276,25 @@ def test_every_kind_of_tokenizer_json_gives_the_packages_ids_text_and_stream(nam
         stream = "".join(streamed(encoding, *[[token] for token in ids]))
         assert stream.endswith(decoded) and not stream.removesuffix(decoded).strip(" "), ascii(text)
         assert encoding.encode(text) == plain.encode(text, add_special_tokens=False).ids, ascii(text)
+        assert encoding.least_tokens(text) <= len(ids), ascii(text)
+    longest = max((whole.decode([index], skip_special_tokens=False) for index in encoding.ids), key=len)
+    for text in (longest * 50, EOT * 50, "\u1fbe\u0308\u0301" * 50, " " * 500, "\0\ud800" * 500):
+        assert encoding.least_tokens(text) <= len(encoding.encode(text, allowed_special="all")), ascii(text)
+    assert (encoding.least_tokens("a" * 10**6) > 0) == (name in TIKTOKEN)
+
+
+@pytest.mark.parametrize("name", ["llama2", "qwen"])
+def test_other_threads_run_while_a_long_text_is_encoded(name, corpus, tmp_path):
+    """Bug: the interpreter's lock, or one of ours, is held until the end, and streams of other requests stand still."""
+    encoding = load_encoding(save(tmp_path, KINDS[name](corpus)))
+    text, times = "".join(random_texts(10_000, 4)), []
+    with ThreadPoolExecutor(1) as pool:
+        ids = pool.submit(encoding.encode, text, allowed_special="all")
+        while not ids.done():
+            encoding.stream().feed(encoding.context)
+            times.append(time.perf_counter())
+    longest_wait = max(after - before for before, after in pairwise(times))
+    assert len(ids.result()) > 10**5 and longest_wait < (times[-1] - times[0]) / 2
 
 
 def check_tiktoken(encoding, texts):

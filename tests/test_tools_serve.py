@@ -19,7 +19,7 @@ import torch
 
 from backends.tensor_parallel import Group
 from generate import generate
-from hf.chat import SAMPLING_KEYS
+from hf.chat import SAMPLING_KEYS, ChatTemplate
 from hf.tokenizer import encode_prompt
 from tools.flags import parse_serve
 from tools.load import load
@@ -35,6 +35,9 @@ ROOT = Path(__file__).parent.parent
 TEMPLATE = """{% for m in messages %}{{ raise_exception("no dogs") if m.role == "dog" }}{{ m.content }}
 {%- for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}{{ m.tool_call_id }}{% endfor %}
 {{- "think " if enable_thinking }}{{ "a:" if add_generation_prompt }}"""
+
+
+START = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
 
 
 class Running:
@@ -59,7 +62,8 @@ class Running:
         self.thread.join()
 
     def post(self, body, path="/v1/completions"):
-        return self.client.post(path, content=body if isinstance(body, (bytes, str)) else json.dumps(body))
+        content = body if isinstance(body, (bytes, str)) else json.dumps(body)
+        return self.client.post(path, content=content, headers={"content-type": "application/json"})
 
     def want(self, body, chat=False):
         """What generate() gives for a request: (texts, finish reasons, Output)."""
@@ -148,10 +152,14 @@ def test_outputs_equal_generate(served, case, chat):
     assert (said, [choice["finish_reason"] for choice in whole["choices"]]) == (texts, reasons)
     n = sum(len(s.prompt) for s in out.sequences[::body.get("n", 1)])
     usage = dict(prompt_tokens=n, completion_tokens=out.emitted, total_tokens=n + out.emitted)
-    assert whole["usage"] == usage
     body |= dict(stream=True, stream_options=dict(include_usage=True))
-    *parts, last = events(served.post(body, path).text.splitlines())
-    assert joined(parts, chat) == (texts, reasons) and last["usage"] == whole["usage"] and last["choices"] == []
+    answer = served.post(body, path)
+    assert (answer.headers["x-accel-buffering"], answer.headers["cache-control"]) == ("no", "no-cache")
+    *parts, last = events(answer.text.splitlines())
+    assert joined(parts, chat) == (texts, reasons) and last["choices"] == []
+    for said in (whole, last):
+        details = dict(accepted_prediction_tokens=sum(said["speculation"]["guessed"].values()))
+        assert said["usage"] == usage | dict(completion_tokens_details=details)
 
 
 def test_steps_are_shown_on_request(served):
@@ -193,7 +201,8 @@ BAD = {
     "draft": (ask(draft="all"), 400, 'draft must be "none"'), "another path": (("/v2", {}), 404, "Not Found"),
     "an unknown id": (ask(prompt=[[1], [258]], stream=True), 400, "prompt 1 has token ids outside 0..257"),
     "another model": (("/v1/models/x", None), 404, "'toy', not 'x'"), "no name": (ask(model=["\ud800"]), 404, "'toy'"),
-    "a large body": (b" " * (4 * 2**20 + 1), 413, "4194304 bytes"), "a book": (ask(prompt="a" * 10**6), 400, "has"),
+    "a large body": (b" " * (4 * 2**20 + 1), 413, "4194304 bytes"),
+    "a book": (ask(prompt="a" * 10**6), 400, "has at least"),
     "no messages": (say(), 400, "messages must be"),
     "an image": (say(SAID, dict(role="user", content=[dict(type="image_url")])), 400,
                  "messages[1].content: a part of type 'image_url' is not supported"),
@@ -214,6 +223,26 @@ def test_bad_requests_get_a_one_line_error(served, case):
     error = answer.json()["error"]
     assert (answer.status_code, error["type"]) == (status, "invalid_request_error") and says in error["message"]
     assert str(served.args.model) not in error["message"] and len(error["message"]) <= 1000
+
+
+@pytest.mark.parametrize("path, body", [
+    ("/v1/completions", dict(prompt="a" * 4 * 10**6)), ("/v1/completions", dict(prompt=[[]] * 10**6)),
+    ("/v1/chat/completions", dict(messages=[SAID] * 80_000)), ("/v1/completions", dict(prompt=[0] * 10**6))],
+    ids=["a book", "prompts", "messages", "ids"])
+def test_a_large_body_is_refused_before_it_is_encoded_or_checked_on_the_event_loop(served, monkeypatch, path, body):
+    """Bug: /health and all streams stand still while one request is read, or its prompt is encoded to be refused."""
+    threads, read = [], serve.fields.read
+    monkeypatch.setattr(serve.fields, "read", lambda *args: threads.append(threading.current_thread()) or read(*args))
+    monkeypatch.setattr(served.loaded.encoding, "encode", lambda *args, **options: 1 / 0)
+    answer = served.post(body, path)
+    assert answer.status_code == 400 and "up to" in answer.json()["error"]["message"]
+    assert len(threads) == 1 and served.thread not in threads
+
+
+def test_a_long_stop_text_takes_no_time(served):
+    """Bug: each token is compared with millions of its beginnings."""
+    body = ask(prompt="abcabc", max_tokens=20)
+    assert served.post(body | dict(stop="x" * 10**6)).json()["choices"] == served.post(body).json()["choices"]
 
 
 REFUSED = dict(
@@ -252,6 +281,27 @@ def test_the_template_gets_the_request(served, body, prompt):
     said = served.post(body | more, "/v1/chat/completions").json()
     want = served.post(dict(prompt=prompt) | more).json()
     assert (said["choices"][0]["message"]["content"], said["usage"]) == (want["choices"][0]["text"], want["usage"])
+
+
+WIRE = dict(role="assistant", content=None, tool_calls=[dict(id="c1", type="function", function=dict(
+    name="sum", arguments='{"a": "é"}'))])  # as OpenAI's API sends it back
+CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ ARGUMENTS }}{% endfor %}{% endfor %}"
+
+
+@pytest.mark.parametrize("source, prompt", [
+    ("{% for m in messages %}{{ m.role + m.content }};{% endfor %}", "userhi é;assistant;"),  # as SmolLM2's
+    ("{% for m in messages %}{{ m.tool_calls[0].id if m.content is none else m.role + m.content }};{% endfor %}",
+     "userhi é;c1;"),  # as DeepSeek-R1's
+    (CALLS.replace("ARGUMENTS", "c.function.arguments | tojson"), '{"a": "é"}'),
+    (CALLS.replace("{{ ARGUMENTS }}", "{% for k, v in c.function.arguments.items() %}{{ k + v }}{% endfor %}"), "aé"),
+    (CALLS.replace("ARGUMENTS", "'json: ' + c.function.arguments"), 'json: {"a": "é"}')],
+    ids=["content", "no content", "tojson", "items", "concatenated"])
+def test_tool_calls_reach_every_kind_of_template(served, monkeypatch, source, prompt):
+    """Bug: 400 for an answer that a client sends back, arguments that are escaped twice, calls that get lost."""
+    monkeypatch.setitem(served.loaded.encoding.__dict__, "template", ChatTemplate(Path("x"), source, {}))
+    said = served.post(dict(messages=[SAID, WIRE], max_tokens=9), "/v1/chat/completions").json()
+    assert said["choices"][0]["message"]["content"] == served.want(ask(prompt=prompt, max_tokens=9))[0][0]
+    assert said["usage"]["prompt_tokens"] == len(served.loaded.encoding.encode(prompt))
 
 
 def test_prompts_and_stops_may_be_token_ids(served):
@@ -293,7 +343,7 @@ def test_incomplete_requests_time_out(served, monkeypatch):
     for patience in (60, 0.05):
         monkeypatch.setattr(serve, "PATIENCE", patience)
         with socket.create_connection(served.address) as half:
-            half.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: 100\r\n\r\n{")
+            half.sendall(START + b"content-length: 100\r\n\r\n{")
             assert patience == 60 or half.recv(100).startswith(b"HTTP/1.1 408")
     until(lambda: not served.server.server_state.tasks)
 
@@ -301,7 +351,8 @@ def test_incomplete_requests_time_out(served, monkeypatch):
 def test_a_client_that_reads_nothing_times_out(served, monkeypatch):
     """Bug: a response waits for ever and keeps its place in the queue."""
     monkeypatch.setattr(serve, "PATIENCE", 0.05)
-    scope = dict(type="http", method="POST", path="/v1/completions", query_string=b"", headers=[(b"host", b"x")])
+    headers = [(b"host", b"localhost"), (b"content-type", b"application/json")]
+    scope = dict(type="http", method="POST", path="/v1/completions", query_string=b"", headers=headers)
     messages = iter([dict(type="http.request", body=json.dumps(ask(stream=True)).encode())])
 
     never = lambda *_: asyncio.Event().wait()
@@ -313,9 +364,12 @@ def test_a_client_that_reads_nothing_times_out(served, monkeypatch):
 def test_api_key_and_allowed_origins(folder, served):
     """Bug: an endpoint without a key check; an allowed page is blocked by the browser, or any other is not."""
     running = Running(folder, "--api-key", "k\u00e9y", "--batch-size", "1", "--allow-origin", "http://a")
-    get = lambda path, key="none": running.client.get(path, headers={"authorization": f"Bearer {key}".encode()})
+    get = lambda path, key="none", scheme="Bearer ", **headers: running.client.get(
+        path, headers=headers | {"authorization": f"{scheme}{key}".encode()})
     for path in ("/v1/models", "/metrics"):
         assert [get(path, key).status_code for key in ("k", "key", "k\u00e9y")] == [401, 401, 200]
+        schemes = {"bearer ": 200, "BEARER  ": 200, "Basic ": 401, "": 401}
+        assert {scheme: get(path, "k\u00e9y", scheme).status_code for scheme in schemes} == schemes
     assert running.post(ask()).status_code == 401
     assert [get(path).status_code for path in ("/", "/health")] == [200, 200]
     asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
@@ -325,7 +379,33 @@ def test_api_key_and_allowed_origins(folder, served):
         assert (preflight.status_code == 200) == bool(allowed)
         for answer in (preflight, server.client.get("/v1/models", headers=page)):  # the second request has no key
             assert answer.headers.get("access-control-allow-origin") == allowed
+    other_site = dict(host="evil.example", origin="http://evil.example")
+    assert get("/v1/models", "k\u00e9y", **other_site).status_code == 200  # it has the key
     running.stop()
+
+
+JSON = {"content-type": "application/json"}
+EVIL = "http://evil.example"
+
+
+@pytest.mark.parametrize("status, headers", [
+    (200, JSON), (200, {"content-type": "Application/JSON; charset=utf-8"}), (415, {"content-type": "text/plain"}),
+    (415, {}), (415, {"content-type": "application/json-seq"}), (403, JSON | dict(origin=EVIL)),
+    (403, JSON | dict(origin="null")), (403, JSON | dict(origin="http://localhost:3000")),
+    (403, JSON | dict(host="evil.example:8000", origin=EVIL + ":8000")), (403, JSON | dict(host="[::1")),
+    (403, JSON | dict(host="localhost.evil.example")), (403, JSON | dict(host="1.evil.example")),
+    (200, JSON | dict(host="localhost:80", origin="http://localhost:80")), (200, JSON | dict(host="[::1]:8000")),
+    (200, JSON | dict(host="Clover.example:8443", origin="https://clover.example")),  # a proxy, with its own name
+    (200, JSON | dict(host="10.0.0.5:8000", origin="https://clover.example:8443")), (200, JSON | dict(origin="http://a"))])
+def test_pages_of_other_sites_reach_no_server_without_a_key(served, monkeypatch, status, headers):
+    """Bug: a page in the user's browser asks by DNS rebinding or as text; a client is refused."""
+    monkeypatch.setattr(served.args, "allow_host", ["clover.example"])
+    monkeypatch.setattr(served.args, "allow_origin", ["http://a"])
+    answer = served.client.post("/v1/completions", content=json.dumps(ask()), headers=headers)
+    assert answer.status_code == status, answer.text
+    reads = 200 if status == 415 else status
+    assert [served.client.get(path, headers=headers).status_code for path in ("/", "/v1/models", "/metrics", "/health")
+            ] == [reads, reads, reads, 200]
 
 
 def test_a_full_queue_sends_retry_after(served):
@@ -397,7 +477,7 @@ def test_a_client_that_disconnects_frees_its_slot(served, stream):
     body = json.dumps(ask(max_tokens=100, stream=stream, n=7)).encode()
     with served.paused():
         with socket.create_connection(served.address) as client:
-            client.sendall(b"POST /v1/completions HTTP/1.1\r\nhost: x\r\ncontent-length: %d\r\n\r\n" % len(body) + body)
+            client.sendall(START + b"content-length: %d\r\n\r\n" % len(body) + body)
             until(lambda: served.worker.calls.qsize())
             served.worker.calls.get()()  # adds the job
             served.worker.step()

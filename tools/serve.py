@@ -16,6 +16,7 @@ import json
 import os
 import queue
 import random
+import re
 import socket
 import sys
 import threading
@@ -46,7 +47,10 @@ from tools.metrics import Metrics
 from tools.printer import step_record
 
 PATIENCE = 30         # seconds for a body to arrive, a client to read, sequences to end on SIGTERM
+KEEP_ALIVE = 75       # seconds an idle connection stays open: longer than clients reuse one
+LOCAL = r"localhost|[\d.]+|\[[\da-f:.]+\]"  # or an IP address: no site can have it as its name
 MAX_BODY = 4 * 2**20  # bytes of a request
+STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not buffer
 
 
 class TooLong(InputError):
@@ -54,12 +58,13 @@ class TooLong(InputError):
 
 
 class Job:
-    """A checked request and its results. Raises InputError for a bad request body."""
+    """A request and its results. body: from `fields.read`. Raises InputError for what this server
+    cannot do."""
 
     def __init__(self, body, chat, app):
         expect(app.loaded.encoding.template or not chat,
                f"{app.name} has no chat template; use /v1/completions")
-        self.body = body = fields.read(body, chat)
+        self.body = body
         limit = body.get("max_tokens", app.args.max_new_tokens)
         self.limit = body.get("max_completion_tokens", limit)
         select = lambda *names: {name: body[name] for name in names if name in body}
@@ -111,16 +116,23 @@ class Job:
         """The fields usage and speculation of a response."""
         output = self.output
         prompt = sum(len(ids) for ids in self.prompts[::self.body["n"]])
+        guessed = output.accepted
+        details = dict(accepted_prediction_tokens=guessed.total())
         usage = dict(prompt_tokens=prompt, completion_tokens=output.emitted,
-                     total_tokens=prompt + output.emitted)
+                     total_tokens=prompt + output.emitted, completion_tokens_details=details)
         return dict(usage=usage, speculation=dict(
-            steps=output.steps, guessed=output.accepted,
+            steps=output.steps, guessed=guessed,
             tokens_per_step=round(output.tokens_per_step, 3)))
+
+
+def host_name(address):
+    """host:port without the port, in lower case."""
+    return re.sub(r":\d*$", "", address.lower())
 
 
 async def read_object(request):
     """The body of a request, a JSON object."""
-    body = b""
+    body = bytearray()
     async for part in request.stream():
         body += part
         if len(body) > MAX_BODY:
@@ -236,13 +248,36 @@ class App:
         self.asgi = CORSMiddleware(starlette, args.allow_origin, ("GET", "POST"), ("*",))
 
     async def guard(self, handler, request):
-        """Calls a handler if the request has the API key."""
-        key = self.args.api_key
-        header = request.headers.get("authorization", "").encode("latin-1")
-        is_public = not key or request.url.path in ("/", "/health")
-        if not (is_public or hmac.compare_digest(header, f"Bearer {key}".encode())):
-            raise HTTPException(401, "the API key is missing or wrong")
+        """Calls a handler if the request has the API key or, without one, is of no other site."""
+        path = request.url.path
+        if self.args.api_key and path not in ("/", "/health"):
+            self.check_key(request.headers.get("authorization", ""))
+        if not self.args.api_key and path != "/health":
+            self.check_site(request)
         return await handler(request)
+
+    def check_key(self, header):
+        scheme, _, key = header.partition(" ")
+        key = key.strip().encode("latin-1") if scheme.lower() == "bearer" else b""
+        if not hmac.compare_digest(key, self.args.api_key.encode()):
+            raise HTTPException(401, "the API key is missing or wrong")
+
+    def check_site(self, request):
+        """Refuses what a page of another site can send: a request under a name that its owner made
+        an alias of this address (DNS rebinding), or one that browsers send without asking us."""
+        host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        if not (re.fullmatch(LOCAL, host_name(host)) or host_name(host) in self.args.allow_host):
+            raise HTTPException(403, f"the Host {host!r} is not localhost, an IP address or an "
+                                "--allow-host of this server")
+        content_type, *_ = request.headers.get("content-type", "").split(";")
+        if request.method == "POST" and content_type.strip().lower() != "application/json":
+            raise HTTPException(415, "send the header Content-Type: application/json")
+        if origin is None or {origin, "*"} & {*self.args.allow_origin}:
+            return
+        address = origin.partition("://")[2]
+        if address != host and host_name(address) not in self.args.allow_host:
+            raise HTTPException(403, f"the Origin {origin!r} is not an --allow-origin of this "
+                                "server")
 
     async def refuse(self, request, error):
         status = getattr(error, "status_code", 400 if isinstance(error, InputError) else 500)
@@ -269,7 +304,8 @@ class App:
         except (asyncio.TimeoutError, ClientDisconnect):
             raise HTTPException(408, "the request body did not arrive in time") from None
         self.check_name(body.get("model"))
-        job = Job(body, chat, self)
+        # a thread, as a large body takes long to check
+        job = Job(await asyncio.to_thread(fields.read, body, chat), chat, self)
         if not self.worker.is_alive():
             raise HTTPException(503, "the engine cannot continue; restart the server")
         if self.active + job.count > self.max_active:
@@ -297,7 +333,8 @@ class App:
         await asyncio.to_thread(self.encode, job)
         self.worker.calls.put(partial(self.worker.add, job))
         if job.body["stream"]:
-            response = StreamingResponse(self.events(job), media_type="text/event-stream")
+            response = StreamingResponse(self.events(job), headers=STREAM_HEADERS,
+                                         media_type="text/event-stream")
         else:
             texts = [""] * job.count
             async for index, pieces, *_ in job.parts():
@@ -311,17 +348,23 @@ class App:
     def encode(self, job):
         """Encodes the inputs (messages, strings or token ids) as job.prompts."""
         encoding = self.loaded.encoding
-        longest = self.engine.decoder.capacity - 1
+        encode = partial(encoding.encode, allowed_special="all")
+        encode = encode if job.chat else partial(encode_prompt, encoding)
         for index, value in enumerate(job.inputs):
             if job.chat:
-                ids = encoding.chat(value, **job.template_kwargs)
-            else:
-                ids = encode_prompt(encoding, value) if isinstance(value, str) else value
-            if len(ids) > longest:
-                raise TooLong(f"the prompt has {len(ids)} tokens; this server takes up to "
-                              f"{longest}")
-            check_prompt(self.loaded.model, ids, index)
-            job.prompts += [ids] * job.body["n"]
+                value = encoding.template.render(value, **job.template_kwargs)
+            if isinstance(value, str):
+                self.check_length(encoding.least_tokens(value), "at least ")
+                value = encode(value)
+            self.check_length(len(value))
+            check_prompt(self.loaded.model, value, index)
+            job.prompts += [value] * job.body["n"]
+
+    def check_length(self, tokens, at_least=""):
+        longest = self.engine.decoder.capacity - 1
+        if tokens > longest:
+            raise TooLong(f"the prompt has {at_least}{tokens} tokens; this server takes up to "
+                          f"{longest}")
 
     async def events(self, job):
         """The server-sent events of a stream."""
@@ -383,6 +426,7 @@ def main(args):
     app = App(args, loaded, context)
     gc.freeze()  # else each full collection scans all that was loaded
     server = Server(uvicorn.Config(app.asgi, lifespan="off", log_level="warning",
+                                   timeout_keep_alive=KEEP_ALIVE,
                                    timeout_graceful_shutdown=PATIENCE))
     host, port, *_ = listener.getsockname()
     host = f"[{host}]" if ":" in host else host
