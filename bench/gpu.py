@@ -45,7 +45,7 @@ SIZES = dict(  # name=(value, value with --dry-run)
     new_tokens=(128, 8),
     slots=(32, 2),                               # of the server
     clients=(64, 4),
-    written=(100_000, 2000),                     # tokens to train on
+    written=(100_000, 5000),                     # tokens to train on
     training=(("--steps", "200"), ("--steps", "2", "--block-size", "32")),
     sequences=((1, 32), (1, 2)),                 # of kernels
     trees=((16, 64), (4,)),
