@@ -323,7 +323,7 @@ def test_prompts_are_read_by_replays_on_a_fake_gpu(start):
     assert seen <= {"as_strided", "expand", "device", "to"}, seen
 
 
-@pytest.mark.parametrize("tree_size, kind", [(None, None), (5, "clover")])
+@pytest.mark.parametrize("tree_size, kind", [(None, None), slow(5, "clover")])
 def test_a_server_captures_everything_beforehand(tree_size, kind, start):
     """Bug: a capture while requests run, in any sampling mode or for any number of them; steps of more rows than there
     are sequences; options that were left out are chosen; times that are not learnt."""
