@@ -51,6 +51,7 @@ READ_SIZES = 4, 16, 64
 READ_STEPS = 32    # steps in which to read a prompt
 # exponent of a prompt's tokens in `select_reading`: below 1, as large steps delay other sequences
 READ_VALUE = 0.75
+LONG_PROMPT = 512   # most unread tokens that steps read
 LARGEST_STEP = 512  # most nodes of a step that `capture_all` captures
 MEMORY_LEFT = 0.05  # it stops when less than this share of the GPU's memory is free
 DEFAULT_BATCH = 8    # sequences
@@ -235,11 +236,10 @@ class Policy:
             shorter = bisect(reading, T)  # prompts of which T nodes read all that is unread
             read = sums[shorter] + T ** READ_VALUE * (len(reading) - shorter)
             return (read + (len(unread) - len(reading)) * tokens) / seconds(option)
-        least = reading[-1] / READ_STEPS
         options = self.possible(B, self.reading_options)
         limit = 2 * seconds(max(options, key=rate))
         options = [option for option in options if seconds(option) <= limit]
-        fast = [option for option in options if option[0] >= least]
+        fast = [option for option in options if option[0] * READ_STEPS >= reading[-1]]
         return max(fast, key=rate) if fast else max(options)
 
     def possible(self, B, options):
@@ -439,7 +439,7 @@ def long_prompt(model):
     """How many unread tokens make it faster to read a prompt by itself, in a pass that is not
     captured, than by steps of 64 nodes."""
     steps = EAGER_SECONDS * model.config.n_layer / guessed_seconds(model)
-    return min(MAX_TREE * math.ceil(steps), 512)
+    return min(MAX_TREE * math.ceil(steps), LONG_PROMPT)
 
 
 def bucket(rows):
@@ -451,7 +451,7 @@ def bucket(rows):
 # The decoder
 
 class Batch(NamedTuple):
-    """What a step reads of the sequences that it runs, B of N slots."""
+    """What a step reads of the sequences that it runs, B of all slots."""
     slots: torch.Tensor | None  # int64 [B]; None: all
     lengths: torch.Tensor       # int32 [B]: committed rows
     root: torch.Tensor          # int64 [B]: the newest token, not yet in the cache
@@ -471,15 +471,15 @@ def make_batch(slots, lengths, integers, floats):
 
 @dataclass
 class Slots:
-    """The state of N sequences, one per slot."""
+    """The state of all sequences, one per slot."""
     cache: KVCache
     heads_cache: KVCache    # of the augmenting block
-    integers: torch.Tensor  # int64 [4, N]: INTEGER_FIELDS
-    floats: torch.Tensor    # float32 [3, N]: FLOAT_FIELDS
-    state: torch.Tensor     # [N, C]: what the heads draft from
-    history: torch.Tensor   # int32 [N, > capacity]: all tokens up to the root, for lookup
-    ends: torch.Tensor      # int32 [N]: index of the prompt's last token
-    active: torch.Tensor    # int32 [N]: 0 for an idle slot
+    integers: torch.Tensor  # int64 [4, slots]: INTEGER_FIELDS
+    floats: torch.Tensor    # float32 [3, slots]: FLOAT_FIELDS
+    state: torch.Tensor     # [slots, C]: what the heads draft from
+    history: torch.Tensor   # int32 [slots, > capacity]: tokens up to the root, for lookup
+    ends: torch.Tensor      # int32 [slots]: index of the prompt's last token
+    active: torch.Tensor    # int32 [slots]: 0 for an idle slot
 
     def __post_init__(self):
         self.all = make_batch(None, self.cache.lengths, self.integers, self.floats)
@@ -558,7 +558,7 @@ def decoder_class(model, heads):
 
 
 class Decoder:
-    """Decodes B sequences step by step, one in each slot.
+    """Decodes up to batch_size sequences step by step, one in each slot. A step runs B of them.
 
     policy: a `Policy`, which names the drafters. Its heads read every accepted token, even in steps
     that they do not draft. capacity: most tokens of a sequence, prompt included; default: the
@@ -781,15 +781,14 @@ class Decoder:
                  if B * T <= LARGEST_STEP or T <= READ_SIZES[0] or T == policy.tree_size]
         needed = 1, policy.tree_size
         steps.sort(key=lambda step: (step[1] not in needed, -step[0] * step[1], step))
-        policy.captured = set()
+        captured = policy.captured = set()
         for step in progress(steps):
             free, total = torch.cuda.mem_get_info(self.device)
             if free < MEMORY_LEFT * total:
                 break
             with contextlib.suppress(torch.OutOfMemoryError), self.context():
                 self.capture_modes(*step)
-        least = policy.tree_size or 1
-        self.batch_sizes = sorted({B for B, T, _ in policy.captured if T == least})
+        self.batch_sizes = sorted({B for B, T, _ in captured if T == (policy.tree_size or 1)})
         self.B = self.batch_size
 
     def capture_modes(self, B, *option):

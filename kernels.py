@@ -22,7 +22,7 @@ It launches the kernel on CUDA tensors, and on CPU tensors if TRITON_INTERPRET=1
 import; otherwise, in float64, and if a gradient is required, it calls the reference. Inputs may
 have any strides unless noted. docs/kernels.md explains the choices and has measurements.
 
-Letters: B sequences of a batch, N in the caches, T tree nodes, L layers, S cache capacity, Hq and
+Letters: B sequences of a batch, T tree nodes, L layers, S cache capacity, Hq and
 Hkv query and key/value heads, G = Hq / Hkv, D head size, C hidden size, V vocabulary, M rows
 (hidden states), P nodes of a path, K depths and W beams of a draft."""
 
@@ -253,19 +253,19 @@ def _combine_splits_kernel(
 def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=None, window=0,
                    slots=None):
     """Attention of tree nodes over the committed cache and their ancestors: q [B, T, Hq, D], caches
-    [B, Hkv, S, D] -> [B, T, Hq, D]. Cache row lengths[b] + j must hold node j; rows that no node
-    sees may hold anything. ancestors: bit j of node i is set if j is i or an ancestor of i. A node
+    [slots, Hkv, S, D] -> [B, T, Hq, D]. Cache row lengths[b] + j must hold node j; rows that no
+    node sees may hold anything. ancestors: bit j of node i is set if j is i or its ancestor. A node
     that sees nothing gives zeros. scale: default D ** -0.5. slopes [Hq]: for ALiBi. window: how
     many positions a node sees, its own included; 0: all. float64 caches take the reference. slots
-    int64 [B]: sequence b uses cache and length slots[b] of N; None: b of B."""
-    B, T, Hq, D, N, Hkv, S = _sizes(
-        "q B T Hq D real, k_cache/v_cache N Hkv S D same|float64, lengths N int32, "
+    int64 [B]: sequence b has cache and length slots[b]; None: b, of B slots."""
+    B, T, Hq, D, n_slots, Hkv, S = _sizes(
+        "q B T Hq D real, k_cache/v_cache slots Hkv S D same|float64, lengths slots int32, "
         "ancestors B T int64, slopes Hq float32, slots B int64",
         q, k_cache, v_cache, lengths, ancestors, slopes, slots)
     _check(T <= min(S, 64) and 16 <= D <= 256 and Hq % Hkv == 0 and window >= 0
            and k_cache.dtype == v_cache.dtype, "T <= min(S, 64), 16 <= D <= 256, Hq % Hkv == 0, "
            "window >= 0, caches of one dtype", q, k_cache, v_cache, window)
-    _check_slots(slots, B, N)
+    _check_slots(slots, B, n_slots)
     if not runs_triton(k_cache, v_cache, q):
         return tree_attention_reference(
             q, k_cache, v_cache, lengths, ancestors, scale, slopes, window, slots)
@@ -682,11 +682,11 @@ def commit_path(kv, lengths, path, count, slots=None):
     """Moves the accepted nodes' keys and values to the front of their tree, in place, in all layers
     of kv [L, 2, B, Hkv, S, D]. path [B, P]: ascending nodes from 0; the first count[b] are used.
     slots: as in `tree_attention`."""
-    L, N, Hkv, S, D, B, P = _sizes(
-        "kv L 2 N Hkv S D real, lengths N int32, path B P int, count B int, slots B int64",
+    L, n_slots, Hkv, S, D, B, P = _sizes(
+        "kv L 2 slots Hkv S D real, lengths slots int32, path B P int, count B int, slots B int64",
         kv, lengths, path, count, slots)
     _check(P <= 64, "a path of at most 64 nodes", path)
-    _check_slots(slots, B, N)
+    _check_slots(slots, B, n_slots)
     if not runs_triton(kv):
         return commit_path_reference(kv, lengths, path, count, slots)
     BLOCK_P, BLOCK_D = map(triton.next_power_of_2, (P, D))
@@ -977,14 +977,14 @@ def rope_cache(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5, s
     and value heads in this order, overwritten. rope: as in `rotate`, or None. kv [2, B, Hkv, S, D]:
     a layer's cache; float64 takes the reference. q_weight, k_weight [D]: RMSNorm, or None. slots:
     as in `tree_attention`."""
-    B, T, H, D, N, Hkv, S = _sizes(
-        "qkv B T H D real, kv 2 N Hkv S D same|float64, rope B T 2 D same, lengths N int, "
+    B, T, H, D, n_slots, Hkv, S = _sizes(
+        "qkv B T H D real, kv 2 slots Hkv S D same|float64, rope B T 2 D same, lengths slots int, "
         "q_weight/k_weight D same, slots B int64",
         qkv, kv, rope, lengths, q_weight, k_weight, slots)
     _check(H > 2 * Hkv and T <= S and (rope is None or D % 2 == 0)
            and (q_weight is None) == (k_weight is None), "H > 2 Hkv, T <= S, even D for a "
            "rotation, both weights or none", qkv, kv, q_weight, k_weight)
-    _check_slots(slots, B, N)
+    _check_slots(slots, B, n_slots)
     if not runs_triton(kv, qkv):
         return rope_cache_reference(qkv, rope, kv, lengths, q_weight, k_weight, eps, slots)
     tables = map(_contiguous, (rope, q_weight, k_weight))
@@ -1240,11 +1240,12 @@ def ngram_lookup(history, lengths, n, slots=None):
     """Proposes n tokens by n-gram lookup -> int64 [B, 1 + n]: the length of the match, 0 to 4, then
     the tokens, which are -1 if there is no match. history: int32 [B, S]. lengths: the index of the
     newest token, int32 [B]. slots: as in `tree_attention`."""
-    N, S, *B = _sizes("history N S int32, lengths N int32, slots B int64", history, lengths, slots)
+    n_slots, S, *B = _sizes(
+        "history slots S int32, lengths slots int32, slots B int64", history, lengths, slots)
     _check(S < 2**28 and 1 <= n <= 63, "texts under 2^28 tokens and 1 <= n <= 63", history, n)
     if not runs_triton(history):
         return ngram_lookup_reference(history, lengths, n, slots)
-    B, = B or [N]
+    B, = B or [n_slots]
     chain = history.new_empty(B, 1 + n, dtype=torch.int64)
     inputs = map(_contiguous, (history, lengths, slots))
     _launch(_ngram_lookup_kernel, (B,), *inputs, chain, S, n,
@@ -1458,11 +1459,11 @@ def prompt_chain(history, lengths, ends, tree, probabilities, lookup=None, slots
     and `ngram_lookup`; a replaced tree has no sources and no match. slots: as in
     `tree_attention`."""
     outputs = *tree, probabilities, lookup
-    N, S, B, T, *_ = _sizes(
-        "history N S int32, lengths/ends N int32, tokens/parents/depths/ancestors/sources B T "
-        "int64, probabilities B T float32, lookup B m int64, slots B int64", history, lengths, ends,
-        *outputs, slots)
-    _check_slots(slots, B, N)
+    n_slots, S, B, T, *_ = _sizes(
+        "history slots S int32, lengths/ends slots int32, tokens/parents/depths/ancestors/sources "
+        "B T int64, probabilities B T float32, lookup B m int64, slots B int64",
+        history, lengths, ends, *outputs, slots)
+    _check_slots(slots, B, n_slots)
     is_contiguous = all(x.is_contiguous() for x in outputs if x is not None)
     _check(T <= 64 and is_contiguous, "T <= 64, contiguous outputs", *tree)
     n = 0 if lookup is None else lookup.shape[1] - 1
@@ -1569,15 +1570,15 @@ def accept_path(tokens, parents, depths, ancestors, sources, target, active, max
     the model's own next token at each node. active: 1, or 0 for an idle sequence, whose number and
     index are 0. temperature: [B]. counts [2, SOURCES, 2] is updated in place, see above. known:
     (history, lengths, ends) as in `prompt_chain`, of prompts that may have unread tokens. slots: as
-    in `tree_attention`; active and known have N sequences."""
+    in `tree_attention`; active and known are of all slots."""
     tree = tokens, parents, depths, ancestors, sources
     history, lengths, ends = known or (None, None, None)
-    B, T, N, *_ = _sizes(
-        "tokens/parents/depths/ancestors/sources/target B T int64, active N int32, temperature B "
-        f"float32, counts 2 {SOURCES} 2 float64, lookup B m int64, history N S int32, lengths/ends "
-        "N int32, slots B int64", *tree, target, active, temperature, counts, lookup, history,
-        lengths, ends, slots)
-    _check_slots(slots, B, N)
+    B, T, n_slots, *_ = _sizes(
+        "tokens/parents/depths/ancestors/sources/target B T int64, active slots int32, "
+        f"temperature B float32, counts 2 {SOURCES} 2 float64, lookup B m int64, history slots S "
+        "int32, lengths/ends slots int32, slots B int64", *tree, target, active, temperature,
+        counts, lookup, history, lengths, ends, slots)
+    _check_slots(slots, B, n_slots)
     n = 0 if lookup is None else lookup.shape[1] - 1
     _check(T <= 64 and 1 <= max_path <= 64 and counts.is_contiguous(),
            "T <= 64, 1 <= max_path <= 64, contiguous counts", tokens, max_path, counts)
@@ -1664,14 +1665,15 @@ def _advance_kernel(
 
 def advance(packed, lengths, root, history=None, states=None, state=None, slots=None):
     """Appends the tokens of accepted paths to their sequences, in place. packed: from
-    `accept_path`, int64 [B, 3 P + 2]. lengths: int32 [N], index of the root. root: int64 [N], the
-    newest token. history: int32 [N, S]. states [B, P, C] of the path's nodes: the last one's
-    becomes state [N, C]. A path of no tokens changes nothing. slots: as in `tree_attention`."""
-    B, n, N, *_ = _sizes(
-        "packed B n int64, lengths N int32, root N int64, history N S int32, states B P C real, "
-        "state N C real, slots B int64",
+    `accept_path`, int64 [B, 3 P + 2]. lengths: int32 [slots], index of the root. root: int64
+    [slots], the newest token. history: int32 [slots, S]. states [B, P, C] of the path's nodes: the
+    last one's becomes state [slots, C]. A path of no tokens changes nothing. slots: as in
+    `tree_attention`."""
+    B, n, n_slots, *_ = _sizes(
+        "packed B n int64, lengths slots int32, root slots int64, history slots S int32, "
+        "states B P C real, state slots C real, slots B int64",
         packed, lengths, root, history, states, state, slots)
-    _check_slots(slots, B, N)
+    _check_slots(slots, B, n_slots)
     outputs = lengths, root, history, state
     P = (n - 2) // 3
     _check(all(x is None or x.is_contiguous() for x in outputs) and (states is None or (
@@ -1898,8 +1900,8 @@ DTYPES = dict(float="float32|float16|bfloat16", real="float32|float16|bfloat16|f
 CANDIDATES = "joint B K n float32, tokens/parents B K n int64"
 
 
-def _check_slots(slots, B, N):
-    _check(slots is not None or B == N, "slots, or as many sequences in all tensors", B, N)
+def _check_slots(slots, B, n_slots):
+    _check(slots is not None or B == n_slots, "slots, or B sequences in all tensors", B, n_slots)
 
 
 def _check(condition, expected, *got):

@@ -74,9 +74,9 @@ class GPTConfig:
 
 @dataclass(eq=False)
 class KVCache:
-    """Keys and values of N sequences."""
-    kv: torch.Tensor       # [L, 2, N, Hkv, S, D]
-    lengths: torch.Tensor  # int32 [N]: committed rows
+    """Keys and values of sequences, one per slot."""
+    kv: torch.Tensor       # [L, 2, slots, Hkv, S, D]
+    lengths: torch.Tensor  # int32 [slots]: committed rows
     slots: torch.Tensor | None = None  # int64 [B]: the sequences of a batch; None: all
 
     def one(self, slot):

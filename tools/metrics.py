@@ -27,9 +27,8 @@ class Metrics:
     def text(self, model_name, running, waiting):
         """All metrics: Clover's, then the same and others by vLLM's names, which dashboards know.
         running, waiting: numbers of sequences."""
-        output = self.output
         # copies, as the worker's thread goes on counting
-        output = Output(shapes=output.shapes.copy(), guesses=output.guesses.copy())
+        output = Output(shapes=self.output.shapes.copy(), guesses=self.output.guesses.copy())
         tokens = sum(tokens for _, tokens in output.sizes.values())
         drafted = {T: steps for T, (steps, _) in output.sizes.items() if T > 1}
         positions = Counter()

@@ -255,14 +255,14 @@ def load_tokens(paths, encoding, split):
     return encode_splits(paths, [split], encoding)[split]
 
 
-def digest(*parts):
+def hash_of(*parts):
     return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
 
 
 def format_key(encoding):
     """16 hex digits: a hash of the tokenizer, the chat template and its variables."""
     template = encoding.template and (encoding.template.source, encoding.template.variables)
-    return digest(encoding.hash, encoding.prefix, template)
+    return hash_of(encoding.hash, encoding.prefix, template)
 
 
 def tokens_key(paths, encoding):
@@ -270,7 +270,7 @@ def tokens_key(paths, encoding):
     groups = map(builtin_corpus, SPLITS) if paths is None else map(find_files, paths)
     files = sorted((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns)
                    for file in itertools.chain(*groups))
-    return digest(format_key(encoding), files, TEXT_SUFFIXES, PIECE)
+    return hash_of(format_key(encoding), files, TEXT_SUFFIXES, PIECE)
 
 
 def store_tokens(file, key, paths, encoding, vocab_size):
