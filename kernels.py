@@ -335,7 +335,8 @@ def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None
 #
 #   project_topk     logits = hidden @ weight.T; the k largest of logits - logsumexp(logits)
 #   project_sample   argmax_t(logits_t / temperature + gumbel(seed, sequence, position, t)), which
-#                    samples softmax(logits / temperature); at temperature 0 argmax_t(logits_t)
+#                    samples softmax(logits / temperature); at temperature 0 argmax_t(logits_t);
+#                    with masks, over the tokens t whose bit t % 32 of word t // 32 is set
 #
 # Bytes: V * C elements of weight, read once. FLOPs: 2 * M * V * C. Two programs per multiprocessor
 # walk the vocabulary in tiles, each with a running log-sum-exp and a list of its best tokens, and a
@@ -418,6 +419,23 @@ def per_row(x, rows):
 
 
 @triton.jit
+def _allowed(masks_ptr, row, columns, V):
+    """Whether these columns' bits are set in a row of masks; not beyond V."""
+    words = masks_ptr + row.to(tl.int64) * ((V + 31) // 32) + columns // 32
+    return (tl.load(words, mask=columns < V, other=0) >> columns % 32) & 1 != 0
+
+
+def mask_logits(logits, masks):
+    """logits [M, V] with -inf for the tokens that masks forbid, int32 [M, ceil(V / 32)] with a bit
+    for each token; None: allow all."""
+    if masks is None:
+        return logits
+    bits = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device)
+    forbidden = (bits & 1 == 0).flatten(1)[:, :logits.shape[1]]
+    return logits.masked_fill(forbidden, -math.inf)
+
+
+@triton.jit
 def _order(x):
     """float32 -> int32 in the same order."""
     bits = tl.where(x == 0.0, 0, x.to(tl.int32, bitcast=True))  # -0.0 is 0.0
@@ -454,7 +472,7 @@ def _take_best(entries, best):
 @triton.jit(do_not_specialize=["M", "T", "V", "programs"])
 def _project_kernel(
     hidden_ptr, weight_ptr, vocab_ids_ptr, temperature_ptr, seed_ptr, sequence_ptr, position_ptr,
-    entries_ptr, lse_ptr, stride_hm, stride_hc, stride_wv, stride_wc,
+    masks_ptr, entries_ptr, lse_ptr, stride_hm, stride_hc, stride_wv, stride_wc,
     programs, M, T, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
     BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
@@ -500,6 +518,9 @@ def _project_kernel(
             # [BLOCK_M, BLOCK_V]
             scores = tl.trans(acc) if VOCABULARY_FIRST else acc
             scores = tl.where((column < V)[None, :] & (scores == scores), scores, float("-inf"))
+            if masks_ptr is not None:
+                scores = tl.where(_allowed(masks_ptr, row, column[None, :], V), scores,
+                                  float("-inf"))
             acc = tl.zeros(acc.shape, tl.float32)
             if sequence_ptr is not None:
                 ids = token.to(tl.uint32)[None, :]
@@ -548,7 +569,8 @@ def _merge_lists_kernel(
             tl.store(logprobs_ptr + row * k + slot, logprob)
 
 
-def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(None,) * 4):
+def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(None,) * 4,
+                    masks=None):
     """Launches both kernels -> tokens [M, k]; fills logprobs [M, k] unless None."""
     M, C = hidden.shape
     vocab_ids = _contiguous(vocab_ids)
@@ -569,7 +591,7 @@ def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(Non
     n = programs * BLOCK_K
     BLOCK_ENTRIES = triton.next_power_of_2(n)
     _launch(_project_kernel, (m_tiles, programs),
-            hidden, weight, vocab_ids, *noise, entries, lse, *_strides(hidden),
+            hidden, weight, vocab_ids, *noise, masks, entries, lse, *_strides(hidden),
             *_strides(weight), programs, M, T, V, C=C, BLOCK_K=BLOCK_K, **blocks)
     _launch(_merge_lists_kernel, (M,),
             entries, lse, vocab_ids, logprobs, tokens, programs, n, k,
@@ -577,12 +599,13 @@ def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(Non
     return tokens
 
 
-def _check_head(hidden, weight, temperature, seed, sequence, position, vocab_ids=None):
+def _check_head(hidden, weight, temperature, seed, sequence, position, vocab_ids=None, masks=None):
     M, *_ = _sizes(
         "hidden M C real, weight V C same, sequence B int, position M int, temperature B float32, "
-        "seed B int64, vocab_ids n int32",
-        hidden, weight, sequence, position, temperature, seed, vocab_ids)
+        "seed B int64, vocab_ids n int32, masks M words int32",
+        hidden, weight, sequence, position, temperature, seed, vocab_ids, masks)
     _check(sequence is None or M % len(sequence) == 0, "M / B rows per sequence", hidden, sequence)
+    _check_masks(masks, len(weight))
 
 
 def project_topk(hidden, weight, k, vocab_ids=None, noise=None):
@@ -617,21 +640,23 @@ def best_tokens(logits, k, vocab_ids=None, noise=None):
     return logits.log_softmax(-1).gather(1, columns), tokens[columns].long()
 
 
-def project_sample(hidden, weight, temperature, seed, sequence, position):
+def project_sample(hidden, weight, temperature, seed, sequence, position, masks=None):
     """The model's next token for each row of hidden [M, C] -> int64 [M]: argmax at temperature 0,
     otherwise a sample; ties go to the lowest id. weight: [V, C]. temperature: a number or float32
-    [B]. The rest as in `gumbel`."""
-    _check_head(hidden, weight, temperature, seed, sequence, position)
+    [B]. masks: as in `mask_logits`. The rest as in `gumbel`."""
+    _check_head(hidden, weight, temperature, seed, sequence, position, masks=masks)
     if not runs_triton(hidden):
-        return project_sample_reference(hidden, weight, temperature, seed, sequence, position)
+        return project_sample_reference(hidden, weight, temperature, seed, sequence, position,
+                                        masks)
+    masks = _contiguous(masks)
     if not isinstance(temperature, torch.Tensor) and temperature == 0:
-        return _project_triton(hidden, weight, 1)[:, 0]
+        return _project_triton(hidden, weight, 1, masks=masks)[:, 0]
     noise = [filled(x, hidden, len(sequence)) for x in (temperature, seed, sequence, position)]
-    return _project_triton(hidden, weight, 1, noise=noise)[:, 0]
+    return _project_triton(hidden, weight, 1, noise=noise, masks=masks)[:, 0]
 
 
-def project_sample_reference(hidden, weight, temperature, seed, sequence, position):
-    logits = float_logits(hidden, weight)
+def project_sample_reference(hidden, weight, temperature, seed, sequence, position, masks=None):
+    logits = mask_logits(float_logits(hidden, weight), masks)
     return gumbel_argmax(logits, temperature, seed, sequence, position)
 
 
@@ -1272,7 +1297,7 @@ def ngram_lookup_reference(history, lengths, n, slots=None):
 #
 #   head candidate       p = a + (b - a) * (x - i), x = -4 * joint log-probability, i = floor(x),
 #                        a = chances[mode, i], b = chances[mode, i + 1]
-#   j-th token of chain  p = chances[mode, BINS + match] ** j, match: its length
+#   j-th token of chain  p = chances[mode, BINS + match] ** j, match: its length, or SCHEMA
 #
 # p estimates the acceptance probability; mode is 1 if temperature > 0. The same token under the
 # same parent is one node, with the larger p. Ties go to the shallower node, then to the lower
@@ -1281,7 +1306,8 @@ def ngram_lookup_reference(history, lengths, n, slots=None):
 # chances fall along the bins.
 
 BINS = 41  # of joint log-probability, a quarter nat each; the last one holds all from -10 down
-SOURCES = BINS + 5  # bins, and the match lengths 0 to 4
+SCHEMA = 5  # stands in the place of a match length for a chain of forced text
+SOURCES = BINS + 6  # bins, the match lengths 0 to 4, and SCHEMA
 
 
 @triton.jit(do_not_specialize=["count", "n", "n_chain", "T"])
@@ -1321,11 +1347,11 @@ def _best_tree_kernel(
     power = 1.0
     last = count  # column of the chain's previous node
     for step in range(1, tl.where(match > 0, n_chain, 0) + 1):
-        power *= factor
         guess = tl.load(lookup_ptr + step)
+        power = tl.where(guess >= 0, power * factor, -1.0)  # after the chain's end
         same = (chance >= 0) & (depth == step) & (above == last) & (token == guess)
         twin = tl.max(tl.where(same, column, -1), 0)  # the heads' candidate for the same node
-        own = (column == count + step) & (twin < 0)
+        own = (column == count + step) & (twin < 0) & (guess >= 0)
         above = tl.where(own, last, above)
         token = tl.where(own, guess, token)
         last = tl.where(twin < 0, count + step, twin)
@@ -1357,7 +1383,8 @@ def best_tree(root, candidates, lookup, chances, temperature, tree_size):
     int64 [B, T], and acceptance probabilities, float32 [B, T]. Node 0 is the root, then come the
     likeliest; padding is 0 in all but sources. ancestors: as in `tree_attention`. sources: a bin
     for heads, BINS + match for the chain, -1 for the root and padding. candidates: from
-    `select_candidates`; lookup: from `ngram_lookup`; one may be None. chances: [2, SOURCES]."""
+    `select_candidates`; lookup: from `ngram_lookup`, or a match of SCHEMA and a chain that ends
+    before its first -1; one may be None. chances: [2, SOURCES]."""
     _sizes(f"root B int64, {CANDIDATES}, lookup B m int64, chances 2 {SOURCES} float32, "
            "temperature B float32", root, *(candidates or [None] * 3), lookup, chances, temperature)
     B = len(root)
@@ -1398,6 +1425,7 @@ def best_tree_reference(root, candidates, lookup, chances, temperature, tree_siz
             if parent >= 0:
                 pool[paths[-1]] = node
         match, *chain = [0] if lookup is None else lookup[b].tolist()
+        chain = chain[:[*chain, -1].index(-1)]
         chance = torch.ones(())
         for j in range(1, 1 + len(chain) * (match > 0)):
             chance = chance * chances[b, BINS + match]
@@ -1498,13 +1526,15 @@ def prompt_chain_reference(history, lengths, ends, tree, probabilities, lookup=N
 # target token is the known one, whatever the model would have sampled.
 #
 # counts[mode, source] += (right, tried), from which `chances` are estimated. Heads: nodes that were
-# accepted, and all. Chain: tokens that were emitted, and these with the first wrong one.
+# accepted, and all. Chain: tokens that were emitted, and these with the first wrong one. A sequence
+# with a grammar (active: 2) counts only chains of forced text.
 
 @triton.jit(do_not_specialize=["T", "P", "n"])
 def _accept_path_kernel(
     tokens_ptr, parents_ptr, depths_ptr, ancestors_ptr, sources_ptr, target_ptr, active_ptr,
     temperature_ptr, lookup_ptr, history_ptr, lengths_ptr, ends_ptr, slots_ptr, counts_ptr, out_ptr,
-    T, P, n, S, BINS: tl.constexpr, SOURCES: tl.constexpr, BLOCK_T: tl.constexpr,
+    T, P, n, S, BINS: tl.constexpr, SCHEMA: tl.constexpr, SOURCES: tl.constexpr,
+    BLOCK_T: tl.constexpr,
 ):
     """Program b: the path of one sequence."""
     b = tl.program_id(0).to(tl.int64)
@@ -1542,21 +1572,22 @@ def _accept_path_kernel(
     source = tl.load(sources_ptr + offsets, mask=mask, other=-1)
     tl.store(out_ptr + 2 * P + depth, source, mask=on_path)
     tl.store(out_ptr + 2 * P + node, zero - 1, mask=rest)
-    tl.store(out_ptr + 3 * P, (last + 1) * active)
-    tl.store(out_ptr + 3 * P + 1, last * active)
+    tl.store(out_ptr + 3 * P, tl.where(active > 0, last + 1, 0))
+    tl.store(out_ptr + 3 * P + 1, tl.where(active > 0, last, 0))
 
     counts_ptr += tl.where(tl.load(temperature_ptr + b) > 0, 2 * SOURCES, 0)
-    counted = (active > 0) & (node > 0) & (ancestors != 0) & (source >= 0) & (source < BINS)
+    counted = (active == 1) & (node > 0) & (ancestors != 0) & (source >= 0) & (source < BINS)
     tl.atomic_add(counts_ptr + 2 * source, 1.0, mask=counted & on_path)
     tl.atomic_add(counts_ptr + 2 * source + 1, 1.0, mask=counted)
     if lookup_ptr is not None:
         lookup_ptr += b * (n + 1)
         match = tl.load(lookup_ptr)
         compared = on_path & (depth < n)
-        wrong = compared & (target != tl.load(lookup_ptr + 1 + depth, mask=compared, other=-1))
+        guess = tl.load(lookup_ptr + 1 + depth, mask=compared, other=0)
         end = tl.minimum(last + 1, n)
-        right = tl.min(tl.where(wrong, depth, end), 0)
-        counted = (active > 0) & (match > 0)
+        end = tl.min(tl.where(compared & (guess < 0), depth, end), 0)  # of a shorter chain
+        right = tl.min(tl.where(compared & (target != guess), tl.minimum(depth, end), end), 0)
+        counted = (match > 0) & ((active == 1) | (active == 2) & (match == SCHEMA))
         counts_ptr += 2 * (BINS + match)
         tl.atomic_add(counts_ptr, right.to(tl.float32), mask=counted)
         tl.atomic_add(counts_ptr + 1, tl.minimum(right + 1, end).to(tl.float32), mask=counted)
@@ -1567,8 +1598,8 @@ def accept_path(tokens, parents, depths, ancestors, sources, target, active, max
     """The accepted path of each tree of `best_tree`, at most P = max_path nodes -> int64 [B, 3 P +
     2]: the path's target tokens, which are emitted (P), its nodes, root first (P), their sources
     (P), their number, and the index of the last. A shorter path is padded with the root. target:
-    the model's own next token at each node. active: 1, or 0 for an idle sequence, whose number and
-    index are 0. temperature: [B]. counts [2, SOURCES, 2] is updated in place, see above. known:
+    the model's own next token at each node. active: 1, 2 for a sequence with a grammar, or 0 for an
+    idle one, whose number and index are 0. temperature: [B]. counts [2, SOURCES, 2] is updated in place, see above. known:
     (history, lengths, ends) as in `prompt_chain`, of prompts that may have unread tokens. slots: as
     in `tree_attention`; active and known are of all slots."""
     tree = tokens, parents, depths, ancestors, sources
@@ -1589,8 +1620,8 @@ def accept_path(tokens, parents, depths, ancestors, sources, target, active, max
     S = history.shape[1] if known else 0
     inputs = *tree, target, active, temperature, lookup, history, lengths, ends, slots
     _launch(_accept_path_kernel, (B,), *map(_contiguous, inputs), counts, out, T, max_path, n, S,
-            BINS=BINS, SOURCES=SOURCES, BLOCK_T=triton.next_power_of_2(max(T, max_path)),
-            num_warps=1)
+            BINS=BINS, SCHEMA=SCHEMA, SOURCES=SOURCES,
+            BLOCK_T=triton.next_power_of_2(max(T, max_path)), num_warps=1)
     return out
 
 
@@ -1616,16 +1647,17 @@ def accept_path_reference(tokens, parents, depths, ancestors, sources, target, a
         path += [0] * (max_path - count)
         targets = [target[i] for i in path]
         rows.append([*targets, *path, *[sources[i] for i in path],
-                     count * active, (count - 1) * active])
+                     *((count, count - 1) if active else (0, 0))])
         if active:
             added = counts[int(temperature[b] > 0)]
             for i, source in enumerate(sources):
-                if i and ancestors[i] and 0 <= source < BINS:
+                if i and ancestors[i] and 0 <= source < BINS and active == 1:
                     added[source] += added.new_tensor([i in path, 1])
             match, *chain = [0] if lookup is None else lookup[b].tolist()
+            chain = chain[:[*chain, -1].index(-1)]
             equal = [guess == token for guess, token in zip(chain, targets[:count])]
             right = [*equal, False].index(False)
-            if match:
+            if match and active in (1, 1 + (match == SCHEMA)):
                 added[BINS + match] += added.new_tensor([right, min(right + 1, len(equal))])
     return torch.tensor(rows, device=depths.device)
 
@@ -1708,7 +1740,8 @@ def advance_reference(packed, lengths, root, history=None, states=None, state=No
 #   x = logits / temperature. Keep the top_k largest; of these the fewest whose mass, the sum of
 #   exp(x), reaches top_p of the total (arXiv 1904.09751); of these the tokens with at least min_p
 #   times the largest mass (arXiv 2407.01082). Among the kept tokens take
-#   argmax(x + gumbel(seed, sequence, position, token)); at temperature 0 argmax(logits).
+#   argmax(x + gumbel(seed, sequence, position, token)); at temperature 0 argmax(logits). With masks,
+#   as in project_sample, x is -inf for all other tokens.
 #
 # Bytes: M * V float32 logits, read once for the mass and the largest x of up to 1,024 groups. All
 # later reads are of the groups that reach a floor, a bound below which no token is kept: few, if
@@ -1717,9 +1750,12 @@ def advance_reference(packed, lengths, root, history=None, states=None, state=No
 # it. If a share s of the floor's mass is kept, that takes 1 - ln(s) reads on average.
 
 @triton.jit
-def _load_logits(logits_ptr, columns, V, temperature):
-    """logits / temperature in float32; NaN is -inf."""
-    x = tl.load(logits_ptr + columns, mask=columns < V, other=float("-inf"))
+def _load_logits(logits_ptr, masks_ptr, columns, V, temperature):
+    """logits / temperature in float32; NaN is -inf, like tokens that the row's mask forbids."""
+    mask = columns < V
+    if masks_ptr is not None:
+        mask = _allowed(masks_ptr, tl.full([], 0, tl.int64), columns, V)
+    x = tl.load(logits_ptr + columns, mask=mask, other=float("-inf"))
     x /= tl.where(temperature > 0, temperature, 1.0)
     return tl.where(x == x, x, float("-inf"))
 
@@ -1734,7 +1770,7 @@ def _column(entry, V):
 def _look(row, groups, floor, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The number, the mass and the best entry of the tokens with _order(x) >= floor; a result that
     the caller ignores is compiled away. groups: sorted entries of each group's largest x."""
-    logits_ptr, V, temperature, low, high, row_max = row
+    logits_ptr, masks_ptr, V, temperature, low, high, row_max = row
     column = tl.arange(0, COLUMNS)[None, :]
     number = tl.zeros([ROWS, COLUMNS], tl.int32)
     mass = tl.zeros([ROWS, COLUMNS], tl.float32)
@@ -1742,7 +1778,7 @@ def _look(row, groups, floor, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     for start in range(0, tl.sum((groups >> 32 >= floor).to(tl.int32), 0), ROWS):
         group = tl.gather(groups, start + tl.arange(0, ROWS), 0).to(tl.int32) ^ NO_TOKEN
         columns = (column // 8 * groups.shape[0] + group[:, None]) * 8 + column % 8
-        x = _load_logits(logits_ptr, columns, V, temperature)
+        x = _load_logits(logits_ptr, masks_ptr, columns, V, temperature)
         scores = _add_noise(x, temperature, low, high, columns.to(tl.uint32))
         above = _order(x) >= floor
         number += above.to(tl.int32)
@@ -1754,8 +1790,8 @@ def _look(row, groups, floor, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit
 def _look_above(row, groups, entry, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
     """The mass and the best entry of the tokens with a larger x than an entry's."""
-    logits_ptr, V, temperature, low, high, row_max = row
-    x = _load_logits(logits_ptr, _column(entry, V), V, temperature)
+    logits_ptr, masks_ptr, V, temperature, low, high, row_max = row
+    x = _load_logits(logits_ptr, masks_ptr, _column(entry, V), V, temperature)
     number, mass, best = _look(row, groups, _order(x).to(tl.int64) + 1, ROWS, COLUMNS)
     return mass, best
 
@@ -1763,27 +1799,29 @@ def _look_above(row, groups, entry, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
 @triton.jit(do_not_specialize=["T"])
 def _filtered_sample_kernel(
     logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, sequence_ptr,
-    position_ptr, tokens_ptr, T, V,
+    position_ptr, masks_ptr, tokens_ptr, T, V,
     GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
 ):
     """Program m: samples row m. Group g has columns 8 g to 8 g + 7 of every 8 * GROUPS."""
     m = tl.program_id(0).to(tl.int64)
     b = m // T
     logits_ptr += m * V
+    if masks_ptr is not None:
+        masks_ptr += m * ((V + 31) // 32)
     temperature = tl.load(temperature_ptr + b)
     group = tl.arange(0, GROUPS)
     largest = tl.full([GROUPS], FINITE_MIN, tl.float32)
     mass = tl.zeros([GROUPS], tl.float32)
     for start in range(0, V, 8 * GROUPS):
         columns = start + group[:, None] * 8 + tl.arange(0, 8)[None, :]
-        x = _load_logits(logits_ptr, columns, V, temperature)  # [GROUPS, 8]
+        x = _load_logits(logits_ptr, masks_ptr, columns, V, temperature)  # [GROUPS, 8]
         before = largest
         largest = tl.maximum(largest, tl.max(x, 1))
         mass = mass * tl.exp(before - largest) + tl.sum(tl.exp(x - largest[:, None]), 1)
     row_max = tl.max(largest, 0)
     mass = tl.sum(mass * tl.exp(largest - row_max), 0)
     low, high = _load_key(seed_ptr, sequence_ptr, position_ptr, b, m)
-    row = logits_ptr, V, temperature, low, high, row_max
+    row = logits_ptr, masks_ptr, V, temperature, low, high, row_max
     groups = tl.sort(_pack_entries(largest, group), descending=True)
     orders = groups >> 32
 
@@ -1824,33 +1862,36 @@ def _filtered_sample_kernel(
     tl.store(tokens_ptr + m, _column(best, V).to(tl.int64))
 
 
-def filtered_sample(logits, *, temperature, top_k, top_p, min_p, seed, sequence, position):
+def filtered_sample(logits, *, temperature, top_k, top_p, min_p, seed, sequence, position,
+                    masks=None):
     """The model's next token for each row of logits [M, V] -> int64 [M]: a sample of softmax(logits
     / temperature) over the tokens that `filter_logits` keeps, with the noise of `project_sample`;
-    argmax at temperature 0. sequence, position: as in `gumbel`. Others: numbers or tensors [B]."""
-    M, V, B = _sizes(
+    argmax at temperature 0. masks: as in `mask_logits`. sequence, position: as in `gumbel`. Others:
+    numbers or tensors [B]."""
+    M, V, B, *_ = _sizes(
         "logits M V float32|float64, sequence B int, position M int, temperature/top_p/min_p B "
-        "float32, top_k/seed B int64", logits, sequence, position, temperature, top_p, min_p,
-        top_k, seed)
+        "float32, top_k/seed B int64, masks M words int32", logits, sequence, position, temperature,
+        top_p, min_p, top_k, seed, masks)
     _check(M % B == 0, "M / B rows per sequence", logits, sequence)
+    _check_masks(masks, V)
     parameters = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
                       sequence=sequence, position=position)
     if not runs_triton(logits):
-        return filtered_sample_reference(logits, **parameters)
+        return filtered_sample_reference(logits, **parameters, masks=masks)
     parameters = [filled(x, logits, B) for x in parameters.values()]
     tokens = logits.new_empty(M, dtype=torch.int64)
     GROUPS = min(max(64, triton.next_power_of_2(V // 32)), 1024)
     COLUMNS = 8 * triton.next_power_of_2(triton.cdiv(V, 8 * GROUPS))
     tile = 2048 if V % 16 else 4096  # loads that are not aligned take more registers
     _launch(_filtered_sample_kernel, (M,),
-            logits.contiguous(), *parameters, tokens, M // B, V, GROUPS=GROUPS,
+            logits.contiguous(), *parameters, _contiguous(masks), tokens, M // B, V, GROUPS=GROUPS,
             ROWS=min(tile // COLUMNS, GROUPS), COLUMNS=COLUMNS, num_warps=16)
     return tokens
 
 
 def filtered_sample_reference(logits, *, temperature, top_k, top_p, min_p, seed, sequence,
-                              position):
-    logits = filter_logits(logits, top_k, top_p, min_p, temperature)
+                              position, masks=None):
+    logits = filter_logits(mask_logits(logits, masks), top_k, top_p, min_p, temperature)
     return gumbel_argmax(logits, 1.0 * (temperature > 0), seed, sequence, position)
 
 
@@ -1902,6 +1943,10 @@ CANDIDATES = "joint B K n float32, tokens/parents B K n int64"
 
 def _check_slots(slots, B, n_slots):
     _check(slots is not None or B == n_slots, "slots, or B sequences in all tensors", B, n_slots)
+
+
+def _check_masks(masks, V):
+    _check(masks is None or masks.shape[1] == (V + 31) // 32, "masks of ceil(V / 32) words", masks)
 
 
 def _check(condition, expected, *got):

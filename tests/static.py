@@ -124,11 +124,12 @@ def print_launches(tree_sizes=(1, 5, 16, 64)):
 TREE = dict.fromkeys(("tokens", "parents", "depths", "ancestors", "sources"), "B T int64")
 HEAD = dict(hidden="M C real", weight="V C real")
 PLACE = dict(sequence="M int64", position="M int64")
+MASKS = dict(masks="M words int32 ?")
 SLOTS = dict(slots="B int64 ?")
 TENSORS = dict(
     tree_attention=dict(q="B T Hq D real", k_cache="N Hkv S D real", v_cache="N Hkv S D real", lengths="N int32",
                         ancestors="B T int64", slopes="Hq float32 ?", **SLOTS),
-    project_topk=HEAD | dict(vocab_ids="n int32 ?"), project_sample=HEAD | PLACE,
+    project_topk=HEAD | dict(vocab_ids="n int32 ?"), project_sample=HEAD | PLACE | MASKS,
     commit_path=dict(kv="L 2 N Hkv S D real", lengths="N int32", path="B P int64", count="B int32", **SLOTS),
     add_norm=dict(x="3 C real", delta="3 C real ?", weight="C real ?", bias="C real ?"),
     rope_cache=dict(qkv="B T H D real", rope="B T 2 D real ?", kv="2 N Hkv S D real", lengths="N int32",
@@ -143,7 +144,7 @@ TENSORS = dict(
                       lookup="B 1+m int64 ?", **SLOTS),
     advance=dict(packed="B 3P+2 int64", lengths="N int32", root="N int64", history="N S int32 ?",
                  states="B P C real ?", state="N C real ?", **SLOTS),
-    filtered_sample=dict(logits="M V float32") | PLACE)
+    filtered_sample=dict(logits="M V float32") | PLACE | MASKS)
 DIMENSIONS = dict(B=2, L=2, M=3, T=3, H=12, Hq=8, Hkv=2, S=4096, C=4096, V=32000, n=32000, k=8, n_head=8,
                   temperature=0.8, seed=0, top_k=0, top_p=0.9, min_p=0.0, m=15, modes=2, SOURCES=kernels.SOURCES)
 
@@ -152,7 +153,7 @@ def arguments(name, dtype=BF16, present="", aligned=True, device="meta", **given
     """Arguments for a kernels.py function. given: sizes and others. present: optional tensors. aligned: to 16 bytes."""
     function = getattr(kernels, name)
     scope = DIMENSIONS | given
-    scope |= {"2C": 2 * scope["C"], "1+m": 1 + scope["m"], "3P+2": 3 * scope.get("P", 0) + 2}
+    scope |= {"2C": 2 * scope["C"], "1+m": 1 + scope["m"], "3P+2": 3 * scope.get("P", 0) + 2, "words": -(-scope["V"] // 32)}
     scope.setdefault("N", scope["B"])
     made = {key: scope[key] for key in inspect.signature(function).parameters.keys() & scope}
     for argument, spec in TENSORS[name].items():
@@ -198,7 +199,7 @@ GATE = dict(  # every shape class that kernels.py chooses; lists are alternative
         dict(T=[2, 16], D=128, S=64, window=[0, 40])],  # one split
     project_sample=[
         dict(M=ROWS, dtype=[BF16, FP32]), dict(M=ROWS, aligned=False), dict(M=ROWS, V=8192),
-        dict(M=[8, 512], temperature=0.0)],
+        dict(M=[8, 512], temperature=0.0), dict(M=ROWS, present="masks"), dict(M=8, temperature=0.0, present="masks")],
     project_topk=[
         dict(M=ROWS, k=[4, 8, 32], V=[8192, 32000], n=8192, present=["", "vocab_ids"]), dict(M=8, k=1),
         dict(M=8, C=4112), dict(M=ROWS, k=8, n=8192, present="vocab_ids noise"),  # masked channels; sampled drafts
@@ -217,7 +218,8 @@ GATE = dict(  # every shape class that kernels.py chooses; lists are alternative
     prompt_chain=[dict(T=[2, 64], present=["", "lookup", "lookup slots"])],
     accept_path=[dict(T=[2, 64], max_path=5, present=["", "lookup", "known", "lookup known", "lookup known slots"])],
     advance=[dict(P=[1, 64], present=["", "history", "history states state", "history states state slots"])],
-    filtered_sample=[dict(V=[100, 8000, 50257, 128256, 262144])])  # tiles of 64 groups x 8 to 16 x 256
+    filtered_sample=[  # tiles of 64 groups x 8 to 16 x 256
+        dict(V=[100, 8000, 50257, 128256, 262144]), dict(V=[100, 50257, 262144], present="masks")])
 
 
 def all_launches(sample=False):

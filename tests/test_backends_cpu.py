@@ -184,7 +184,7 @@ def test_argmax_is_gumbel_argmax(temperature):
 
 SAMPLINGS = Sampling(), Sampling(0.8, seed=2**62), Sampling(1.3, seed=-5), Sampling()
 FALLING = torch.linspace(1, 0, kernels.BINS).square().tolist()
-CHANCES = torch.tensor([[*FALLING, 0, 0.3, 0.5, 0.7, 0.9], [1.0] * 9 + [0.5] * 32 + [0, 1.0, 0.5, 0.25, 0.0]])
+CHANCES = torch.tensor([[*FALLING, 0, 0.3, 0.5, 0.7, 0.9, 0.95], [1.0] * 9 + [0.5] * 32 + [0, 1.0, 0.5, 0.25, 0.0, 1.0]])
 TOKENS = [96, 3, 50, 7, 21, 8, 0, 11]
 
 
@@ -231,10 +231,11 @@ def test_accept_in_c_is_its_reference(T, P):
     trees = [torch.stack([as_int64([rows])[0] for rows in columns])
              for columns in zip(*(random_tree(random.Random(b), T, 8) for b in range(50)))]
     target, chain = torch.randint(0, 3, (50, T)), torch.randint(0, 3, (50, 16))
+    chain[:, 3:].masked_fill_((torch.randint(0, 2, (50, 1)) > 0), -1)  # shorter chains
     sources = torch.randint(0, kernels.SOURCES, (50, T))
-    sources[:, 0], chain[:, 0] = -1, torch.randint(0, 5, (50,))
+    sources[:, 0], chain[:, 0] = -1, torch.randint(0, 6, (50,))
     counts = decoder.policy.counts.clone()
-    active = torch.randint(0, 2, (50,), dtype=torch.int32)
+    active = torch.randint(0, 3, (50,), dtype=torch.int32)
     temperature = decoder.slots.all.sampling["temperature"]
     want = kernels.accept_path_reference(*trees, sources, target, active, P, temperature, counts, chain[:, :T])
     with torch.inference_mode():

@@ -13,7 +13,7 @@ from test_kernels import INTERPRETED, as_int64, plain
 
 GIVEN = dict(  # arguments of each function, optional tensors included
     tree_attention=dict(B=2, N=4, T=3, Hq=4, Hkv=2, D=16, S=10, present="slopes slots"),
-    project_topk=dict(M=2, C=8, V=9, n=5, k=2, present="vocab_ids"), project_sample=dict(M=2, C=8, V=9),
+    project_topk=dict(M=2, C=8, V=9, n=5, k=2, present="vocab_ids"), project_sample=dict(M=2, C=8, V=9, present="masks"),
     commit_path=dict(L=1, B=2, N=4, Hkv=1, S=10, D=16, P=3, present="slots"), glu=dict(C=8),
     cosine_mix=dict(C=8, n_head=2), add_norm=dict(C=8, present="delta weight bias"),
     rope_cache=dict(B=2, N=4, T=3, H=4, Hkv=1, D=16, S=10, present="rope q_weight k_weight slots"),
@@ -21,7 +21,7 @@ GIVEN = dict(  # arguments of each function, optional tensors included
     best_tree=dict(K=3, n=5, tree_size=6, present="lookup"), prompt_chain=dict(N=4, S=8, T=3, present="lookup slots"),
     accept_path=dict(N=4, S=8, T=3, max_path=3, present="lookup known slots"),
     advance=dict(N=4, S=8, P=3, C=8, present="history states state slots"),
-    filtered_sample=dict(M=2, V=8))
+    filtered_sample=dict(M=2, V=8, present="masks"))
 NAMES = [name.removesuffix("_reference") for name in vars(kernels) if name.endswith("_reference")]
 
 
@@ -62,7 +62,8 @@ def lists(**changed):
 FURTHER = dict(  # more invalid arguments: changed sizes, or functions of the valid arguments
     tree_attention=[dict(T=65, S=99), dict(D=8), dict(D=257), dict(Hq=3), dict(S=2), dict(window=-1)],
     project_topk=[dict(k=0), dict(k=6), dict(V=50, n=50, k=33), dict(n=0)],
-    project_sample=[lambda _: dict(temperature=torch.ones(3)), lambda _: dict(seed=torch.ones(2).int())],
+    project_sample=[lambda _: dict(temperature=torch.ones(3)), lambda _: dict(seed=torch.ones(2).int()),
+                    lambda _: dict(masks=torch.ones(2, 2).int())],
     commit_path=[dict(P=65), lambda made: dict(kv=made["kv"][:, :1])],
     add_norm=[dict(C=16385)], glu=[dict(C=7), dict(activation="relu")],
     cosine_mix=[dict(n_head=3), dict(n_head=0), dict(C=16386, n_head=1)],

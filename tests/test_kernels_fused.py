@@ -238,9 +238,10 @@ POOLS = {"heads": (3, 4, 4, 16, 0), "lookup": (3, 0, 0, 0, 15), "one-token": (2,
          "long-chain": (2, 2, 3, 9, 63), "few": (2, 1, 1, 1, 2), "a-full-tile": (2, 3, 4, 16, 15),
          "2047-candidates": (1, 32, 32, 63, 31)}
 FALLING = torch.linspace(1, 0, 41).square().tolist()
-TABLES = {"falling": [*FALLING, 0.0, 0.3, 0.5, 0.7, 0.9], "ties": [1.0] * 9 + [0.5] * 32 + [1.0, 0.5, 0.25, 0.0, 1.0],
-          "zero": [0.0] * 46, "rising": [*FALLING[::-1], 0.5, 0.9, 0.8, 0.7, 0.6],
-          "hostile": [math.nan, 0.7, -0.0, 2.0, 1.0, -math.inf, math.inf] * 6 + [0.5, -1.0, math.inf, math.nan]}
+TABLES = {"falling": [*FALLING, 0.0, 0.3, 0.5, 0.7, 0.9, 0.95], "zero": [0.0] * 47,
+          "ties": [1.0] * 9 + [0.5] * 32 + [1.0, 0.5, 0.25, 0.0, 1.0, 1.0],
+          "rising": [*FALLING[::-1], 0.5, 0.9, 0.8, 0.7, 0.6, 0.5],
+          "hostile": [math.nan, 0.7, -0.0, 2.0, 1.0, -math.inf, math.inf] * 6 + [0.5, -1.0, math.inf, math.nan, 2.0]}
 
 
 def random_pool(B, K, W, n, n_chain):
@@ -248,14 +249,15 @@ def random_pool(B, K, W, n, n_chain):
     root, candidates = torch.randint(0, 9, (B,)), kernels.Candidates.empty(torch.zeros(B).long(), K, n) if K else None
     for depth in range(K):
         kernels.select_candidates_reference(*random_proposals(B, W if depth else 1, W), candidates, depth)
-    match = torch.randint(0, 5, (B, 1))
+    match = torch.randint(0, 6, (B, 1))
     lookup = torch.cat((match, torch.randint(0, 3, (B, n_chain))), 1)
     for b in range(B if K and n_chain else 0):
         beam = int(torch.randint(0, W, ()))
         for depth in range(min(int(torch.randint(0, K + 1, ())), n_chain) - 1, -1, -1):
             lookup[b, 1 + depth] = candidates.tokens[b, depth, beam]
             beam = max(int(candidates.parents[b, depth, beam]), 0)
-    lookup[:, 1:].masked_fill_(match == 0, -1)
+    ends = torch.where(match == 0, 0, torch.where(match == kernels.SCHEMA, torch.randint(0, 1 + n_chain, (B, 1)), n_chain))
+    lookup[:, 1:].masked_fill_(torch.arange(n_chain) >= ends, -1)
     return root, candidates, lookup if n_chain else None
 
 
@@ -322,7 +324,7 @@ def test_paths_and_counts_are_those_of_a_plain_walk(n_chain, device):
     rng = random.Random(n_chain)
     counts = torch.full((2, kernels.SOURCES, 2), 2.0**24, dtype=torch.float64, device=device)
     want = counts.cpu().clone()
-    active, temperature = torch.tensor([1, 1, 0, 1], dtype=torch.int32), torch.tensor([0.0, 1.0, 0.5, 0.0])
+    active, temperature = torch.tensor([1, 2, 0, 1], dtype=torch.int32), torch.tensor([0.0, 1.0, 0.5, 0.0])
     for _ in range(10 if INTERPRETED else 100):
         T, P = rng.randint(1, 64), rng.randint(1, 6)
         trees = [as_int64(x) for x in zip(*(random_tree(rng, T, 4) for _ in range(4)))]
@@ -338,12 +340,13 @@ def test_paths_and_counts_are_those_of_a_plain_walk(n_chain, device):
                                 and tokens[i] == target[path[-1]]]:
                 path += following
             path = path[:P]  # deeper nodes are left out
-            rest, count = P - len(path), running * len(path)
+            rest, count = P - len(path), bool(running) * len(path)
             assert row[P:2 * P] == [*path, *[0] * rest] and row[-2:] == [count, max(count - 1, 0)]
             assert row[:P] == [*(target[i] for i in path), *[target[0]] * rest]
-        lookup = torch.cat((torch.randint(0, 5, (4, 1)), torch.randint(0, 3, (4, n_chain))), 1)
+        lookup = torch.cat((torch.randint(0, 6, (4, 1)), torch.randint(0, 3, (4, n_chain))), 1)
         equal = rng.randint(0, min(n_chain, P))
         lookup[:, 1:1 + equal] = out[:, :equal]
+        lookup[:, 1 + rng.randint(0, n_chain):].masked_fill_(lookup[:, :1] == kernels.SCHEMA, -1)  # a shorter chain
         lookup = every_second(lookup.to(device)) if n_chain else None
         got = kernels.accept_path(*tree, P, modes, counts, lookup)
         assert torch.equal(got, out)
@@ -515,6 +518,31 @@ def test_rows_have_their_own_parameters(V, device):
     unfiltered = [0, 1, 2, 3, 8, 9]
     assert torch.equal(got[unfiltered], want[unfiltered])
     assert torch.equal(got, kernels.project_sample_reference(eye, weight, **noise, **places).cpu())
+
+
+@pytest.mark.parametrize("V", [60, 97])
+def test_masks_forbid_tokens(V, device):
+    """Bug: another row's mask, a bit of another word or beyond V, a mask after the filters instead of before."""
+    logits, index = normal(12, V) * 3, torch.arange(6)
+    masks = torch.randint(-2**31, 2**31, (12, -(-V // 32))).int()
+    masks[0], masks[1] = -1, 0
+    masks[1, 1] = 1 << 17  # one token
+    allowed = (masks[:, torch.arange(V) // 32] >> torch.arange(V) % 32) & 1 == 1
+    assert torch.equal(kernels.mask_logits(logits, masks), logits.masked_fill(~allowed, -math.inf))
+    tensors = {name: torch.tensor(values) for name, values in MIXED.items()}
+    places = dict(sequence=index * 5, position=torch.arange(12) * 7)
+    want = kernels.filtered_sample_reference(logits.masked_fill(~allowed, -math.inf), **tensors, **places)
+    assert want[1] == 49 and allowed[torch.arange(12), want].all()
+    eye, weight = torch.eye(12, 16), torch.nn.functional.pad(logits, (0, 0, 0, 4)).T.contiguous()
+    eye, weight, logits, masks = (x.to(device) for x in (eye, weight, logits, masks))
+    places, tensors = ({k: x.to(device) for k, x in y.items()} for y in (places, tensors))
+    got = kernels.filtered_sample(logits, **tensors, **places, masks=every_second(masks))
+    assert torch.equal(got.cpu(), want)
+    noise = {name: tensors[name] for name in ("temperature", "seed")}
+    got = kernels.project_sample(eye, weight, **noise, **places, masks=every_second(masks)).cpu()
+    assert torch.equal(got[[0, 1, 2, 3, 8, 9]], want[[0, 1, 2, 3, 8, 9]])  # the unfiltered rows
+    got = kernels.project_sample(eye, weight, 0.0, 0, places["sequence"], places["position"], masks).cpu()
+    assert torch.equal(got, logits.cpu().masked_fill(~allowed, -math.inf).argmax(-1))
 
 
 def test_filtered_sample_survives_nan(device):
