@@ -186,12 +186,17 @@ def root_tree(root):
     return Tree(tokens, zeros, zeros, zeros + 1, zeros - 1, torch.ones_like(tokens).float())
 
 
+def is_allowed(masks, tokens):
+    """Whether masks, int32 [B, ceil(V / 32)] with a bit for each token, allow tokens [B, n]."""
+    return masks.gather(1, tokens.clamp(min=0) // 32) >> (tokens % 32).int() & 1 != 0
+
+
 class DraftHeads(nn.ModuleList):
     """The draft heads of a `CloverHeads`: one per depth, or with shared weights the first and one
     for all other depths. A backend may replace this with its own class."""
 
     @torch.no_grad()
-    def draft(self, clover, state, root, tree_size, W, sampling=None):
+    def draft(self, clover, state, root, tree_size, W, sampling=None, masks=None):
         """`CloverHeads.draft`; clover: the `CloverHeads` that has these heads."""
         B, C = state.shape
         K = min(clover.config.n_draft, tree_size - 1)
@@ -212,6 +217,8 @@ class DraftHeads(nn.ModuleList):
                 noise = *sampling[:3], positions[depth, :, :out.shape[1]].reshape(-1)
             logprobs, tokens = clover.model.head.topk(out.flatten(0, 1), W, clover.vocabulary,
                                                       noise)
+            if masks is not None and depth == 0:
+                logprobs = logprobs.masked_fill(~is_allowed(masks, tokens), -math.inf)
             select_candidates(logprobs.view(B, -1, W), tokens.view(B, -1, W), candidates, depth)
             guessed = candidates.tokens[:, depth, :W]
             if clover.reads_tokens and depth < K - 1:
@@ -324,15 +331,16 @@ class CloverHeads(nn.Module):
             outputs.append(out if residual is None else residual + out)
         return outputs
 
-    def draft(self, state, root, tree_size, beams, sampling=None):
+    def draft(self, state, root, tree_size, beams, sampling=None, masks=None):
         """Beam search (arXiv 2406.16858, section 4): at each depth, the W = beams candidates of
         highest joint log-probability propose their W best tokens. A child's joint probability never
         exceeds its parent's, so the best candidates are a tree.
 
         state [B, C] at the last committed position, root [B] -> `Candidates` for a tree of
         tree_size > 1 nodes. sampling: (temperature, seed, sequence, position) of the roots, each
-        [B]. Where the temperature is above 0, the sampler's noise is added to the logits."""
-        return self.heads.draft(self, state, root, tree_size, beams, sampling)
+        [B]. Where the temperature is above 0, the sampler's noise is added to the logits. masks: of
+        the tokens that may follow the roots, as in `is_allowed`; others come last."""
+        return self.heads.draft(self, state, root, tree_size, beams, sampling, masks)
 
     # ----------------------------------------------------------------------------------------------
     # Files

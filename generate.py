@@ -29,10 +29,11 @@ from typing import NamedTuple
 
 import torch
 
-from clover import DEFAULT_BEAMS, MAX_BEAMS, Tree, root_tree
+from clover import DEFAULT_BEAMS, MAX_BEAMS, Tree, is_allowed, root_tree
 from kernels import (
     BINS,
     HAS_TRITON,
+    SCHEMA,
     SOURCES,
     accept_path,
     advance,
@@ -53,9 +54,10 @@ READ_STEPS = 32    # steps in which to read a prompt
 READ_VALUE = 0.75
 LONG_PROMPT = 512   # most unread tokens that steps read
 LARGEST_STEP = 512  # most nodes of a step that `capture_all` captures
+LARGEST_MASKED = 128  # the same for batches with grammars, whose masks the host computes
 MEMORY_LEFT = 0.05  # it stops when less than this share of the GPU's memory is free
 DEFAULT_BATCH = 8    # sequences
-MAX_CHAIN = 15       # most tokens that lookup proposes
+MAX_CHAIN = 15       # most tokens that lookup or a schema proposes
 # sampling modes, cheapest first; a batch runs in its costliest one, which changes no tokens
 GREEDY, NOISE, FILTERED = range(3)
 
@@ -128,8 +130,8 @@ PERIOD = 16     # steps between two updates of the tables
 PACE = 0.3      # share of a prediction's error that is put down to the machine's speed
 UNUSED = 64     # steps after which an option is tried for two steps
 TRIAL_TIME = 0.01  # largest share of the time that trials may take
-# (accepted, proposed) tokens of lookup assumed at the start, by match length 0 to 4
-LOOKUP_PRIOR = (0, 1), (0.5, 2.5), (1, 3), (1.5, 3.5), (2, 4)
+# (accepted, proposed) tokens of lookup assumed at the start, by match length 0 to 4, and of schemas
+LOOKUP_PRIOR = (0, 1), (0.5, 2.5), (1, 3), (1.5, 3.5), (2, 4), (9, 10)
 WINDOW = 64     # of running means, in steps
 PRIOR = 2       # weight of an option's rate before its first use, in steps
 MEMORY = 256, 64  # window of the acceptance counts: head nodes per bin, lookup tokens per length
@@ -146,32 +148,31 @@ class Policy:
     or the one with the most expected tokens per second.
 
     `chances`, float32 [2, SOURCES], holds the acceptance probabilities of nodes for greedy and
-    sampled sequences, by the bin of a head's joint log-probability and by the length of lookup's
-    match. Each step counts how many proposed nodes were accepted. Where cpu.c runs the step, the
-    option has T = None: the step chooses T itself, from these probabilities and `step_seconds`.
-    Elsewhere T is fixed before the step, by the mean acceptance of the n-th likeliest node.
+    sampled sequences, by the bin of a head's joint log-probability, by the length of lookup's
+    match, and for schemas. Each step counts how many proposed nodes were accepted. Where cpu.c runs
+    the step, the option has T = None: the step chooses T itself, from these probabilities and
+    `step_seconds`. Elsewhere T is fixed before the step, by the mean acceptance of the n-th
+    likeliest node.
 
-    tree_size (InputError if out of range) may be lowered between steps: 1 is plain decoding."""
+    schema: whether the text that a grammar forces is drafted. Batches with grammars ("masked") have
+    rates of their own. tree_size (InputError if out of range) may be lowered between steps: 1 is
+    plain decoding."""
 
-    def __init__(self, model, heads=None, lookup=False, tree_size=None):
+    def __init__(self, model, heads=None, lookup=False, tree_size=None, schema=False):
         if tree_size is not None:
             check("tree size", tree_size, 1, MAX_TREE, whole=True)
-        self.tree_size = tree_size if heads or lookup else 1
+        self.tree_size = tree_size if heads or lookup or schema else 1
         self.heads = None if self.tree_size == 1 else heads
         self.lookup = lookup and self.tree_size != 1
+        self.schema = schema and self.tree_size != 1
         self.depth = K = heads.config.n_draft if self.heads else 0
-        if self.tree_size:
-            self.options = [(self.tree_size, min(K, self.tree_size - 1))]
-        elif decoder_class(model, self.heads).chooses_size:
-            self.options = [(None, depths) for depths in sorted({0, min(1, K), min(2, K), K})]
-        else:
-            sizes = TREE_SIZES[model.device.type]
-            self.options = [(1, 0), *((T, min(K, T - 1)) for T in sizes if K),
-                            *((T, 0) for T in sizes if lookup and T <= MAX_CHAIN + 1)]
-        self.largest = max(T or LARGEST for T, _ in self.options)
+        self.options = self.all_options(model, self.lookup)
+        self.masked_options = self.all_options(model, self.lookup or self.schema)
+        self.largest = max(T or LARGEST for T, _ in self.masked_options)
         # where steps read prompts
         reads = [(T, min(K, T - 1)) for T in READ_SIZES if T > (self.tree_size or 0)]
         self.reading_options = list(dict.fromkeys([*self.options, *reads]))
+        self.masked_reading_options = list(dict.fromkeys([*self.masked_options, *reads]))
         self.group = model.group
         self.known = known_counts(self.heads)  # [2, SOURCES, 2]: accepted, proposed
         # totals, to which steps add; in float32 they would stop at 2^24
@@ -179,9 +180,14 @@ class Policy:
         self.seen = torch.zeros(2, SOURCES, 2)  # the part of `counts` that `known` includes
         self.chances = torch.zeros(2, SOURCES, device=model.device)
         self.learn_chances(self.seen)
-        # with and without heads: of the n-th likeliest node, mean acceptance and number of steps
-        self.means = {True: ([0.5], [2]), False: ([0.35], [2])}
-        self.sums = {}  # option with T = None -> recent expected tokens, time in plain steps
+        # (masked, heads draft) -> of the n-th likeliest node, mean acceptance and number of steps
+        self.means = {(masked, drafts): ([0.5 if drafts else 0.35], [2])
+                      for masked, drafts in product((False, True), repeat=2)}
+        # (option with T = None, masked) -> recent expected tokens, time in plain steps
+        self.sums = {}
+        self.chains = []         # of the step's sequences with a grammar, the forced tokens
+        self.mask_seconds = 0.0  # of a node, and the number of steps that it is the mean of
+        self.mask_steps = 0
         costs = guessed_costs(model, self.heads)
         if self.group:
             costs = self.group.broadcast(costs)  # ranks hold unequal parts
@@ -189,46 +195,66 @@ class Policy:
         self.step_seconds = torch.ones(LARGEST + 1)  # of T nodes, for the next step's heads and B
         # share of the model's blocks that heads run over each committed row
         self.augmenting = len(heads.augment_blocks) / model.config.n_layer if self.heads else 0
-        self.captured = None  # (B, *option) that `Decoder.capture_all` captured; None: any will do
-        self.steps = self.B = 0
-        self.best = self.last = None
-        self.last_use = dict.fromkeys(self.options, 0)  # step
+        # (B, *option) that `Decoder.capture_all` captured, by `masked`; none: any will do
+        self.captured = {False: set(), True: set()}
+        self.steps = 0
+        self.masked = False
+        self.batch = self.best = self.last = None
+        self.last_use = Counter()  # (option, masked) -> step
         self.trial = []  # options to try in the next steps
         self.elapsed = self.trial_seconds = 0.0
 
-    def select(self, B, behind=lambda: 0, unread=()):
+    def all_options(self, model, chain):
+        """The options of a batch. chain: whether lookup or a schema drafts."""
+        K = self.depth
+        if not (K or chain):
+            return [(1, 0)]
+        if self.tree_size:
+            return [(self.tree_size, min(K, self.tree_size - 1))]
+        if decoder_class(model, self.heads).chooses_size:
+            return [(None, depths) for depths in sorted({0, min(1, K), min(2, K), K})]
+        sizes = TREE_SIZES[model.device.type]
+        return [(1, 0), *((T, min(K, T - 1)) for T in sizes if K),
+                *((T, 0) for T in sizes if chain and T <= MAX_CHAIN + 1)]
+
+    def select(self, B, behind=lambda: 0, unread=(), chains=()):
         """The option of the next step, of a batch of B. behind(): how many committed rows the heads
         have not read. unread: the number of prompt tokens that each running sequence has not read,
-        if steps read prompts."""
+        if steps read prompts. chains: of each sequence with a grammar, the number of tokens of the
+        text that it forces."""
         self.steps += 1
+        self.chains = chains
+        self.masked = len(chains) > 0
         if any(unread):
             return self.select_reading(B, unread)
+        options = self.masked_options if self.masked else self.options
         if self.tree_size:
-            return self.tree_size, min(self.depth, self.tree_size - 1)
-        is_due = B != self.B or self.steps % PERIOD == 0 or self.steps in (2, 4, 8)
-        if is_due:
-            if B != self.B:
+            return options[0] if self.tree_size > 1 else (1, 0)
+        batch = B, self.masked
+        is_due = batch != self.batch or self.steps % PERIOD == 0 or self.steps in (2, 4, 8)
+        if is_due or (self.masked and options[0][0]):  # T fixed before the step depends on chains
+            if batch != self.batch:
                 self.trial = []
-            self.B = B
-            rate = partial(self.rate, self.expected_tokens())
-            self.best = max(self.possible(B, self.options), key=rate)
-            self.begin_trial(behind)
+            self.batch = batch
+            rate = partial(self.rate, B, self.expected_tokens(B))
+            self.best = max(self.possible(B, options), key=rate)
+            self.begin_trial(B, behind, options)
         option = self.trial.pop() if self.trial else self.best
         if option[0] is None and (is_due or option != self.last):
-            seconds = [self.times.seconds(B, T, option[1]) for T in range(1, LARGEST + 1)]
+            seconds = [self.seconds(B, T, option[1]) for T in range(1, LARGEST + 1)]
             self.step_seconds[1:] = torch.tensor(seconds).cummax(0).values
         self.last = option
-        self.last_use[option] = self.steps
+        self.last_use[option, self.masked] = self.steps
         return option
 
     def select_reading(self, B, unread):
         """The option with the most tokens per second, where n tokens of a prompt count as
         n^READ_VALUE. Among options that take at most twice as long as that one, prefers those that
         read the longest prompt in READ_STEPS steps; if there are none, the largest."""
-        expected = self.expected_tokens()
+        expected = self.expected_tokens(B)
         reading = sorted(n for n in unread if n)
         sums = list(accumulate((n ** READ_VALUE for n in reading), initial=0))
-        seconds = lambda option: self.times.seconds(B, *option)
+        seconds = lambda option: self.seconds(B, *option)
 
         def rate(option):
             T, depths = option
@@ -236,7 +262,8 @@ class Policy:
             shorter = bisect(reading, T)  # prompts of which T nodes read all that is unread
             read = sums[shorter] + T ** READ_VALUE * (len(reading) - shorter)
             return (read + (len(unread) - len(reading)) * tokens) / seconds(option)
-        options = self.possible(B, self.reading_options)
+        options = self.masked_reading_options if self.masked else self.reading_options
+        options = self.possible(B, options)
         limit = 2 * seconds(max(options, key=rate))
         options = [option for option in options if seconds(option) <= limit]
         fast = [option for option in options if option[0] * READ_STEPS >= reading[-1]]
@@ -244,35 +271,59 @@ class Policy:
 
     def possible(self, B, options):
         """Those options that need no capture while a server runs; if there are none, all."""
-        return [x for x in options if (B, *x) in (self.captured or ())] or options
+        return [x for x in options if (B, *x) in self.captured[self.masked]] or options
 
-    def begin_trial(self, behind):
+    def begin_trial(self, B, behind, options):
         """Tries the option that was not used for longest, if time is left for it."""
-        unused = [option for option in self.possible(self.B, self.options)
-                  if self.steps - self.last_use[option] >= UNUSED]
+        last_use = lambda option: self.last_use[option, self.masked]
+        unused = [option for option in self.possible(B, options)
+                  if self.steps - last_use(option) >= UNUSED]
         if not unused or self.trial:
             return
-        T, depths = option = min(unused, key=self.last_use.get)
-        seconds = 2 * self.times.seconds(self.B, T or depths + 1, depths)
+        T, depths = option = min(unused, key=last_use)
+        seconds = 2 * self.times.seconds(B, T or depths + 1, depths)
         if depths:
             seconds += self.augmenting * self.times.seconds(1, 1 + behind(), 0)
         if self.trial_seconds + seconds < TRIAL_TIME * self.elapsed:
             self.trial_seconds += seconds
             self.trial = [option, option]
 
-    def expected_tokens(self):
+    def expected_tokens(self, B):
         """{whether heads draft: expected tokens of a sequence, by tree size 0, 1, ...}."""
-        return {drafts: [0, *accumulate(extended(means, self.largest - 1), initial=1)]
-                for drafts, (means, _) in self.means.items()}
+        expected = {}
+        for drafts in (True, False):
+            means, _ = self.means[self.masked, drafts]
+            expected[drafts] = [0, *accumulate(extended(means, self.largest - 1), initial=1)]
+            if any(self.chains):
+                expected[drafts] = self.with_chains(expected[drafts], B)
+        return expected
 
-    def rate(self, expected, option):
+    def with_chains(self, expected, B):
+        """Expected tokens where some sequences draft n tokens of forced text: 1 + p + ... + p^n."""
+        right, proposed = self.known[:, BINS + SCHEMA].sum(0).tolist()
+        powers = ((right / proposed) ** j for j in range(len(expected)))
+        sums = [0, *accumulate(powers)]
+        chains = [n for n in self.chains if n]
+        return [((B - len(chains)) * tokens + sum(sums[min(n + 1, T)] for n in chains)) / B
+                for T, tokens in enumerate(expected)]
+
+    def rate(self, B, expected, option):
         """Expected tokens of a sequence in the time of a plain step."""
         T, depths = option
         T = T or depths + 1
         tokens = expected[depths > 0][T]
-        time = self.times.plain_steps(self.B, T, depths)
-        recent_tokens, recent_time = self.sums.get(option, (0, 0))
+        time = self.plain_steps(B, T, depths)
+        recent_tokens, recent_time = self.sums.get((option, self.masked), (0, 0))
         return (PRIOR * tokens + recent_tokens) / (PRIOR * time + recent_time)
+
+    def seconds(self, B, T, depths):
+        """Expected seconds of a step, masks included."""
+        masks = self.mask_seconds * T * len(self.chains)
+        return self.times.seconds(B, T, depths) + masks
+
+    def plain_steps(self, B, T, depths):
+        """The time relative to that of a plain step."""
+        return self.seconds(B, T, depths) / self.seconds(B, 1, 0)
 
     def update(self, step, results):
         """Learns from a `StepRun` and its `StepResult`s."""
@@ -281,26 +332,33 @@ class Policy:
         if step.counts is not None:
             self.learn_chances(step.counts)
         seconds = step.seconds
+        mask_seconds = step.mask_seconds
         if self.group:  # ranks see the same tokens, but each has its own clock
-            seconds = self.group.broadcast(seconds) if self.steps % PERIOD == 0 else None
+            is_due = self.steps % PERIOD == 0
+            both = self.group.broadcast((seconds, mask_seconds)) if is_due else (None, None)
+            seconds, mask_seconds = both
         self.elapsed += (seconds or 0) * (PERIOD if self.group else 1)
         if seconds and not step.catches_up:
             self.times.learn(step.B, step.tree_size, step.depths, seconds)
+        if seconds and step.masked:
+            self.mask_steps = min(self.mask_steps + 1, WINDOW)
+            mean = mask_seconds / (step.masked * step.tree_size)
+            self.mask_seconds += (mean - self.mask_seconds) / self.mask_steps
         if step.tree_size > 1:
             self.learn_means(step, results)
         if step.expected:
-            tokens, time = self.sums.get((None, step.depths), (0, 0))
+            key = (None, step.depths), step.masked > 0
+            tokens, time = self.sums.get(key, (0, 0))
             tokens += step.expected / step.B - tokens / WINDOW
-            plain_steps = self.times.plain_steps(step.B, step.tree_size, step.depths)
-            time += plain_steps - time / WINDOW
-            self.sums[None, step.depths] = tokens, time
+            time += self.plain_steps(step.B, step.tree_size, step.depths) - time / WINDOW
+            self.sums[key] = tokens, time
 
     def learn_means(self, step, results):
         hits = [0] * step.tree_size
         for result in results:
             for node in result.path:
                 hits[node] += 1
-        means, counts = self.means[step.depths > 0]
+        means, counts = self.means[step.masked > 0, step.depths > 0]
         means += extended(means, step.tree_size - 1)[len(means):]
         counts += [2] * (len(means) - len(counts))
         for i, accepted in enumerate(hits[1:]):
@@ -341,7 +399,7 @@ def falling(bins):
 
 def known_counts(heads):
     """The initial counts, float32 [2, SOURCES, 2]: (accepted, proposed). Heads: 4 proposals in each
-    bin, accepted with its probability, plus the counts in heads.json. Lookup: LOOKUP_PRIOR."""
+    bin, accepted with its probability, plus the counts in heads.json. Chains: LOOKUP_PRIOR."""
     counts = torch.zeros(2, SOURCES, 2)
     counts[:, :BINS, 1] = 4.0
     counts[:, :BINS, 0] = 4.0 * torch.exp(-(torch.arange(BINS) + 0.5) / 4)
@@ -386,10 +444,6 @@ class StepTimes:
     def seconds(self, B, T, depths):
         heads = self.cost(depths, B) if depths else 0
         return (self.unit or 1.0) * (self.cost(0, B * T) + heads)
-
-    def plain_steps(self, B, T, depths):
-        """The time relative to that of a plain step."""
-        return self.seconds(B, T, depths) / self.seconds(B, 1, 0)
 
     def learn(self, B, T, depths, seconds):
         """Corrects the prediction by the measured seconds of a step."""
@@ -479,7 +533,7 @@ class Slots:
     state: torch.Tensor     # [slots, C]: what the heads draft from
     history: torch.Tensor   # int32 [slots, > capacity]: tokens up to the root, for lookup
     ends: torch.Tensor      # int32 [slots]: index of the prompt's last token
-    active: torch.Tensor    # int32 [slots]: 0 for an idle slot
+    active: torch.Tensor    # int32 [slots]: 0 for an idle slot, 2 for a sequence with a grammar
 
     def __post_init__(self):
         self.all = make_batch(None, self.cache.lengths, self.integers, self.floats)
@@ -524,10 +578,13 @@ class StepRun(NamedTuple):
     B: int
     tree_size: int
     depths: int            # drafted by heads
-    seconds: float | None  # None for the first step of its kind, which compiles and captures
+    seconds: float | None  # without the wait for masks; None for the first step of its kind, which
+                           # compiles and captures
     counts: torch.Tensor | None   # the `Policy`'s, every PERIOD steps
     expected: float | None = None # tokens, by acceptance probabilities, if the step chose T
     catches_up: bool = False      # whether heads read rows that earlier steps left unread
+    masked: int = 0               # sequences with a grammar
+    mask_seconds: float = 0.0     # of the wait for their masks
 
 
 @dataclass
@@ -540,16 +597,46 @@ class InFlight:
     depths: int
     times: tuple                 # `timestamp`s of its start and end
     is_steady: bool              # it compiled and captured nothing
+    masked: int = 0
+    pause: tuple | None = None   # `timestamp`s around the wait for masks
     expected: float | None = None
     catches_up: bool = False
 
     def wait(self):
         """Waits for the end of the step and returns its `StepRun`."""
         seconds = seconds_between(*self.times)
+        mask_seconds = seconds_between(*self.pause) if self.pause else 0.0
         trees = self.tree and list(map(Tree, *(x.tolist() for x in self.tree)))
         return StepRun(self.accepted.to_lists(), trees, *self.sizes, self.depths,
-                       seconds if self.is_steady else None, self.counts, self.expected,
-                       self.catches_up)
+                       seconds - mask_seconds if self.is_steady else None, self.counts,
+                       self.expected, self.catches_up, self.masked, mask_seconds)
+
+
+class Constraint(NamedTuple):
+    """What a sequence's grammar says of its next step."""
+    matcher: object    # of `hf.grammar`; None without a grammar
+    unread: int = 0    # prompt tokens
+    forced: tuple = () # tokens of the text that must come next, as far as it is known
+
+
+class MaskTensors:
+    """What a step of B sequences and `nodes` tree nodes reads of grammars. The host writes to
+    `host`, numpy views; on a GPU `copy` copies from there, in pinned memory."""
+
+    def __init__(self, B, nodes, vocab_size, device):
+        words = -(-vocab_size // 32)
+        sources = dict(forced=torch.zeros(B, 1 + MAX_CHAIN, dtype=torch.int64),  # as in `best_tree`
+                       first_masks=torch.zeros(B, words, dtype=torch.int32),  # after the roots
+                       masks=torch.zeros(nodes, words, dtype=torch.int32))
+        if device.type == "cuda":
+            sources = {name: x.pin_memory() for name, x in sources.items()}
+        self.sources = sources
+        self.host = {name: x.numpy() for name, x in sources.items()}
+        self.tensors = {name: x.to(device) for name, x in sources.items()}  # on a CPU the same
+
+    def copy(self, name, rows):
+        if self.tensors[name] is not self.sources[name]:
+            self.tensors[name][:rows].copy_(self.sources[name][:rows], non_blocking=True)
 
 
 def decoder_class(model, heads):
@@ -608,7 +695,12 @@ class Decoder:
             self.known = self.slots.history, self.slots.cache.lengths, self.slots.ends
             self.no_chain = torch.zeros(batch_size, 1, dtype=torch.int64, device=model.device)
         self.steps_ahead = 1 if is_cuda else 0  # steps in flight while the host reads an older one
+        self.constraints = []  # the `Constraint` of each row of the next step; []: no grammars
+        self.mask_tensors = None  # made for the first grammar
+        self.pause = None         # `timestamp`s around the wait for the last step's masks
         self.graphs = {}  # (arguments of `step`, sampling mode) -> function that replays, or None
+        self.masked_graphs = {}  # the same for steps with grammars
+        self.captured_stages = []  # of these; they own what the graphs share
         self.pool = None  # memory shared by the graphs; None: steps run eagerly
         self.batch_sizes = range(1, batch_size)  # B that a step may have; always also all slots
         if is_cuda and graph and HAS_TRITON:  # the references read values, so no graph holds them
@@ -624,23 +716,46 @@ class Decoder:
 
     # One step of B slots: fixed shapes, state changed in place, no host synchronisation.
 
-    def step(self, B, tree_size, depths):
+    def step(self, *arguments):
+        part = partial(next, self.stages(*arguments))
+        return self.run_parts(part, part, part)
+
+    def run_parts(self, draft, verify, finish):
+        """Runs the parts of `stages`. The host computes masks while a GPU verifies the tree."""
+        tree = draft()
+        if not self.constraints:
+            verify()
+            return finish()
+        on_host = [x.to("cpu", non_blocking=True) for x in (tree.tokens, tree.parents,
+                                                            tree.ancestors)]
+        copied = timestamp(self.device)
+        verify()
+        start = timestamp(self.device)
+        seconds_between(copied, copied)  # waits
+        self.fill_masks(tree, *(x.tolist() for x in on_host))
+        self.pause = start, timestamp(self.device)
+        return finish()
+
+    def stages(self, B, tree_size, depths):
+        """The stages of a step, as a generator that pauses before and after verifying the tree."""
         self.read_batch(B)
         tree, chain = self.draft(tree_size, depths)      # a `Tree` [B, T]
+        yield tree
         positions = self.positions(tree)                 # [B, T]
         normed, hidden = self.verify(tree, positions)    # [B, T, C]; K/V go to rows lengths..
+        yield
         target = self.sample(normed, positions)          # [B, T]: the model's own next tokens
         accepted = self.accept(tree, chain, target)      # tokens, path [B, P], count [B]
         self.commit(tree, hidden, accepted)
         self.batch = self.slots.all  # drops references to the graph's memory
-        return accepted, tree
+        yield accepted, tree
 
     def read_batch(self, B):
         slots = self.slots
         self.batch = slots.all if B == self.batch_size else slots.batch(self.slot_ids[:B])
 
     def draft(self, tree_size, depths):
-        """Returns the tree and the result of `ngram_lookup`, or None without lookup."""
+        """Returns the tree and its chain, as `ngram_lookup`'s; None without lookup and grammars."""
         slots = self.slots
         batch = self.batch
         B = len(batch.root)
@@ -652,17 +767,32 @@ class Decoder:
             noise = (temperature, batch.sampling["seed"], batch.sequence,
                      batch.lengths) if self.sampling_mode != GREEDY else None
             state = slots.state if batch.slots is None else slots.state[batch.slots]
-            candidates = self.heads.draft(state, batch.root, tree_size, self.beams, noise)
+            masks = self.mask_rows("first_masks", B)
+            candidates = self.heads.draft(state, batch.root, tree_size, self.beams, noise, masks)
         if self.policy.lookup:
             n = min(tree_size - 1, MAX_CHAIN)
             chain = ngram_lookup(slots.history, slots.cache.lengths, n, batch.slots)
         elif self.reads_in_steps:
             chain = None if depths else self.no_chain[:B]
+        if self.constraints:
+            chain = self.constrained_chain(chain, B, min(tree_size - 1, MAX_CHAIN))
         *tree, probabilities = best_tree(batch.root, candidates, chain, self.policy.chances,
                                          temperature, tree_size)
         if self.reads_in_steps:
             prompt_chain(*self.known, tree, probabilities, chain, batch.slots)
         return Tree(*tree, probabilities), chain
+
+    def constrained_chain(self, chain, B, n):
+        """Forced text, else lookup's chain, if the grammar allows its first token."""
+        forced = self.mask_rows("forced", B)[:, :1 + n]
+        if self.policy.lookup:
+            forced = torch.where(forced[:, :1] > 0, forced, chain)
+        allowed = is_allowed(self.mask_rows("first_masks", B), forced[:, 1:2])
+        return torch.cat((forced[:, :1] * allowed, forced[:, 1:]), dim=1)
+
+    def mask_rows(self, name, rows):
+        """The first rows of a tensor of `mask_tensors`; None for a step without grammars."""
+        return self.mask_tensors.tensors[name][:rows] if self.constraints else None
 
     def positions(self, tree):
         return self.batch.lengths[:, None] + tree.depths
@@ -681,11 +811,13 @@ class Decoder:
     def sample(self, normed, positions):
         sequence = self.batch.sequence
         sampling = self.batch.sampling
+        masks = self.mask_rows("masks", positions.numel())
         if self.sampling_mode != FILTERED:
             temperature = 0.0 if self.sampling_mode == GREEDY else sampling["temperature"]
-            return self.head.sample(normed, temperature, sampling["seed"], sequence, positions)
+            return self.head.sample(normed, temperature, sampling["seed"], sequence, positions,
+                                    masks)
         logits = self.head.logits(normed.flatten(0, 1))  # (B * T, V)
-        target = self.head.filtered_sample(logits, **sampling, sequence=sequence,
+        target = self.head.filtered_sample(logits, **sampling, sequence=sequence, masks=masks,
                                            position=(positions + 1).view(-1))
         return target.view_as(positions)
 
@@ -730,25 +862,73 @@ class Decoder:
             self.slot_ids[:self.B].copy_(pinned(slots, self.device), non_blocking=True)
         return slots
 
+    def constrain(self, constraints):
+        """Announces the grammars of the next step: a `Constraint` for each row, or []."""
+        self.constraints = constraints
+        if not constraints:
+            return
+        if self.mask_tensors is None:
+            sizes = READ_SIZES if self.reads_in_steps else ()
+            nodes = self.batch_size * max(self.policy.largest, *sizes, 1)
+            self.mask_tensors = MaskTensors(self.batch_size, nodes, self.model.config.vocab_size,
+                                            self.device)
+        forced, masks = (self.mask_tensors.host[name] for name in ("forced", "first_masks"))
+        for b, constraint in enumerate(constraints):
+            chain = constraint.forced[:MAX_CHAIN]
+            forced[b, 0] = SCHEMA if chain else 0
+            forced[b, 1:] = -1
+            forced[b, 1:1 + len(chain)] = chain
+            is_ready = constraint.matcher and not constraint.unread
+            masks[b] = constraint.matcher.mask if is_ready else -1
+        for name in ("forced", "first_masks"):
+            self.mask_tensors.copy(name, len(constraints))
+
+    def fill_masks(self, tree, tokens, parents, ancestors):
+        """Computes the masks of a tree's nodes. tokens, parents, ancestors: lists, [B, T]."""
+        B, T = len(tokens), len(tokens[0])
+        for b, (matcher, unread, _) in enumerate(self.constraints):
+            masks = self.mask_tensors.host["masks"][b * T:(b + 1) * T]
+            if unread or not matcher:
+                masks[:] = -1
+                if matcher and unread < T:  # node `unread` is the prompt's last token
+                    masks[unread] = matcher.mask
+                continue
+            n = T - ancestors[b].count(0)
+            if not matcher.masks(tokens[b][:n], parents[b][:n], masks):
+                tree.ancestors[b, 1:].zero_()  # makes the other nodes padding
+        self.mask_tensors.copy("masks", B * T)
+
     def behind(self):
         """Committed rows that the heads have not read."""
         return 0
 
     def run(self, *arguments):
         """Runs `step`. With graphs, the first step of these arguments and sampling mode runs
-        eagerly, which compiles its kernels, and is then captured; later steps replay the graph."""
+        eagerly, which compiles its kernels, and is then captured; later steps replay the graph, or
+        with grammars one graph for each part of the step."""
+        graphs = self.masked_graphs if self.constraints else self.graphs
         key = arguments, self.sampling_mode
-        if replay := self.graphs.get(key):
+        if replay := graphs.get(key):
             return replay()
         result = self.step(*arguments)
-        self.graphs[key] = None
+        graphs[key] = None
         if self.pool is not None:
-            self.graphs[key] = capture(partial(self.step, *arguments), self.device, self.pool)
+            body = partial(self.step, *arguments)
+            graphs[key] = (self.capture_parts(arguments) if self.constraints
+                           else capture(body, self.device, self.pool))
         return result
+
+    def capture_parts(self, arguments):
+        stages = self.stages(*arguments)
+        self.captured_stages.append(stages)
+        parts = [capture(partial(next, stages), self.device, self.pool) for _ in range(3)]
+        return partial(self.run_parts, *parts)
 
     def launch(self, tree_size, depths, with_trees=False):
         """Starts a step and returns it as an `InFlight`."""
-        is_steady = ((self.B, tree_size, depths), self.sampling_mode) in self.graphs
+        graphs = self.masked_graphs if self.constraints else self.graphs
+        is_steady = ((self.B, tree_size, depths), self.sampling_mode) in graphs
+        self.pause = None
         start = timestamp(self.device)
         to_host = lambda x: x.to("cpu", non_blocking=True, copy=True)  # the next step overwrites x
         with self.inference_mode:
@@ -756,8 +936,9 @@ class Decoder:
             packed = to_host(accepted.packed)
             counts = to_host(self.policy.counts) if self.policy.steps % PERIOD == 0 else None
             columns = Tree(*map(to_host, tree)) if with_trees else None
+        masked = sum(x.matcher is not None for x in self.constraints)
         return InFlight(Accepted(packed, accepted.P), columns, counts, tree.tokens.shape, depths,
-                        (start, timestamp(self.device)), is_steady)
+                        (start, timestamp(self.device)), is_steady, masked, self.pause)
 
     def warm_up(self):
         """Compiles and captures every option of the policy, in the present sampling mode, while all
@@ -768,38 +949,43 @@ class Decoder:
             with self.context():
                 self.launch(*option).wait()
 
-    def capture_all(self, progress=iter):
+    def capture_all(self, progress=iter, masked=False):
         """Captures, while all slots are idle, the policy's options in all sampling modes for 1, 2,
         4, ... sequences: plain steps and a fixed tree size, then steps of up to LARGEST_STEP nodes,
         the largest first, until the GPU's memory is nearly full. Others are no options from then
         on. Replays each graph once, to learn its time. progress: wraps the list of steps, as tqdm
-        does."""
+        does. masked: captures the steps of batches with grammars, of up to LARGEST_MASKED nodes."""
         policy = self.policy
         sizes = {2 ** i for i in range(self.batch_size.bit_length())} | {self.batch_size}
-        options = {(1, 0), *policy.reading_options}
+        options = {(1, 0), *(policy.masked_reading_options if masked else policy.reading_options)}
+        largest = LARGEST_MASKED if masked else LARGEST_STEP
         steps = [(B, T, depths) for B, (T, depths) in product(sizes, options)
-                 if B * T <= LARGEST_STEP or T <= READ_SIZES[0] or T == policy.tree_size]
+                 if B * T <= largest or T <= READ_SIZES[0] or T == policy.tree_size]
         needed = 1, policy.tree_size
         steps.sort(key=lambda step: (step[1] not in needed, -step[0] * step[1], step))
-        captured = policy.captured = set()
+        captured = policy.captured[masked]
+        captured.clear()
         for step in progress(steps):
             free, total = torch.cuda.mem_get_info(self.device)
             if free < MEMORY_LEFT * total:
                 break
             with contextlib.suppress(torch.OutOfMemoryError), self.context():
-                self.capture_modes(*step)
-        self.batch_sizes = sorted({B for B, T, _ in captured if T == (policy.tree_size or 1)})
+                self.capture_modes(captured, masked, *step)
+        self.constrain([])
         self.B = self.batch_size
+        if not masked:
+            self.batch_sizes = sorted({B for B, T, _ in captured if T == (policy.tree_size or 1)})
 
-    def capture_modes(self, B, *option):
-        """Captures an option in all sampling modes, and times it."""
+    def capture_modes(self, captured, masked, B, *option):
+        """Captures an option in all sampling modes, times it, and adds it to `captured`."""
         self.B = B
+        self.constrain([Constraint(None)] * B if masked else [])
         for mode in (FILTERED, NOISE, GREEDY):  # the last one's time is learnt
             self.sampling_mode = mode
             self.launch(*option).wait()
             seconds = self.launch(*option).wait().seconds
         self.policy.times.learn(B, *option, seconds)
-        self.policy.captured.add((B, *option))
+        captured.add((B, *option))
 
     def prefill_end(self, length, start):
         """How many tokens of a prompt to read by `prefill`, from token `start` on; steps read the
@@ -835,7 +1021,8 @@ class Decoder:
         if len(prompt) == 1:  # no token before it gives a state
             self.slots.state[slot].zero_()
         self.slots.set(slot, root=prompt[start], ends=len(prompt) - 1, sequence=sequence.index,
-                       length=start, active=1, **vars(sequence.sampling))
+                       length=start, active=2 if sequence.matcher else 1,
+                       **vars(sequence.sampling))
 
     @torch.inference_mode()
     def release(self, slot, rows=0):
@@ -913,13 +1100,15 @@ class Engine:
     def busy(self):
         return bool(self.waiting or self.prefilling or self.running)
 
-    def add(self, prompt, max_new_tokens, sampling=None, stop=(), encoding=None, index=0):
+    def add(self, prompt, max_new_tokens, sampling=None, stop=(), encoding=None, index=0,
+            grammar=None):
         """Queues a prompt (token ids) and returns its `Sequence`, which steps extend. sampling:
-        default the Decoder's. index: an argument of the noise. stop, encoding: as in `generate`."""
+        default the Decoder's. index: an argument of the noise. stop, encoding, grammar: as in
+        `generate`."""
         decoder = self.decoder
         check_prompt(decoder.model, prompt, index)
         sequence = Sequence(index, prompt, max_new_tokens, decoder.model.config.block_size, stop,
-                            encoding, sampling or decoder.sampling)
+                            encoding, sampling or decoder.sampling, grammar)
         length = len(prompt) + sequence.limit
         expect(length <= decoder.capacity, f"a sequence of {length} tokens does not fit an engine "
                f"with a capacity of {decoder.capacity}; make a larger one")
@@ -931,22 +1120,47 @@ class Engine:
         a GPU those of the previous step, which the host reads while this one runs. A sequence whose
         step only read its prompt has none."""
         decoder = self.decoder
+        results = []
         with decoder.context():
             self.admit()
+            masked = any(sequence.matcher for sequence in self.running.values())
+            while masked and self.in_flight:  # its matchers need the tokens of the last step
+                results += self.retire()
             if self.running:
-                slots = decoder.run_slots(self.running)
-                running = self.running.values()
-                unread = [s.unread for s in running]
-                option = self.policy.select(len(slots), decoder.behind, unread)
-                decoder.sampling_mode = max(s.sampling.mode for s in running)
-                sequences = {row: (slot, self.running[slot], self.running[slot].unread)
-                             for row, slot in enumerate(slots) if slot in self.running}
-                self.in_flight.append((sequences, decoder.launch(*option, with_trees)))
-                for sequence in running:
-                    sequence.unread -= min(sequence.unread, option[0] or 0)
-        if not self.in_flight or (self.running and len(self.in_flight) <= decoder.steps_ahead):
+                self.launch(with_trees)
+        ahead = 0 if masked else decoder.steps_ahead
+        if self.in_flight and not (self.running and len(self.in_flight) <= ahead):
+            results += self.retire()
+        return results
+
+    def launch(self, with_trees):
+        """Starts a step of the running sequences."""
+        decoder = self.decoder
+        slots = decoder.run_slots(self.running)
+        running = self.running.values()
+        constraints = self.constraints(slots)
+        if constraints or decoder.constraints:
+            decoder.constrain(constraints)
+        unread = [s.unread for s in running]
+        chains = [len(x.forced) for x in constraints if x.matcher]
+        option = self.policy.select(len(slots), decoder.behind, unread, chains)
+        decoder.sampling_mode = max(s.sampling.mode for s in running)
+        sequences = {row: (slot, self.running[slot], self.running[slot].unread)
+                     for row, slot in enumerate(slots) if slot in self.running}
+        self.in_flight.append((sequences, decoder.launch(*option, with_trees)))
+        for sequence in running:
+            sequence.unread -= min(sequence.unread, option[0] or 0)
+
+    def constraints(self, slots):
+        """The `Constraint` of each slot; [] if no sequence has a grammar."""
+        if not any(sequence.matcher for sequence in self.running.values()):
             return []
-        return self.retire()
+        constraints = []
+        for sequence in map(self.running.get, slots):
+            matcher, unread = (sequence.matcher, sequence.unread) if sequence else (None, 0)
+            drafts = matcher and not unread and self.policy.schema
+            constraints.append(Constraint(matcher, unread, matcher.forced() if drafts else ()))
+        return constraints
 
     def admit(self):
         """Moves prompts into free slots. Prefills about PREFILL_CHUNK tokens between two steps."""
@@ -1021,16 +1235,17 @@ class Engine:
         sequence.ended = sequence.ended or "cancelled"
 
     def generate(self, prompts, max_new_tokens, stop=(), on_step=None, encoding=None,
-                 sampling=None, with_trees=False):
+                 sampling=None, with_trees=False, grammars=None):
         """Adds the prompts, steps until all have ended and returns an `Output`; calls on_step with
-        each `StepResult`. sampling: a list with one for each prompt. Raises InputError as `add`
-        does, Interrupted on Ctrl-C."""
+        each `StepResult`. sampling, grammars: lists with one for each prompt. Raises InputError as
+        `add` does, Interrupted on Ctrl-C."""
         output = Output(batch_size=self.decoder.batch_size)
         started = time.perf_counter()
         try:
             for index, prompt in enumerate(prompts):
                 own = sampling[index] if sampling else None
-                sequence = self.add(prompt, max_new_tokens, own, stop, encoding, index)
+                grammar = grammars[index] if grammars else None
+                sequence = self.add(prompt, max_new_tokens, own, stop, encoding, index, grammar)
                 output.sequences.append(sequence)
             while self.busy:
                 results = self.step(with_trees)
@@ -1065,11 +1280,12 @@ def best_slot(cached_prefix, prompt):
 
 
 class Sequence:
-    """A prompt and the tokens generated after it. ended: None, "stop" (a stop token or text),
-    "length" (max_new_tokens), "context" (the model's is full) or "cancelled". Raises InputError for
-    a bad limit or stop."""
+    """A prompt and the tokens generated after it. ended: None, "stop" (a stop token or text, or the
+    grammar's end), "length" (max_new_tokens), "context" (the model's is full), "error" (the grammar
+    got too complex, see `error`) or "cancelled". Raises InputError for a bad limit or stop."""
 
-    def __init__(self, index, prompt, max_new_tokens, context, stop, encoding, sampling=None):
+    def __init__(self, index, prompt, max_new_tokens, context, stop, encoding, sampling=None,
+                 grammar=None):
         check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
         self.index = index
         self.prompt = prompt
@@ -1088,15 +1304,27 @@ class Sequence:
             raise InputError(f"stop text {texts[0]!r} needs a tokenizer; give encoding=, from "
                              "hf.tokenizer.load_encoding")
         self.stop_tokens = set(stop).difference(texts)
+        self.matcher = None
+        if grammar:
+            self.matcher = grammar.start()
+            self.stop_tokens |= set(grammar.stop)
         self.stream = encoding.stream(texts) if texts else None
+
+    @property
+    def error(self):
+        return self.matcher.error if self.matcher else ""
 
     def take(self, tokens):
         """Appends a step's tokens, up to the end of the sequence; returns those appended."""
         left = self.limit - len(self.tokens)
         new = tokens if len(tokens) <= left else tokens[:left]  # no copy: see `to_lists`
+        if self.matcher:
+            new = new[:self.matcher.take(new)]
         if self.stream or not self.stop_tokens.isdisjoint(new):
             new = self.until_stop(new)
         self.tokens += new
+        if self.matcher and not self.ended:
+            self.ended = self.matcher.ended
         if not self.ended and len(self.tokens) == self.limit:
             self.ended = self.at_limit
         return new
@@ -1130,6 +1358,8 @@ class StepResult(NamedTuple):
 
 def drafter(source, depth):
     """The drafter of a node with this source (see `best_tree`) and depth."""
+    if source == BINS + SCHEMA:
+        return "schema"
     return "lookup" if source >= BINS else f"head {depth}"
 
 
@@ -1230,11 +1460,14 @@ def check_prompt(model, prompt, index=0):
 
 def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temperature=0.0, top_k=0,
              top_p=1.0, min_p=0.0, seed=0, tree_size=None, beams=None, stop=(), batch_size=None,
-             on_tokens=None, encoding=None, sampling=None):
+             on_tokens=None, encoding=None, sampling=None, schema=True, grammar=None):
     """Continues each prompt (a list of token ids) and returns an `Output`. The tokens do not depend
-    on heads, lookup, tree_size, beams or batch_size, except for ties in half precision on a GPU.
+    on heads, lookup, schema, tree_size, beams or batch_size, except for ties in half precision on a
+    GPU.
 
     lookup      also draft by n-gram lookup
+    schema      also draft the text that a grammar forces
+    grammar     a `hf.grammar.Grammar` that outputs must match; or a list of one per prompt, or None
     tree_size   nodes T verified per step, root included; 1: plain decoding; default: chosen for
                 each step to maximise tokens per second, see `Policy`
     beams       W, default 4
@@ -1245,16 +1478,19 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
     Raises InputError for bad input, Interrupted on Ctrl-C."""
     engine = prepare(model, prompts, max_new_tokens, heads, lookup=lookup, tree_size=tree_size,
                      beams=beams, batch_size=batch_size, temperature=temperature, top_k=top_k,
-                     top_p=top_p, min_p=min_p, seed=seed)
+                     top_p=top_p, min_p=min_p, seed=seed, schema=schema and grammar is not None)
     if sampling:
         expect(len(sampling) == len(prompts) and engine.decoder.sampling == Sampling(),
                "sampling takes one for each prompt, in place of temperature, ..., seed")
     on_step = on_tokens and (lambda step: on_tokens(step.sequence.index, step.tokens))
-    return engine.generate(prompts, max_new_tokens, stop, on_step, encoding, sampling)
+    grammars = grammar if isinstance(grammar, list) else [grammar] * len(prompts)
+    expect(len(grammars) == len(prompts), "grammar takes one, or a list of one for each prompt")
+    return engine.generate(prompts, max_new_tokens, stop, on_step, encoding, sampling,
+                           grammars=grammars)
 
 
-def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_size=None, beams=None,
-            batch_size=None, graph=True, **sampling):
+def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, schema=False,
+            tree_size=None, beams=None, batch_size=None, graph=True, **sampling):
     """The Engine that `generate` runs with these arguments. graph: on CUDA, capture the step of
     each tree size in a CUDA graph."""
     sampling = Sampling(**sampling)
@@ -1264,7 +1500,7 @@ def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, tree_si
     check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
     capacity = max(min(len(prompt) + max_new_tokens, model.config.block_size) for prompt in prompts)
     batch_size = min(len(prompts), DEFAULT_BATCH if batch_size is None else batch_size)
-    policy = Policy(model, heads, lookup, tree_size)
+    policy = Policy(model, heads, lookup, tree_size, schema)
     return Engine(model, policy=policy, batch_size=batch_size, capacity=capacity, beams=beams,
                   sampling=sampling, graph=graph)
 

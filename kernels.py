@@ -1599,9 +1599,9 @@ def accept_path(tokens, parents, depths, ancestors, sources, target, active, max
     2]: the path's target tokens, which are emitted (P), its nodes, root first (P), their sources
     (P), their number, and the index of the last. A shorter path is padded with the root. target:
     the model's own next token at each node. active: 1, 2 for a sequence with a grammar, or 0 for an
-    idle one, whose number and index are 0. temperature: [B]. counts [2, SOURCES, 2] is updated in place, see above. known:
-    (history, lengths, ends) as in `prompt_chain`, of prompts that may have unread tokens. slots: as
-    in `tree_attention`; active and known are of all slots."""
+    idle one, whose number and index are 0. temperature: [B]. counts [2, SOURCES, 2] is updated in
+    place, see above. known: (history, lengths, ends) as in `prompt_chain`, of prompts that may have
+    unread tokens. slots: as in `tree_attention`; active and known are of all slots."""
     tree = tokens, parents, depths, ancestors, sources
     history, lengths, ends = known or (None, None, None)
     B, T, n_slots, *_ = _sizes(
@@ -1740,8 +1740,8 @@ def advance_reference(packed, lengths, root, history=None, states=None, state=No
 #   x = logits / temperature. Keep the top_k largest; of these the fewest whose mass, the sum of
 #   exp(x), reaches top_p of the total (arXiv 1904.09751); of these the tokens with at least min_p
 #   times the largest mass (arXiv 2407.01082). Among the kept tokens take
-#   argmax(x + gumbel(seed, sequence, position, token)); at temperature 0 argmax(logits). With masks,
-#   as in project_sample, x is -inf for all other tokens.
+#   argmax(x + gumbel(seed, sequence, position, token)); at temperature 0 argmax(logits). Masks, as
+#   in project_sample, make x of the other tokens -inf before.
 #
 # Bytes: M * V float32 logits, read once for the mass and the largest x of up to 1,024 groups. All
 # later reads are of the groups that reach a floor, a bound below which no token is kept: few, if

@@ -337,13 +337,13 @@ class LMHead(nn.Linear):
         """`kernels.project_topk` -> logprobs float32, tokens int64 [M, k]."""
         return kernels.project_topk(hidden, self.weight, k, vocab_ids, noise)
 
-    def sample(self, hidden, temperature, seed, sequence, position):
+    def sample(self, hidden, temperature, seed, sequence, position, masks=None):
         """The next token after each of the tokens at position [B, T], from their hidden [B, T, C]
         -> int64 [B, T]. The rest as in `kernels.project_sample`."""
         if isinstance(temperature, torch.Tensor) or temperature:  # greedy needs no position
             position = position + 1
         return kernels.project_sample(hidden.flatten(0, 1), self.weight, temperature, seed,
-                                      sequence, position.view(-1)).view_as(position)
+                                      sequence, position.view(-1), masks).view_as(position)
 
     def logits(self, hidden):
         """float32 [M, V]: rounding to half precision would cause ties."""

@@ -24,8 +24,8 @@
 #include <string.h>
 #include "cpu.h"
 
-// backends/cpu.py defines GROUP (inputs rounded to 8 bits with one scale), BINS, SOURCES (see
-// kernels.py) and the maxima MAX_TREE (T), MAX_HEAD (D), MAX_DEPTH (K), MAX_CHAIN (tokens proposed
+// backends/cpu.py defines GROUP (inputs rounded to 8 bits with one scale), BINS, SCHEMA,
+// SOURCES (see kernels.py) and the maxima MAX_TREE (T), MAX_HEAD (D), MAX_DEPTH (K), MAX_CHAIN (tokens proposed
 // by lookup) and LARGEST (T chosen by a step)
 #if !defined(PLAIN) && defined(__AVX512BW__)
 #define LANES 16             // numbers in a vector
@@ -1418,6 +1418,7 @@ typedef struct {
     const int32_t *slots;        // as in Pass
     const float *temperature;    // by slot; NULL: all 0
     const int64_t *seed, *sequence, *position;  // by slot, by slot, by row
+    const int32_t *masks;        // [rows, ceil(V / 32)]: bits of the allowed tokens; NULL: all
     Best *best;                  // [M, parts]
 } Argmax;
 
@@ -1454,8 +1455,12 @@ static void best_of_part(void *arguments, int unit) {
         key = noise_key(a->seed[b], a->sequence[b], a->position[row] + a->ahead);
     vf best = splat(-INFINITY);
     vi at = start + NUMBERS;
+    const int32_t *mask = a->masks ? a->masks + (size_t)row * ((a->V + 31) / 32) : NULL;
     for (int i = start; i < end; i += LANES) {
         vf score = load_n(a->logits + (size_t)m * a->V + i, end - i);
+        if (mask)
+            score = select_lanes((mask[i / 32] >> (i % 32 + NUMBERS) & 1) != 0, score,
+                                 splat(-INFINITY));
         if (temperature != 0)
             score = score / temperature + gumbel(key, NUMBERS + i);
         vi larger = (score > best) & (NUMBERS < end - i);
@@ -1490,14 +1495,14 @@ void argmax(const float *logits, int M, int V, int T, const float *temperature, 
 // a few sequences at a time to save memory. temperature NULL: greedy
 void sample(const Linear *w, const float *x, int M, int T, const int32_t *slots,
             const float *temperature, const int64_t *seed, const int64_t *sequence,
-            const int64_t *position, int64_t *out, int threads) {
+            const int64_t *position, const int32_t *masks, int64_t *out, int threads) {
     int step = max(MAX_TREE / T, 1) * T;
     float *logits = scratch(LOGITS, (size_t)min(M, step) * w->n * sizeof *logits);
     for (int m = 0; m < M; m += step) {
         int rows = min(M - m, step);
         Argmax a = {logits, w->n, T, .first = m, .ahead = 1, .slots = slots,
                     .temperature = temperature, .seed = seed, .sequence = sequence,
-                    .position = position};
+                    .position = position, .masks = masks};
         product(w, x + (size_t)m * w->k, rows, logits, threads);
         best_tokens(&a, rows, out + m, threads);
     }
@@ -1657,6 +1662,11 @@ static void run_head(Beams *a, const int64_t *tokens, int M, int threads) {
 // -------------------------------------------------------------------------------------------------
 // A step: one function for each stage of generate.Decoder, on the sequences in some of the slots
 
+// Whether the grammar of sequence b allows a token after the root
+static int is_allowed(const Step *s, int b, int64_t token) {
+    return s->first_masks[(size_t)b * s->words + token / 32] >> token % 32 & 1;
+}
+
 // Number of tokens that lookup proposes
 static int chain_size(const Step *s) {
     return s->tree_size ? min(s->tree_size - 1, MAX_CHAIN) : MAX_CHAIN;
@@ -1677,6 +1687,19 @@ static void look_up(const int32_t *text, int last, int64_t *chain) {
     }
     for (int i = 0; i < MAX_CHAIN; i++)
         chain[1 + i] = chain[0] ? text[match + 1 + i % (last - match)] : -1;
+}
+
+// Fills the chain of sequence b: forced text, else lookup's tokens, if its grammar allows the first
+static void fill_chain(const Step *s, int b, int64_t *chain) {
+    int slot = slot_of(&s->trees, b);
+    const int64_t *forced = s->forced ? s->forced + b * (1 + MAX_CHAIN) : NULL;
+    chain[0] = 0;
+    if (forced && forced[0])
+        memcpy(chain, forced, (1 + MAX_CHAIN) * sizeof *chain);
+    else if (s->with_lookup)
+        look_up(s->history + slot * s->history_stride, s->lengths[slot], chain);
+    if (chain[0] && s->first_masks && !is_allowed(s, b, chain[1]))
+        chain[0] = 0;
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -1716,9 +1739,9 @@ static int fill_pool(const Draft *d, int b, Candidate *pool) {
         pool[count] = (Candidate){d->parents[at] < 0 ? -1 : p, x, parent, depth + 1, d->tokens[at]};
     }
     const int64_t *chain = s->chain + b * (1 + MAX_CHAIN);
-    int length = s->with_lookup && chain[0] ? chain_size(s) : 0;
-    float p = 1, chance = probability(chances[BINS + chain[0] * (length > 0)]);
-    for (int j = 0; j < length; j++) {
+    int length = chain[0] ? chain_size(s) : 0;
+    float p = 1, chance = probability(chances[BINS + chain[0]]);
+    for (int j = 0; j < length && chain[1 + j] >= 0; j++) {
         int i = j * n, end = j < d->depths ? i + n : i;
         while (i < end && (pool[i].p < 0 || pool[i].token != chain[1 + j]
                            || pool[i].parent != above))
@@ -1896,6 +1919,9 @@ static void draft_depth(Draft *d) {
     }
     a->head = h->heads + min(depth, h->n_weights - 1);
     run_head(a, d->guessed, d->M, threads);
+    for (int i = 0; depth == 0 && s->first_masks && i < B * W; i++)
+        if (!is_allowed(s, i / W, a->proposed[i]))
+            a->logprobs[i] = -INFINITY;
     select_candidates(d);
     d->depths++;
 }
@@ -1946,11 +1972,8 @@ static void write_tree(Step *s, int b, const Candidate *nodes) {
 int step_draft(Step *s) {
     Draft d = {.s = s};
     int B = s->trees.B, most = s->tree_size ? s->tree_size : LARGEST;
-    for (int b = 0; s->with_lookup && b < B; b++) {
-        int slot = slot_of(&s->trees, b);
-        const int32_t *text = s->history + slot * s->history_stride;
-        look_up(text, s->lengths[slot], s->chain + b * (1 + MAX_CHAIN));
-    }
+    for (int b = 0; b < B; b++)
+        fill_chain(s, b, s->chain + b * (1 + MAX_CHAIN));
     s->behind = 0;
     if (s->depths && catch_up(s))
         return 1;
@@ -2006,7 +2029,7 @@ int step_verify(Step *s) {
 void step_sample(Step *s) {
     const float *temperature = s->noise ? s->temperature : NULL;
     sample(&s->head, s->normed, s->trees.B * s->T, s->T, s->trees.slots, temperature, s->seed,
-           s->sequence, s->positions, s->target, s->trees.threads);
+           s->sequence, s->positions, s->masks, s->target, s->trees.threads);
 }
 
 // kernels.accept_path, counts included
@@ -2027,7 +2050,7 @@ void step_accept(Step *s) {
                 && tree[i] == target[parents[i]];
             if (is_next)
                 path[count++] = i;
-            if (sources[i] < BINS && active) {
+            if (sources[i] < BINS && active == 1) {
                 counts[2 * sources[i]] += is_next;
                 counts[2 * sources[i] + 1]++;
             }
@@ -2037,9 +2060,11 @@ void step_accept(Step *s) {
             out[i] = target[path[i]];
             out[2 * P + i] = sources[path[i]];
         }
-        out[3 * P] = count * active;
-        out[3 * P + 1] = (count - 1) * active;
-        int length = s->with_lookup && chain[0] && active ? min(chain_size(s), count) : 0;
+        out[3 * P] = active ? count : 0;
+        out[3 * P + 1] = active ? count - 1 : 0;
+        int counted = active == 1 || (active == 2 && chain[0] == SCHEMA), length = 0;
+        while (chain[0] && counted && length < min(chain_size(s), count) && chain[1 + length] >= 0)
+            length++;
         while (right < length && chain[1 + right] == out[right])
             right++;
         if (length) {

@@ -77,6 +77,7 @@ typedef struct Step {            // a decoding step of the sequences in some of 
     NormWeights state_norm;      // of the states that the heads draft from
     int32_t n_blocks, n_augment;
     int32_t K, W, with_lookup;   // with_lookup: whether lookup drafts
+    int32_t words;               // of a mask: ceil(V / 32)
     const float *chances;        // [2, SOURCES]: see generate.Policy, as counts and seconds
     double *counts;              // [2, SOURCES, 2]
     const float *seconds;        // [LARGEST + 1] of a step with T nodes
@@ -96,6 +97,8 @@ typedef struct Step {            // a decoding step of the sequences in some of 
     int64_t *tree;               // [5, B, T]: tokens, parents, depths, ancestors, sources
     float *probabilities;        // [B, T]
     int64_t *chain;              // [B, 1 + MAX_CHAIN]: lookup's match length and tokens
+    const int64_t *forced;       // [B, 1 + MAX_CHAIN]: 0, or SCHEMA and forced text, then -1; or NULL
+    const int32_t *first_masks, *masks;  // [B, words], [B, T, words]; NULL: allow all
     int64_t *positions, *target; // [B, T]
     int64_t *accepted;           // [B, 3 P + 2]
     float *x, *normed;           // [B, T, C]: the residual stream, its norm
@@ -115,7 +118,7 @@ void argmax(const float *logits, int M, int V, int T, const float *temperature, 
             const int64_t *sequence, const int64_t *position, int64_t *out, int threads);
 void sample(const Linear *w, const float *x, int M, int T, const int32_t *slots,
             const float *temperature, const int64_t *seed, const int64_t *sequence,
-            const int64_t *position, int64_t *out, int threads);
+            const int64_t *position, const int32_t *masks, int64_t *out, int threads);
 int step_draft(Step *s);
 int step_verify(Step *s);
 void step_sample(Step *s);

@@ -41,7 +41,16 @@ from clover import (
     Tree,
 )
 from generate import FILTERED, LARGEST, MAX_CHAIN, Accepted, Decoder
-from kernels import BINS, SOURCES, best_tokens, filled, filter_logits, runs_triton
+from kernels import (
+    BINS,
+    SCHEMA,
+    SOURCES,
+    best_tokens,
+    filled,
+    filter_logits,
+    mask_logits,
+    runs_triton,
+)
 from model import MAX_TREE, Blocks, InputError, KVCache, LMHead, atomic_write, expect, warn
 
 GROUP = 32      # inputs that share an activation scale; quantized weights are padded to a multiple
@@ -58,7 +67,8 @@ SLOW_BFLOAT16 = ("torch multiplies bfloat16 slowly on this CPU, so the default d
                  "(--dtype bfloat16 takes less memory)")
 FOLDER = Path(__file__).parent  # of cpu.c and cpu.h
 MACROS = dict(GROUP=GROUP, MAX_HEAD=MAX_HEAD, MAX_TREE=MAX_TREE, MAX_DEPTH=MAX_DRAFT,
-              MAX_CHAIN=MAX_CHAIN, LARGEST=LARGEST, BINS=BINS, SOURCES=SOURCES)  # defined in cpu.c
+              MAX_CHAIN=MAX_CHAIN, LARGEST=LARGEST, BINS=BINS, SCHEMA=SCHEMA,
+              SOURCES=SOURCES)  # defined in cpu.c
 
 
 def apply(model, heads=None):
@@ -470,7 +480,7 @@ class PackedLMHead(PackedLinear):
     def logits(self, hidden):
         return self.packed.multiply(hidden)
 
-    def sample(self, hidden, temperature, seed, sequence, position):
+    def sample(self, hidden, temperature, seed, sequence, position, masks=None):
         B, T = position.shape
         rows = [None] * 4  # greedy: no noise
         if isinstance(temperature, torch.Tensor) or temperature:
@@ -479,12 +489,12 @@ class PackedLMHead(PackedLinear):
         hidden = hidden.float().contiguous()
         out = torch.empty(B, T, dtype=torch.int64)
         library().sample(self.packed.linear, hidden.data_ptr(), B * T, T, None,
-                         *map(pointer, rows), out.data_ptr(), threads())
+                         *map(pointer, rows), pointer(masks), out.data_ptr(), threads())
         return out
 
-    def filtered_sample(self, logits, *, temperature, top_k, top_p, min_p, **noise):
+    def filtered_sample(self, logits, *, temperature, top_k, top_p, min_p, masks=None, **noise):
         """As `LMHead.filtered_sample`; the noise is the same bits as in `sample`."""
-        logits = filter_logits(logits, top_k, top_p, min_p, temperature)
+        logits = filter_logits(mask_logits(logits, masks), top_k, top_p, min_p, temperature)
         return argmax(logits, 1.0 * (temperature > 0), **noise)
 
 
@@ -691,7 +701,8 @@ class CompiledDecoder(Decoder):
             temperature=slots.all.sampling["temperature"], state=slots.state)
         struct = header.Step(blocks=model.blocks.structs, n_blocks=len(model.blocks), embed_scale=1,
                       norm=norm_struct(model.norm, self.tensors), K=policy.depth, W=self.beams,
-                      with_lookup=policy.lookup, history_stride=slots.history.stride(0),
+                      with_lookup=policy.lookup, words=-(-model.config.vocab_size // 32),
+                      history_stride=slots.history.stride(0),
                       trees=self.slot_pass(slots.cache),
                       **{name: pointer(x) for name, x in tensors.items()})
         if self.embeds:
@@ -740,6 +751,12 @@ class CompiledDecoder(Decoder):
     @property
     def samples_in_torch(self):
         return self.sampling_mode == FILTERED or not self.struct.head.k
+
+    def constrain(self, constraints):
+        super().constrain(constraints)
+        tensors = self.mask_tensors.tensors if constraints else {}
+        for name in ("forced", "first_masks", "masks"):
+            setattr(self.struct, name, pointer(tensors.get(name)))
 
     def read_batch(self, B):
         """Only for sampling in torch: cpu.c reads the slots itself."""

@@ -229,11 +229,11 @@ class VocabParallelHead(nn.Module):
             logits = logits[:, vocab_ids]
         return best_tokens(logits, k, vocab_ids, noise)
 
-    def sample(self, hidden, temperature, seed, sequence, position):
+    def sample(self, hidden, temperature, seed, sequence, position, masks=None):
         return filtered_sample(
             self.logits(hidden.flatten(0, 1)), temperature=temperature, top_k=0, top_p=1.0,
             min_p=0.0, seed=seed, sequence=sequence,
-            position=(position + 1).view(-1)).view_as(position)
+            position=(position + 1).view(-1), masks=masks).view_as(position)
 
     def logits(self, hidden):
         return self.all_columns(self.local.logits(hidden))

@@ -153,7 +153,8 @@ def arguments(name, dtype=BF16, present="", aligned=True, device="meta", **given
     """Arguments for a kernels.py function. given: sizes and others. present: optional tensors. aligned: to 16 bytes."""
     function = getattr(kernels, name)
     scope = DIMENSIONS | given
-    scope |= {"2C": 2 * scope["C"], "1+m": 1 + scope["m"], "3P+2": 3 * scope.get("P", 0) + 2, "words": -(-scope["V"] // 32)}
+    scope |= {"2C": 2 * scope["C"], "1+m": 1 + scope["m"], "3P+2": 3 * scope.get("P", 0) + 2,
+              "words": -(-scope["V"] // 32)}
     scope.setdefault("N", scope["B"])
     made = {key: scope[key] for key in inspect.signature(function).parameters.keys() & scope}
     for argument, spec in TENSORS[name].items():

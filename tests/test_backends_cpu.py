@@ -184,7 +184,8 @@ def test_argmax_is_gumbel_argmax(temperature):
 
 SAMPLINGS = Sampling(), Sampling(0.8, seed=2**62), Sampling(1.3, seed=-5), Sampling()
 FALLING = torch.linspace(1, 0, kernels.BINS).square().tolist()
-CHANCES = torch.tensor([[*FALLING, 0, 0.3, 0.5, 0.7, 0.9, 0.95], [1.0] * 9 + [0.5] * 32 + [0, 1.0, 0.5, 0.25, 0.0, 1.0]])
+CHANCES = torch.tensor([[*FALLING, 0, 0.3, 0.5, 0.7, 0.9, 0.95],
+                        [1.0] * 9 + [0.5] * 32 + [0, 1.0, 0.5, 0.25, 0.0, 1.0]])
 TOKENS = [96, 3, 50, 7, 21, 8, 0, 11]
 
 
@@ -246,7 +247,7 @@ def test_accept_in_c_is_its_reference(T, P):
         setattr(decoder.struct, name, size)
     cpu.library().step_accept(decoder.struct)
     assert torch.equal(decoder.results["accepted"][:want.numel()].view_as(want), want)
-    assert torch.equal(decoder.policy.counts, counts) and counts.sum() > 30
+    assert torch.equal(decoder.policy.counts, counts) and counts.sum() > 20
 
 
 @pytest.mark.parametrize("shape", ["llama", "gpt2", "gemma"])

@@ -332,7 +332,7 @@ def test_a_server_captures_everything_beforehand(tree_size, kind, start):
     policy = engine.policy
     seen = []
     engine.decoder.capture_all(lambda steps: seen.extend(steps) or steps)
-    assert [*engine.decoder.batch_sizes] == [1, 2, 4, 6] and policy.captured == {*seen}
+    assert [*engine.decoder.batch_sizes] == [1, 2, 4, 6] and policy.captured == {False: {*seen}, True: set()}
     rows = [B * T for B, T, _ in seen]
     trees = [n for n, (_, T, _) in zip(rows, seen) if T not in (1, tree_size)]
     assert trees == sorted(trees, reverse=True) == rows[-len(trees):]
@@ -361,7 +361,7 @@ def test_a_server_captures_what_fits(tree_size, fits, start, monkeypatch):
     free = iter([2**40] * fits + [2**34] * 99)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (next(free), 2**40))
     engine.decoder.capture_all()
-    assert len(engine.policy.captured) == fits and len(world.graphs) == 3 * fits
+    assert len(engine.policy.captured[False]) == fits and len(world.graphs) == 3 * fits
     assert sum(map(len, engine.generate([[1, 2]] * 9, 5).tokens)) == 45 and (fits < 4 or len(world.graphs) == 12)
 
 

@@ -100,7 +100,7 @@ class Cycling(Policy):
         self.options = [(T, depths) for T, depths in options if (heads or not depths) and (T or chooses_size)]
         self.seconds = defaultdict(list)
 
-    def select(self, B, behind, unread=()):
+    def select(self, B, behind, unread=(), chains=()):
         super().select(B)
         return self.options[self.steps // 2 % len(self.options)]  # each twice, so that an option may follow itself
 

@@ -13,7 +13,8 @@ from test_kernels import INTERPRETED, as_int64, plain
 
 GIVEN = dict(  # arguments of each function, optional tensors included
     tree_attention=dict(B=2, N=4, T=3, Hq=4, Hkv=2, D=16, S=10, present="slopes slots"),
-    project_topk=dict(M=2, C=8, V=9, n=5, k=2, present="vocab_ids"), project_sample=dict(M=2, C=8, V=9, present="masks"),
+    project_topk=dict(M=2, C=8, V=9, n=5, k=2, present="vocab_ids"),
+    project_sample=dict(M=2, C=8, V=9, present="masks"),
     commit_path=dict(L=1, B=2, N=4, Hkv=1, S=10, D=16, P=3, present="slots"), glu=dict(C=8),
     cosine_mix=dict(C=8, n_head=2), add_norm=dict(C=8, present="delta weight bias"),
     rope_cache=dict(B=2, N=4, T=3, H=4, Hkv=1, D=16, S=10, present="rope q_weight k_weight slots"),

@@ -256,7 +256,7 @@ def random_pool(B, K, W, n, n_chain):
         for depth in range(min(int(torch.randint(0, K + 1, ())), n_chain) - 1, -1, -1):
             lookup[b, 1 + depth] = candidates.tokens[b, depth, beam]
             beam = max(int(candidates.parents[b, depth, beam]), 0)
-    ends = torch.where(match == 0, 0, torch.where(match == kernels.SCHEMA, torch.randint(0, 1 + n_chain, (B, 1)), n_chain))
+    ends = torch.where(match == kernels.SCHEMA, torch.randint(0, 1 + n_chain, (B, 1)), n_chain * (match > 0))
     lookup[:, 1:].masked_fill_(torch.arange(n_chain) >= ends, -1)
     return root, candidates, lookup if n_chain else None
 
