@@ -700,7 +700,7 @@ class Decoder:
         self.pause = None         # `timestamp`s around the wait for the last step's masks
         self.graphs = {}  # (arguments of `step`, sampling mode) -> function that replays, or None
         self.masked_graphs = {}  # the same for steps with grammars
-        self.captured_stages = []  # of these; they own what the graphs share
+        self.captured_stages = []  # of these, and the `Batch`: they own what the parts share
         self.pool = None  # memory shared by the graphs; None: steps run eagerly
         self.batch_sizes = range(1, batch_size)  # B that a step may have; always also all slots
         if is_cuda and graph and HAS_TRITON:  # the references read values, so no graph holds them
@@ -920,9 +920,10 @@ class Decoder:
 
     def capture_parts(self, arguments):
         stages = self.stages(*arguments)
-        self.captured_stages.append(stages)
-        parts = [capture(partial(next, stages), self.device, self.pool) for _ in range(3)]
-        return partial(self.run_parts, *parts)
+        part = partial(capture, partial(next, stages), self.device, self.pool)
+        draft = part()
+        self.captured_stages.append((stages, self.batch))
+        return partial(self.run_parts, draft, part(), part())
 
     def launch(self, tree_size, depths, with_trees=False):
         """Starts a step and returns it as an `InFlight`."""

@@ -6,6 +6,7 @@ import shutil
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests run without network
 
+import numpy as np
 import pytest
 import tokenizers
 import torch
@@ -47,6 +48,44 @@ def toy_model(seed=0, scale=4.0, **flags):
             else:
                 p.add_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(seed)))
     return model.requires_grad_(False).eval()
+
+
+class ToyGrammar:
+    """A grammar for `toy_model`, and its matcher: each token allows some others, every third one only one."""
+    stop, ended, error = [96], None, ""
+
+    def __init__(self):
+        self.last = 0
+
+    def start(self):
+        return ToyGrammar()
+
+    def allowed(self, token):
+        return [token * 5 % 97] if token % 3 == 0 and token else [(token * 5 + i) % 97 for i in range(1, 40)]
+
+    def mask_after(self, token):
+        bits = np.zeros(128, np.uint8)
+        bits[self.allowed(token)] = 1
+        return np.packbits(bits, bitorder="little").view(np.int32)
+
+    @property
+    def mask(self):
+        return self.mask_after(self.last)
+
+    def masks(self, tokens, parents, out):
+        out[:len(tokens)] = [self.mask_after(token) for token in [self.last, *tokens[1:]]]
+        return True
+
+    def forced(self):
+        chain = [self.last]
+        while len(next_tokens := self.allowed(chain[-1])) == 1 and len(chain) < 9:
+            chain += next_tokens
+        return chain[1:]
+
+    def take(self, tokens):
+        assert all(b in self.allowed(a) for a, b in zip([self.last, *tokens], tokens))
+        self.last = tokens[-1]
+        return len(tokens)
 
 
 def random_prompts(lengths, vocab_size=97, seed=0):

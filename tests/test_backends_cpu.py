@@ -23,7 +23,7 @@ import model as models
 from backends import cpu
 from backends.tensor_parallel import Group
 from clover import PRESETS, CloverHeads, preset
-from conftest import SHAPES, needs_compiler, random_prompts, refusal, toy_model
+from conftest import SHAPES, ToyGrammar, needs_compiler, random_prompts, refusal, toy_model
 from generate import Decoder, Engine, Policy, Sampling, generate
 from hf import checkpoint
 from kernels import gumbel_argmax, tree_attention_reference
@@ -261,25 +261,29 @@ def test_states_in_bfloat16_are_the_decoders(shape):
         assert torch.equal(hidden, want)
 
 
-@pytest.mark.parametrize("shape, name, lookup, T, vocabulary", [
-    *((shape, "clover", True, 9, []) for shape in SHAPES),
-    *(("llama", name, True, 63, vocabulary) for name in PRESETS for vocabulary in ([], TOKENS)),
-    ("untied-biased", "clover2", False, 5, TOKENS), ("gpt2", "medusa", True, 2, []),
-    ("llama", "clover with NaN", True, 30, []), ("gemma", None, True, 20, []), ("gpt2", None, False, 1, [])])
-def test_steps_in_c_are_those_of_the_decoder(shape, name, lookup, T, vocabulary, exact, monkeypatch):
+@pytest.mark.parametrize("shape, name, lookup, T, vocabulary, grammars", [
+    *((shape, "clover", True, 9, [], shape == "qk-norm") for shape in SHAPES),
+    *(("llama", name, True, 63, vocabulary, bool(vocabulary)) for name in PRESETS for vocabulary in ([], TOKENS)),
+    ("untied-biased", "clover2", False, 5, TOKENS, True), ("gpt2", "medusa", True, 2, [], False),
+    ("llama", "clover with NaN", True, 30, [], True), ("gemma", None, True, 20, [], True),
+    ("gpt2", None, False, 1, [], False), ("llama", None, False, 9, [], True)])
+def test_steps_in_c_are_those_of_the_decoder(shape, name, lookup, T, vocabulary, grammars, exact, monkeypatch):
     """Bug: another beam's state, another order of equals, a match that is not the latest, another token's embedding,
-    position or noise, another slot's row, state that one step leaves wrong for the next."""
+    position or noise, another slot's row, state that one step leaves wrong for the next; a mask of another row, a chain
+    of forced text beyond its end, counts of sequences with a grammar."""
     model, heads = packed_toy(shape, name, embed_scale=3.7)
     if heads:
         heads.set_vocabulary(vocabulary)
     engines = []
     for cls in (Decoder, cpu.CompiledDecoder):
         monkeypatch.setattr(generate_module, "decoder_class", lambda *_: cls)
-        engines.append(Engine(model, policy=Policy(model, heads, lookup, T), batch_size=3, capacity=80))
+        policy = Policy(model, heads, lookup, T, schema=grammars)
+        engines.append(Engine(model, policy=policy, batch_size=3, capacity=80))
         prompts = [2 * prompt for prompt in random_prompts([7, 1, 30, 12, 2], vocab_size=8)]
         prompts.append(prompts[0][:9] + prompts[1])  # shares a part of a slot's cache
         for index, (prompt, sampling) in enumerate(zip(prompts, SAMPLINGS * 2)):
-            engines[-1].add(prompt, 20, sampling, index=index)
+            grammar = ToyGrammar() if grammars and index % 3 else None
+            engines[-1].add(prompt, 20, sampling, index=index, grammar=grammar)
     while engines[0].busy:
         steps = (sorted(engine.step(with_trees=True), key=lambda x: x.sequence.index) for engine in engines)
         for want, got in zip(*steps, strict=True):

@@ -25,7 +25,7 @@ import kernels
 import model as models
 from backends.tensor_parallel import Group
 from bench import timing
-from conftest import SHAPES, Operations, toy_model
+from conftest import SHAPES, Operations, ToyGrammar, toy_model
 from generate import GREEDY, Decoder, Engine, Policy, Sampling, capture
 from test_clover import random_heads
 from test_generate import Cycling
@@ -363,6 +363,33 @@ def test_a_server_captures_what_fits(tree_size, fits, start, monkeypatch):
     engine.decoder.capture_all()
     assert len(engine.policy.captured[False]) == fits and len(world.graphs) == 3 * fits
     assert sum(map(len, engine.generate([[1, 2]] * 9, 5).tokens)) == 45 and (fits < 4 or len(world.graphs) == 12)
+
+
+def test_steps_with_grammars_are_three_graphs_on_a_fake_gpu(start):
+    """Bug: a wait or a copy from the host inside a graph, a step in flight whose tokens a matcher needs, a capture
+    while a server's requests run, another step for batches without grammars, memory that only one part owns."""
+    world, model, heads = start()
+    policy = Policy(model, heads, True, schema=True)
+    engine = Engine(model, policy=policy, batch_size=4, capacity=200)
+    engine.decoder.capture_all()
+    plain = len(world.graphs)
+    engine.decoder.capture_all(masked=True)
+    masked = policy.captured[True]
+    assert len(world.graphs) - plain == 3 * 3 * len(masked) and masked < policy.captured[False]
+    assert max(B * T for B, T, _ in masked) == generate.LARGEST_MASKED and [*engine.decoder.batch_sizes] == [1, 2, 4]
+    world.launches.clear()
+    launch, ahead = engine.decoder.launch, []
+    note = lambda: ahead.append((len(engine.decoder.constraints) > 0, len(engine.in_flight)))
+    engine.decoder.launch = lambda *option: note() or launch(*option)
+    for grammars in ([ToyGrammar(), None, None], [None] * 3):
+        ahead.clear()
+        before = [graph.replays for graph in world.graphs]
+        with patch.object(ToyGrammar, "take", lambda _, tokens: len(tokens)):
+            output = engine.generate([[1, 2], [*range(90)], [3] * 30], 20, grammars=grammars)
+        after = [graph.replays - n for graph, n in zip(world.graphs, before)]
+        assert [len(tokens) for tokens in output.tokens] == [20] * 3 and not world.launches
+        is_masked = grammars[0] is not None
+        assert any(after[plain:]) == is_masked == ((True, 0) in ahead) and (True, 1) not in ahead
 
 
 def test_steps_and_stages_are_timed_on_a_fake_gpu(start):
