@@ -941,14 +941,17 @@ class Decoder:
         return InFlight(Accepted(packed, accepted.P), columns, counts, tree.tokens.shape, depths,
                         (start, timestamp(self.device)), is_steady, masked, self.pause)
 
-    def warm_up(self):
+    def warm_up(self, masked=False):
         """Compiles and captures every option of the policy, in the present sampling mode, while all
-        slots are idle."""
+        slots are idle. masked: those of batches with grammars."""
         policy = self.policy
-        reading = policy.reading_options if self.reads_in_steps else []
-        for option in dict.fromkeys([*policy.options, *reading]):
+        options = policy.masked_options if masked else policy.options
+        reads = policy.masked_reading_options if masked else policy.reading_options
+        self.constrain([Constraint(None)] * self.B if masked else [])
+        for option in dict.fromkeys([*options, *(reads if self.reads_in_steps else [])]):
             with self.context():
                 self.launch(*option).wait()
+        self.constrain([])
 
     def capture_all(self, progress=iter, masked=False):
         """Captures, while all slots are idle, the policy's options in all sampling modes for 1, 2,
@@ -1305,6 +1308,7 @@ class Sequence:
             raise InputError(f"stop text {texts[0]!r} needs a tokenizer; give encoding=, from "
                              "hf.tokenizer.load_encoding")
         self.stop_tokens = set(stop).difference(texts)
+        self.grammar = grammar
         self.matcher = None
         if grammar:
             self.matcher = grammar.start()

@@ -232,19 +232,23 @@ def load(config, **options):
 def write_texts(config, out, group):
     """Generates text with the model, or its answers to --prompts, and returns their folder."""
     model, encoding = load(config)
-    prompts = None
+    prompts, grammars = None, ()
     if config.prompts:
         missing = None if encoding.template else "a model with a chat template"
         prompts = group.raise_together(
             lambda: read_prompt_file(config.prompts, missing, encoding.template))
-        expect(all(prompt[-1]["role"] != "assistant" for prompt in prompts), f"{config.prompts}: "
-               "a prompt ends with an answer; end each with the user's message")
+        prompts, grammars = map(list, zip(*prompts))
+        expect(all(messages[-1]["role"] != "assistant" for messages in prompts), f"{config.prompts}"
+               ": a prompt ends with an answer; end each with the user's message")
     folder = out / SELF
     enough = max(config.steps * config.batch_size * (config.block_size or 256), MIN_SELF_TOKENS)
     goal = config.self_tokens or enough
     group.print(f"generating {human(goal)} tokens of training text with the model, in {folder}")
     stop = stop_tokens(config.model, encoding)
-    writer = writing.Writer(folder, model, encoding, stop, config.seed, prompts, group.print)
+    writer = writing.Writer(folder, model, encoding, stop, config.seed, prompts, group.print,
+                            grammars)
+    for source in filter(None, grammars):
+        writer.compile(*source)  # a bad one fails here, not hours later
     group.on_first(writer.claim)
     writer.write(goal, group.rank, group.size)
     group.barrier()

@@ -30,9 +30,13 @@ class GrammarTokenizer:
                f"model {vocab_size}; use the model's own tokenizer")
         self.llguidance = llguidance
         self.words = -(-vocab_size // 32)  # int32 of a mask
-        self.special_tokens = encoding.special_tokens
-        self.package = llguidance.LLTokenizer(encoding.package.to_str(), n_vocab=vocab_size,
-                                              eos_token=self.stop)
+        self.encoding = encoding
+        try:
+            self.package = llguidance.LLTokenizer(encoding.package.to_str(), n_vocab=vocab_size,
+                                                  eos_token=self.stop)
+        except ValueError as error:
+            raise InputError(f"{encoding.file}: llguidance cannot use this tokenizer: "
+                             f"{' '.join(str(error).split())[:300]}") from None
 
     def json_schema(self, schema, **options):
         """The `Grammar` of a JSON schema, a dict or its text. options: `Grammar`'s."""
@@ -82,6 +86,16 @@ class Grammar:
     def start(self):
         """The `Matcher` of a sequence."""
         return Matcher(self)
+
+    def for_prompt(self, prompt):
+        """This grammar, which begins after </think> if the prompt, token ids, ends in <think>."""
+        encoding = self.tokenizer.encoding
+        if not encoding.decode(prompt[-4:]).rstrip().endswith("<think>"):
+            return self
+        begin = encoding.special_tokens.get("</think>")
+        expect(begin is not None, "the prompt ends in <think>, and no token is </think>, after "
+               "which structured output could begin; give enable_thinking=False")
+        return Grammar(self.tokenizer, self.matcher, begin)
 
 
 class Matcher:

@@ -3,7 +3,7 @@
 import torch
 
 from backends import cpu
-from kernels import filter_logits, gumbel
+from kernels import filter_logits, gumbel, mask_logits
 from tools.load import make_engine
 
 # rounding error allowed between scores, in units of the dtype's eps times the largest logit
@@ -14,13 +14,15 @@ def against_plain(args, loaded, output, say):
     """Decodes the prompts of an `Output` plainly and reports the comparison through say(line).
     Returns the plain Output and the `first_difference`."""
     prompts = [sequence.prompt for sequence in output.sequences]
-    engine = make_engine(args, loaded, prompts, args.max_new_tokens, plain=True)
     sampling = [sequence.sampling for sequence in output.sequences]
+    grammars = [sequence.grammar for sequence in output.sequences]
+    engine = make_engine(args, loaded, prompts, args.max_new_tokens, plain=True, grammars=grammars)
     plain = engine.generate(prompts, args.max_new_tokens, loaded.stop, encoding=loaded.encoding,
-                            sampling=sampling)
+                            sampling=sampling, grammars=grammars)
     say(f"plain decoding: {plain.tokens_per_second:.1f} tokens per second; speed-up "
         f"{output.tokens_per_second / plain.tokens_per_second:.2f}x")
-    difference = first_difference(loaded.model, prompts, output.tokens, plain.tokens, sampling)
+    difference = first_difference(loaded.model, prompts, output.tokens, plain.tokens, sampling,
+                                  grammars)
     if difference is None:
         say(f"output is identical ({plain.emitted} tokens)")
     else:
@@ -31,9 +33,9 @@ def against_plain(args, loaded, output, say):
 
 
 @torch.inference_mode()
-def first_difference(model, prompts, ours, plain, sampling):
-    """The first token where two outputs differ: None, or (prompt, position, gap, kind). sampling:
-    one `Sampling` per prompt.
+def first_difference(model, prompts, ours, plain, sampling, grammars=None):
+    """The first token where two outputs differ: None, or (prompt, position, gap, kind). sampling,
+    grammars: one for each prompt.
 
     gap: the best score at this position minus the lower score of the two tokens (logits, or
     logits / temperature + noise); None if one output merely ends earlier. kind: "tie" if the gap is
@@ -52,6 +54,10 @@ def first_difference(model, prompts, ours, plain, sampling):
     scale = s.temperature or 1.0
     eps = torch.finfo(model.dtype).eps
     rounding = ROUNDINGS[model.dtype] * eps * scores.abs().max().item() / scale
+    if grammars and grammars[index]:
+        matcher = grammars[index].start()
+        matcher.take(a[:first])
+        scores = mask_logits(scores, torch.from_numpy(matcher.mask).to(model.device)[None])
     if s.temperature > 0:
         ids = torch.arange(scores.shape[-1], device=model.device)
         number = lambda n: torch.tensor([n], device=model.device)

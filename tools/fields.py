@@ -94,6 +94,52 @@ def messages(name, value):
 
 
 # --------------------------------------------------------------------------------------------------
+# Structured output: readers return (method of a `GrammarTokenizer`, its argument)
+
+def json_schema(name, value):
+    expect(isinstance(value, dict | str), f"{name} must be a JSON schema, an object or its text")
+    return "json_schema", value
+
+
+def any_object(name, value):
+    expect(value is True, f"{name} must be true or left out")
+    return "json_schema", dict(type="object")
+
+
+def source_of(kind, read=text):
+    return lambda name, value: (kind, read(name, value))
+
+
+choice = list_of(str, "a list of strings")
+STRUCTURED = dict(json=json_schema, json_object=any_object, regex=source_of("regex"),
+                  choice=source_of("choice", choice), grammar=source_of("grammar"))
+
+
+def structured_outputs(name, value):
+    """Reads vLLM's structured_outputs, an object with one of STRUCTURED."""
+    values = object_of(STRUCTURED)(name, value)
+    expect(len(values) == 1, f"{name} takes one of {', '.join(STRUCTURED)}")
+    return next(iter(values.values()))
+
+
+def response_format(name, value):
+    """Reads OpenAI's response_format; None for plain text."""
+    kind = variables(name, value).get("type")
+    if kind == "text":
+        return None
+    if kind == "json_object":
+        return any_object(name, True)
+    expect(kind == "json_schema", f"{name}.type must be text, json_object or json_schema, not "
+           f"{kind!r}")
+    about = variables(f"{name}.json_schema", value.get("json_schema"))
+    return json_schema(f"{name}.json_schema.schema", about.get("schema", dict(type="object")))
+
+
+GRAMMARS = dict(response_format=response_format, structured_outputs=structured_outputs) | {
+    f"guided_{kind}": STRUCTURED[kind] for kind in ("json", "regex", "choice", "grammar")}
+
+
+# --------------------------------------------------------------------------------------------------
 # The table
 
 STREAM_OPTIONS = dict(include_usage=flag, include_obfuscation=flag,
@@ -106,9 +152,8 @@ NEUTRAL = {  # unsupported fields, each with the values that have no effect
     "tool_choice function_call": only("none", "auto"), "modalities": only(["text"]),
     "presence_penalty frequency_penalty min_tokens top_logprobs": only(0, 0.0),
     "repetition_penalty length_penalty best_of": only(1, 1.0),
-    "logprobs echo ignore_eos use_beam_search": only(False),
-    "response_format": only(dict(type="text"))}
-COMMON = dict(
+    "logprobs echo ignore_eos use_beam_search": only(False)}
+COMMON = GRAMMARS | dict(
     model=any_value, stream=flag, stream_options=object_of(STREAM_OPTIONS), show_steps=flag,
     n=whole(1, 128), max_tokens=whole(1, 2**31), max_completion_tokens=whole(1, 2**31),
     stop=stop_strings, stop_token_ids=token_ids, draft=only("none"),
@@ -127,4 +172,6 @@ def read(body, chat):
     values = object_of(CHAT if chat else COMPLETION)("", body)
     needed = "messages" if chat else "prompt"
     expect(needed in values, f"{needed} is missing")
-    return DEFAULTS | values
+    grammars = [values[name] for name in GRAMMARS if values.get(name)]
+    expect(len(grammars) <= 1, f"a request takes one of {', '.join(GRAMMARS)}")
+    return DEFAULTS | values | dict(grammar=grammars[0] if grammars else None)

@@ -11,6 +11,7 @@ from pathlib import Path
 from hf.paths import find_model, is_repository
 
 DEMO = Path(__file__).parent.parent / "demo"
+DRAFTERS = "heads", "lookup", "schema"
 
 
 class Parser(argparse.ArgumentParser):
@@ -44,6 +45,15 @@ def json_object(text):
             return value
     raise argparse.ArgumentTypeError(
         f"expected a JSON object such as '{{\"enable_thinking\": false}}', not {text!r}")
+
+
+def drafters(text):
+    """An argparse type: names of DRAFTERS joined by +, or none -> a set."""
+    names = [] if text == "none" else text.split("+")
+    if len({*names}) == len(names) and {*names} <= {*DRAFTERS}:
+        return {*names}
+    raise argparse.ArgumentTypeError(
+        f"expected none, or some of {', '.join(DRAFTERS)} joined by +, not {text!r}")
 
 
 def model_path(name):
@@ -80,11 +90,16 @@ def parse_generate(argv=None):
     one_of("--prompt", action="append", metavar="TEXT", help="text to continue; repeatable; -: "
            "all of standard input; default: each of its lines is a prompt")
     one_of("--prompts", metavar="FILE", help="file with one prompt per line; in .jsonl an object "
-           "with \"prompt\", or with the \"messages\" of a chat")
+           "with \"prompt\", or with the \"messages\" of a chat; it may have a \"json_schema\"")
     add = group.add_argument
     add("--chat", action="store_true", help="use the chat template; without a prompt, converse")
     add("--system", metavar="TEXT", help="system message of the chat")
 
+    one_of = group.add_mutually_exclusive_group().add_argument
+    one_of("--json-schema", metavar="FILE|JSON", help="write JSON that matches this schema")
+    one_of("--regex", metavar="REGEX", help="write text that matches this regular expression")
+    one_of("--grammar", metavar="FILE", help="write text of this grammar, in Lark's or llama.cpp's "
+           "notation")
     add_kwargs_flag(add)
     add_sampling_flags(parser, new_tokens=128)
     add_drafting_flags(parser)
@@ -163,19 +178,19 @@ def add_drafting_flags(parser):
     add = parser.add_argument_group("drafting").add_argument
     add("--heads", metavar="FOLDER",
         help="draft heads, or none; default: clover in the model's folder")
-    add("--draft", choices=("heads+lookup", "heads", "lookup", "none"),
-        help="drafters; default: lookup, and heads if there are any")
+    add("--draft", type=drafters, metavar="DRAFTERS", help="none, or some of heads, lookup and "
+        "schema, joined by +; default: all that there are")
     add("--tree-size", type=at_least(1, auto=True), metavar="N|auto",
         help="nodes verified per step, root included; default: auto, the fastest in each step")
     add("--beams", type=at_least(1), metavar="W", help="beam width of the heads; default: 4")
 
 
 def check_drafting_flags(parser, args):
-    if args.draft in ("lookup", "none") or args.heads == "none":
+    if args.heads == "none" or "heads" not in (args.draft or DRAFTERS) or args.draft == set():
         if args.beams is not None or args.heads not in (None, "none"):
-            parser.error("--heads and --beams need draft heads; leave them out with --draft "
-                         "lookup, --draft none or --heads none")
-    if args.draft == "none" and (args.tree_size or 1) > 1:
+            parser.error("--heads and --beams need draft heads; leave them out with --heads none "
+                         "or a --draft without heads")
+    if args.draft == set() and (args.tree_size or 1) > 1:
         parser.error("--draft none needs a --tree-size of 1")
 
 

@@ -4,8 +4,9 @@ import itertools
 import os
 import sys
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 
@@ -15,8 +16,9 @@ from generate import Sampling, prepare
 from hf import checkpoint
 from hf.chat import SAMPLING_KEYS, load_chat_template, not_applied, sampling_defaults, stop_tokens
 from hf.files import part_file, read_config
+from hf.grammar import GrammarTokenizer
 from hf.paths import default_heads, find_model
-from hf.text import OBJECTS, decode, messages_of, read_lines, read_objects
+from hf.text import OBJECTS, decode, messages_of, read_lines, read_objects, read_text
 from hf.tokenizer import Encoding, encode_prompt, load_encoding
 from model import GPT, InputError, check, expect, pick_device, warn
 
@@ -31,6 +33,12 @@ def load_model(args, group=None, packed=None, dtype=None):
     return checkpoint.load(args.model, dtype, device, group, args.quantize, packed), encoding
 
 
+class Prompt(NamedTuple):
+    """A conversation, and what the answer must match."""
+    messages: list
+    grammar: tuple | None = None  # (method of a `GrammarTokenizer`, its argument)
+
+
 @dataclass(eq=False)
 class Loaded:
     """What the flags name, the same on all ranks."""
@@ -42,17 +50,36 @@ class Loaded:
     template_kwargs: dict  # variables of the chat template
     group: tensor_parallel.Group
 
-    def encode(self, conversations, args):
-        """Token ids of each conversation, or without --chat of its last message. Runs on rank 0,
-        since a template may read the clock."""
-        def tokens(number, messages):
+    @cached_property
+    def grammars(self):
+        """The `GrammarTokenizer`."""
+        return GrammarTokenizer(self.encoding, self.model.config.vocab_size, self.stop)
+
+    def encode(self, prompts, args):
+        """Token ids of each `Prompt`, or without --chat of its last message. Runs on rank 0, since
+        a template may read the clock."""
+        def tokens(number, prompt):
+            messages, grammar = prompt
+            kwargs = dict(enable_thinking=False) if grammar else {}
             try:
-                return (self.encoding.chat(messages, **self.template_kwargs) if args.chat
+                return (self.encoding.chat(messages, **kwargs | self.template_kwargs) if args.chat
                         else encode_prompt(self.encoding, messages[-1]["content"]))
             except InputError as error:
                 source = f"{args.prompts}, prompt {number}: " if args.prompts else ""
                 raise InputError(f"{source}{error}") from None
-        return self.group.on_first(lambda: list(map(tokens, itertools.count(1), conversations)))
+        return self.group.on_first(lambda: list(map(tokens, itertools.count(1), prompts)))
+
+    def compile(self, prompts, ids):
+        """The `Grammar` or None of each `Prompt`. ids: the prompts' token ids."""
+        def grammar(number, prompt, tokens):
+            if not prompt.grammar:
+                return None
+            kind, source = prompt.grammar
+            try:
+                return getattr(self.grammars, kind)(source).for_prompt(tokens)
+            except InputError as error:
+                raise InputError(f"prompt {number}: {error}") from None
+        return list(map(grammar, itertools.count(1), prompts, ids))
 
     def decode(self, tokens):
         """The text of token ids, without the stop token or string at its end."""
@@ -80,19 +107,26 @@ def load_alone(args, group):
     model, encoding = load_model(args, group)
     heads = None
     path = args.heads or default_heads(args.model) or "none"
-    if args.draft not in ("lookup", "none") and path != "none":
+    if drafts(args, "heads") and path != "none":
         heads = CloverHeads.from_pretrained(path, model, encoding.hash)
-    elif args.draft in ("heads+lookup", "heads"):
-        raise InputError(f"{args.model}: has no draft heads, but --draft {args.draft} needs them; "
-                         "train them with train_heads.py, give --heads, or use --draft lookup")
+    elif args.draft and "heads" in args.draft:
+        raise InputError(f"{args.model}: has no draft heads, but --draft "
+                         f"{'+'.join(sorted(args.draft))} needs them; train them with "
+                         "train_heads.py, give --heads, or use --draft lookup")
     stop = [*stop_tokens(args.model, encoding), *filter(None, args.stop)]
     return Loaded(model, encoding, heads, sampling, stop, args.template_kwargs, group)
 
 
-def make_engine(args, loaded, prompts, max_new_tokens, plain=False):
-    """The Engine that the flags describe for these prompts. Sets torch's number of threads."""
+def drafts(args, drafter):
+    """Whether --draft names a drafter; without the flag all draft."""
+    return args.draft is None or drafter in args.draft
+
+
+def make_engine(args, loaded, prompts, max_new_tokens, plain=False, grammars=()):
+    """The Engine that the flags describe for these prompts. Sets torch's number of threads.
+    grammars: the `Grammar` or None of each prompt."""
     engine = prepare(loaded.model, prompts, max_new_tokens, loaded.heads,
-                     lookup=args.draft in ("heads+lookup", "lookup", None),
+                     lookup=drafts(args, "lookup"), schema=drafts(args, "schema") and any(grammars),
                      tree_size=1 if plain else args.tree_size, beams=args.beams,
                      batch_size=args.batch_size, **loaded.sampling)
     may_choose = loaded.model.device.type == "cpu" and loaded.group.size == 1
@@ -101,9 +135,9 @@ def make_engine(args, loaded, prompts, max_new_tokens, plain=False):
     elif may_choose and "OMP_NUM_THREADS" not in os.environ:
         cpu.choose_threads(partial(plain_seconds, engine.decoder))
     if args.compare:  # the timed run must not compile or load anything
-        engine.generate(prompts[:1], min(4, max_new_tokens))
+        engine.generate(prompts[:1], min(4, max_new_tokens), grammars=grammars)
         engine.clear()
-        engine.decoder.warm_up()
+        engine.decoder.warm_up(masked=any(grammars))
     return engine
 
 
@@ -145,8 +179,8 @@ def opening(args):
 
 
 def read_prompts(args):
-    """The conversations (lists of messages) of --prompt and --prompts; "-" is standard input.
-    Raises InputError for --chat if the model has no chat template."""
+    """The `Prompt`s of --prompt and --prompts; "-" is standard input. Raises InputError for --chat
+    if the model has no chat template."""
     expect(not args.chat or load_chat_template(args.model), f"{args.model}: has no chat template; "
            "leave out --chat, or use a chat model")
     if args.prompts:
@@ -154,28 +188,42 @@ def read_prompts(args):
     else:
         found = [from_user(decode(sys.stdin.buffer.read(), "standard input") if text == "-"
                            else text) for text in args.prompt or []]
-    return [[*opening(args), *messages] for messages in found]
+    own = read_grammar(args)
+    return [Prompt([*opening(args), *messages], grammar or own) for messages, grammar in found]
+
+
+def read_grammar(args):
+    """The grammar of --json-schema, --regex or --grammar, as in `Prompt`; None without."""
+    if args.json_schema is not None:
+        is_json = args.json_schema.lstrip().startswith("{")
+        return "json_schema", args.json_schema if is_json else read_text(Path(args.json_schema))
+    if args.regex is not None:
+        return "regex", args.regex
+    return args.grammar and ("grammar", read_text(Path(args.grammar)))
 
 
 def read_prompt_file(file, missing=None, template=None):
-    """The conversations of a file: its lines, or the objects of a .jsonl or .json file with a
-    "prompt" or "messages". missing: what messages need and do not have. template: renders each, so
-    that an error names the line."""
+    """The `Prompt`s of a file: its lines, or the objects of a .jsonl or .json file with a "prompt"
+    or "messages", and maybe a "json_schema". missing: what messages need and do not have. template:
+    renders each, so that an error names the line."""
     file = Path(file)
 
     def parse(value):
+        schema = value.get("json_schema")
+        expect(isinstance(schema, dict | None), "its json_schema is no object")
+        grammar = schema and ("json_schema", schema)
         if isinstance(value.get("prompt"), str) and value.get("messages") is None:
-            return from_user(value["prompt"]), None
+            return from_user(value["prompt"], grammar), None
         messages = messages_of(value)
         expect(messages, "it has no message")
         expect(not missing, f"messages need {missing}")
         if template:
             template.render(messages)
-        return messages, value.get("tools")
+        return Prompt(messages, grammar), value.get("tools")
     if file.name.endswith(OBJECTS):
         expected = 'an object with a "prompt" string or "messages"'
         pairs = [pair for _, pair in read_objects(file, parse, expected)]
-        found = [messages for messages, _ in pairs]
+        found = [prompt for prompt, _ in pairs]
         if any(tools for _, tools in pairs):
             warn(f"{file}: the tools of its prompts are not given to the model")
     else:
@@ -184,5 +232,5 @@ def read_prompt_file(file, missing=None, template=None):
     return found
 
 
-def from_user(text):
-    return [dict(role="user", content=text)]
+def from_user(text, grammar=None):
+    return Prompt([dict(role="user", content=text)], grammar)

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from generate import Interrupted, drafter
 
-COLOURS = {"lookup": 33, "head 1": 32, "head 2": 36, "head 3": 34, "head 4": 35}  # ANSI; else 31
+COLOURS = {"lookup": 33, "schema": 92, "head 1": 32, "head 2": 36, "head 3": 34, "head 4": 35}
+OTHER_COLOUR = 31  # ANSI, like COLOURS
 
 
 class Printer:
@@ -28,11 +29,12 @@ class Printer:
         if self.streams and not args.chat:
             print("".join(prompts), end="", flush=True)
 
-    def generate(self, engine, prompts):
+    def generate(self, engine, prompts, grammars=None):
         """Decodes the prompts and prints the text. Returns the Output, partial after Ctrl-C."""
         try:
             output = engine.generate(prompts, self.args.max_new_tokens, self.loaded.stop, self.show,
-                                     self.loaded.encoding, with_trees=self.args.show_tree)
+                                     self.loaded.encoding, with_trees=self.args.show_tree,
+                                     grammars=grammars)
         except Interrupted as interrupt:
             output = interrupt.output
         self.finish(output)
@@ -51,7 +53,7 @@ class Printer:
             for token, source in zip(step.tokens, [*step.drafters, "model"]):
                 text = self.stream.feed([token])
                 if self.colours and text and source != "model":
-                    text = f"\x1b[{COLOURS.get(source, 31)}m{text}\x1b[0m"
+                    text = f"\x1b[{COLOURS.get(source, OTHER_COLOUR)}m{text}\x1b[0m"
                 print(text, end="", flush=True)
         elif step.sequence.ended:
             self.complete[index] = step.sequence
@@ -75,6 +77,9 @@ class Printer:
         else:
             self.complete |= {sequence.index: sequence for sequence in output.sequences}
             self.print_complete()
+        for sequence in output.sequences:
+            if sequence.error:
+                self.say(f"\nprompt {sequence.index + 1}: {sequence.error}")
         if full := output.ended.count("context"):
             self.say(f"\n{full} of {len(output.ended)} sequences ended because they filled the "
                      f"model's context of {self.loaded.model.config.block_size} tokens")

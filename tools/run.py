@@ -10,7 +10,7 @@ from hf.text import decode
 from model import InputError
 from tools import errors
 from tools.compare import against_plain
-from tools.load import load, make_engine, opening, read_prompts
+from tools.load import Prompt, load, make_engine, opening, read_grammar, read_prompts
 from tools.printer import Printer, speed
 
 
@@ -18,14 +18,15 @@ from tools.printer import Printer, speed
 def main(args):
     """Continues the prompts that the flags name, or without any starts a conversation."""
     group = tensor_parallel.start(args.device)
-    conversations = group.on_first(lambda: read_prompts(args))
+    given = group.on_first(lambda: read_prompts(args))
     loaded = load(args, group)
-    if not conversations:
+    if not given:
         return converse(args, loaded)
-    prompts = loaded.encode(conversations, args)
-    engine = make_engine(args, loaded, prompts, args.max_new_tokens)
-    printer = Printer(args, loaded, [messages[-1]["content"] for messages in conversations])
-    output = printer.generate(engine, prompts)
+    prompts = loaded.encode(given, args)
+    grammars = loaded.compile(given, prompts)
+    engine = make_engine(args, loaded, prompts, args.max_new_tokens, grammars=grammars)
+    printer = Printer(args, loaded, [prompt.messages[-1]["content"] for prompt in given])
+    output = printer.generate(engine, prompts, grammars)
     result = printer.report(output, engine)
     del engine  # frees its memory for the engine of --compare
     try:
@@ -47,6 +48,7 @@ def converse(args, loaded):
             import readline  # noqa: F401  enables line editing
         print("/clear starts over; Ctrl-C ends a reply, Ctrl-D the program", file=sys.stderr)
     messages, engine = opening(args), None
+    grammar = loaded.group.on_first(lambda: read_grammar(args))
     while (line := loaded.group.on_first(read_line)) is not None:
         if line.strip() == "/clear":
             messages = opening(args)
@@ -54,17 +56,19 @@ def converse(args, loaded):
             continue
         turn = [*messages, dict(role="user", content=line)]
         try:
-            prompt, = loaded.encode([turn], args)
-            check_prompt(loaded.model, prompt)
+            prompts = loaded.encode([Prompt(turn, grammar)], args)
+            check_prompt(loaded.model, prompts[0])
+            grammars = loaded.compile([Prompt(turn, grammar)], prompts)
         except InputError as error:  # for example, the conversation is too long
             hint = "; /clear starts over" if messages != opening(args) else ""
             print(f"{error}{hint}", file=sys.stderr)
             continue
-        needed = min(len(prompt) + args.max_new_tokens, loaded.model.config.block_size)
+        needed = min(len(prompts[0]) + args.max_new_tokens, loaded.model.config.block_size)
         if engine is None or needed > engine.decoder.capacity:
             engine = None  # frees its memory for the next one
-            engine = make_engine(args, loaded, [prompt], args.max_new_tokens + 1024)  # later turns
-        output = Printer(args, loaded).generate(engine, [prompt])
+            engine = make_engine(args, loaded, prompts, args.max_new_tokens + 1024,  # later turns
+                                 grammars=grammars)
+        output = Printer(args, loaded).generate(engine, prompts, grammars)
         if not args.chat:
             print("-" * 40)
         if not args.quiet:

@@ -24,6 +24,7 @@ import time
 import traceback
 import uuid
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 
 import uvicorn
@@ -39,7 +40,7 @@ from backends import tensor_parallel
 from generate import Output, Sampling, check_prompt
 from hf.paths import SMOLLM2, find_model
 from hf.tokenizer import encode_prompt
-from model import InputError, expect
+from model import InputError, expect, warn
 from tools import fields
 from tools.errors import command, error_line
 from tools.load import load, make_engine
@@ -74,13 +75,15 @@ class Job:
         self.stop = [*app.loaded.stop, *body["stop"], *body["stop_token_ids"]]
         self.encoding = app.loaded.encoding
         self.chat = chat
-        self.template_kwargs = (app.loaded.template_kwargs | body["chat_template_kwargs"]
+        thinks = dict(enable_thinking=False) if body["grammar"] else {}
+        self.template_kwargs = (thinks | app.loaded.template_kwargs | body["chat_template_kwargs"]
                                 | select("add_generation_prompt", "continue_final_message"))
         self.inputs = [body["messages"]] if chat else body["prompt"]
         self.count = body["n"] * len(self.inputs)  # choices
         expect(self.count <= app.max_active, f"expected up to {app.max_active} sequences (this "
                f"server's --batch-size plus --queue), not {self.count}; send fewer, or a smaller n")
-        self.prompts = []  # token ids of each choice
+        self.prompts = []   # token ids of each choice
+        self.grammars = []  # the `Grammar` or None of each choice
         self.output = Output()
         self.events = asyncio.Queue()  # results of steps, or an exception
         self.loop = asyncio.get_running_loop()
@@ -94,22 +97,29 @@ class Job:
         """Yields the results of steps: (index of the choice, text of each new token, why the
         sequence ended or None, `step_record` or None)."""
         streams = [self.encoding.stream(self.stop) for _ in range(self.count)]
+        hidden = [grammar.begin if grammar else None for grammar in self.grammars]  # text up to it
         left = self.count
         while left:
             event = await self.events.get()
             if isinstance(event, Exception):
                 raise event
             index, tokens, ended, record = event
-            pieces = [streams[index].feed([token]) for token in tokens]
+            pieces = []
+            for token in tokens:
+                is_hidden = hidden[index] is not None
+                pieces.append("" if is_hidden else streams[index].feed([token]))
+                if token == hidden[index]:
+                    hidden[index] = None
             if ended:
-                pieces[-1] += streams[index].finish()
+                pieces[-1:] = ["".join(pieces[-1:]) + streams[index].finish()]
                 left -= 1
             yield index, pieces, ended, record
 
     def choice(self, index, text, ended, first=True):
         role = dict(role="assistant") if first else {}
         message = {"delta" if self.body["stream"] else "message": role | dict(content=text)}
-        return dict(index=index, finish_reason=ended, logprobs=None) | (
+        error = dict(error=self.output.sequences[index].error) if ended == "error" else {}
+        return dict(index=index, finish_reason=ended, logprobs=None) | error | (
             message if self.chat else dict(text=text))
 
     def usage(self):
@@ -198,7 +208,7 @@ class Worker(threading.Thread):
         try:
             for index, prompt in enumerate(job.prompts):
                 limit = min(job.limit, self.engine.decoder.capacity - len(prompt))
-                sequence = add(prompt, limit, index=index)
+                sequence = add(prompt, limit, index=index, grammar=job.grammars[index])
                 job.output.sequences.append(sequence)
                 self.jobs[sequence] = job
         except Exception as error:
@@ -228,9 +238,18 @@ class App:
         file = Path(args.model)
         self.args = args
         self.loaded = loaded
-        self.engine = make_engine(args, loaded, [[0]] * args.batch_size, context - 1)
+        grammars = []
+        if find_spec("llguidance"):
+            try:
+                grammars = [loaded.grammars]  # else requests would wait for this
+            except InputError as error:
+                warn(f"no structured output: {error}")
+        self.engine = make_engine(args, loaded, [[0]] * args.batch_size, context - 1,
+                                  grammars=grammars)
         if self.engine.decoder.pool is not None:  # else requests would wait for captures
-            self.engine.decoder.capture_all(partial(tqdm, desc="capturing steps", leave=False))
+            for masked in (False, True)[:1 + len(grammars)]:
+                progress = partial(tqdm, desc="capturing steps", leave=False)
+                self.engine.decoder.capture_all(progress, masked)
         self.name = args.name or ("smollm2" if file.name == SMOLLM2 else file.resolve().name)
         self.max_active = args.batch_size + args.queue
         self.active = 0  # sequences running or waiting
@@ -348,6 +367,10 @@ class App:
     def encode(self, job):
         """Encodes the inputs (messages, strings or token ids) as job.prompts."""
         encoding = self.loaded.encoding
+        grammar = None
+        if job.body["grammar"]:
+            kind, source = job.body["grammar"]
+            grammar = getattr(self.loaded.grammars, kind)(source)
         encode = partial(encoding.encode, allowed_special="all")
         encode = encode if job.chat else partial(encode_prompt, encoding)
         for index, value in enumerate(job.inputs):
@@ -359,6 +382,7 @@ class App:
             self.check_length(len(value))
             check_prompt(self.loaded.model, value, index)
             job.prompts += [value] * job.body["n"]
+            job.grammars += [grammar and grammar.for_prompt(value)] * job.body["n"]
 
     def check_length(self, tokens, at_least=""):
         longest = self.engine.decoder.capacity - 1

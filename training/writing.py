@@ -17,6 +17,7 @@ from pathlib import Path
 from clover import model_hash
 from generate import Engine, Sampling
 from hf.chat import end_of_text
+from hf.grammar import GrammarTokenizer
 from hf.text import read_lines
 from hf.tokenizer import encode_prompt
 from model import InputError, expect, human, read_json
@@ -39,13 +40,15 @@ QUOTED = range(200, 1200)            # lengths of answers to quote as {text}, in
 class Writer:
     """Writes files of texts to a folder, each with its token ids, since rendering and encoding it
     again may give others. stop: token ids that end a text. prompts: conversations (lists of
-    messages) to answer, once per temperature; None: the model's own text.
+    messages) to answer, once per temperature; None: the model's own text. grammars: of their
+    answers, (method of a `GrammarTokenizer`, its argument) or None each.
 
     A file is the work of PER_FILE tasks, generators that write one or two texts each and yield the
     sequences that they wait for. Task n depends on the seed and n only, and its duplicates are
     dropped when its file is saved, in order: a killed writer continues to the same texts."""
 
-    def __init__(self, folder, model, encoding, stop, seed=0, prompts=None, log=print):
+    def __init__(self, folder, model, encoding, stop, seed=0, prompts=None, log=print,
+                 grammars=()):
         self.folder = Path(folder)
         self.model = model
         self.encoding = encoding
@@ -54,6 +57,7 @@ class Writer:
         self.stop = set(stop)
         self.seed = seed
         self.prompts = prompts
+        self.grammars = grammars if any(grammars) else [None] * len(prompts or ())
         self.log = log
         self.grammar = read_json(GRAMMAR)
         self.seen = set()         # the first words of all turns in the files so far
@@ -64,7 +68,8 @@ class Writer:
         """Creates the folder. Raises InputError if it has texts of another model, or answers to
         other prompts."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        prompts = hashlib.sha256(repr(self.prompts).encode()).hexdigest()
+        about = repr(self.prompts) + (repr(self.grammars) if any(self.grammars) else "")
+        prompts = hashlib.sha256(about.encode()).hexdigest()
         about = dict(model=model_hash(self.model), prompts=prompts, format=self.format)
         file = self.folder / ABOUT
         expect(not file.exists() or read_json(file) == about, f"{self.folder}: another model wrote "
@@ -187,7 +192,8 @@ class Writer:
         if turn >= len(TEMPERATURES):  # the last file may have tasks to spare
             return []
         messages = self.prompts[i]
-        answer, ids = yield from self.say("assistant", messages, number, TEMPERATURES[turn])
+        answer, ids = yield from self.say("assistant", messages, number, TEMPERATURES[turn],
+                                          source=self.grammars[i])
         if not answer:
             return []
         if not self.template:
@@ -231,7 +237,14 @@ class Writer:
             chats.append(dict(messages=chat, ids=ids))
         return chats
 
-    def say(self, role, messages, number, temperature, index=0):
+    @cached_property
+    def grammar_tokenizer(self):
+        return GrammarTokenizer(self.encoding, self.model.config.vocab_size, self.stop)
+
+    def compile(self, kind, source):
+        return getattr(self.grammar_tokenizer, kind)(source)
+
+    def say(self, role, messages, number, temperature, index=0, source=None):
         """Lets the model write a role's next message -> (its text, or None if it is unusable,
         [prompt, token ids with the stop token])."""
         prompt = self.prompt(role, messages)
@@ -244,7 +257,10 @@ class Writer:
         if role == "user":
             stop = stop | self.after_user
             banned = set(self.encoding.special_tokens.values())  # only answers may reason
-        sequence = self.engine.add(prompt, longest, sampling, stop, index=index)
+        grammar = None
+        if source:
+            grammar = self.compile(*source).for_prompt(prompt)
+        sequence = self.engine.add(prompt, longest, sampling, stop, index=index, grammar=grammar)
         yield sequence
         tokens = [token for token in sequence.tokens if token not in stop]
         text = self.encoding.decode(tokens)
