@@ -885,7 +885,7 @@ class Decoder:
 
     def fill_masks(self, tree, tokens, parents, ancestors):
         """Computes the masks of a tree's nodes. tokens, parents, ancestors: lists, [B, T]."""
-        B, T = len(tokens), len(tokens[0])
+        T = len(tokens[0])
         for b, (matcher, unread, _) in enumerate(self.constraints):
             masks = self.mask_tensors.host["masks"][b * T:(b + 1) * T]
             if unread or not matcher:
@@ -896,7 +896,7 @@ class Decoder:
             n = T - ancestors[b].count(0)
             if not matcher.masks(tokens[b][:n], parents[b][:n], masks):
                 tree.ancestors[b, 1:].zero_()  # makes the other nodes padding
-        self.mask_tensors.copy("masks", B * T)
+        self.mask_tensors.copy("masks", len(tokens) * T)
 
     def behind(self):
         """Committed rows that the heads have not read."""

@@ -90,7 +90,7 @@ class Grammar:
     def for_prompt(self, prompt):
         """This grammar, which begins after </think> if the prompt, token ids, ends in <think>."""
         encoding = self.tokenizer.encoding
-        if not encoding.decode(prompt[-4:]).rstrip().endswith("<think>"):
+        if not encoding.decode(prompt[-16:]).rstrip().endswith("<think>"):
             return self
         begin = encoding.special_tokens.get("</think>")
         expect(begin is not None, "the prompt ends in <think>, and no token is </think>, after "
@@ -185,4 +185,4 @@ def fill_mask(matcher, mask):
 
 def first_line(matcher):
     """llguidance's error as one line."""
-    return " ".join(matcher.get_error().split())[:300]
+    return " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())[:300]

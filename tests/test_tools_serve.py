@@ -246,8 +246,9 @@ def test_a_long_stop_text_takes_no_time(served):
 
 
 REFUSED = dict(
-    ignore_eos=True, min_tokens=3, repetition_penalty=1.1, guided_json={}, structured_outputs={}, bad_words=["a"],
-    response_format=dict(type="json_object"), prompt_logprobs=0, logprobs=0, tool_choice="required", best_of=2,
+    ignore_eos=True, min_tokens=3, repetition_penalty=1.1, guided_json=5, guided_choice=[1], bad_words=["a"],
+    structured_outputs=dict(structural_tag="a"), response_format=dict(type="xml"), guided_regex=["a"],
+    prompt_logprobs=0, logprobs=0, tool_choice="required", best_of=2,
     tools=[dict(type="function")], logit_bias={"1": 5}, presence_penalty=0.5, suffix="a", echo=True, x="é",
     continue_final_message="yes", top_logprobs=False, stop_token_ids="a", stream_options=dict(include=True))
 NEUTRAL = dict(

@@ -260,7 +260,7 @@ def test_a_prompt_that_a_template_refuses_is_named_by_its_line(tmp_path, capsys)
     """Bug: an error hours later, or one that names no line; tools of prompts that are dropped without a word."""
     lines = [CHAT | {"tools": [{"name": "f"}]}, messages([("refused", "q")])]
     write(tmp_path, {"a.jsonl": "\n" + jsonl(lines[:1]), "b.jsonl": "\n" + jsonl(lines)})
-    assert read_prompt_file(tmp_path / "a.jsonl", template=CHATML) == [CHAT["messages"]]
+    assert read_prompt_file(tmp_path / "a.jsonl", template=CHATML) == [(CHAT["messages"], None)]
     assert capsys.readouterr().err.count("tools") == 1
     refusal(lambda: read_prompt_file(tmp_path / "b.jsonl", template=CHATML), "line 3", "no such role")
 

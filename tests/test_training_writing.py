@@ -41,7 +41,8 @@ class Scripted:
             raise InputError("the caches have no room")
         return self
 
-    def add(self, prompt, longest, sampling, stop, index):
+    def add(self, prompt, longest, sampling, stop, index, grammar):
+        self.grammars.append(grammar)
         text = self.encoding.decode(prompt)
         self.calls.append((text, sampling, index))
         said = self.says(text, sampling, index)
