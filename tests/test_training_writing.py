@@ -33,6 +33,7 @@ class Scripted:
         self.encoding = encoding
         self.says = says
         self.calls = []
+        self.grammars = []
         self.waiting = []
         self.random = random.Random(0)
 
@@ -198,8 +199,10 @@ def test_prompts_are_answered_once_at_each_temperature(encoding, tmp_path, monke
     for template in (CHATML, None):
         logged = []
         made, script = writer(tmp_path / f"{template}", encoding, monkeypatch, says, template, prompts=prompts,
-                              log=logged.append)
+                              log=logged.append, grammars=[*[None] * 4, ("regex", "h.*")])
+        made.compile = lambda *source: SimpleNamespace(for_prompt=lambda prompt: source)
         made.write(10**6)
+        assert [*filter(None, script.grammars)] == [("regex", "h.*")] * 4
         assert made.dropped == {"too long": 4} and len(script.calls) == 16 and "prompts are answered" in logged[-1]
         want = [f"hell {t}" for t in writing.TEMPERATURES for _ in range(4)]
         if template:
