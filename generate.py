@@ -204,6 +204,11 @@ class Policy:
         self.trial = []  # options to try in the next steps
         self.elapsed = self.trial_seconds = 0.0
 
+    @property
+    def all_forced(self):
+        """Whether all sequences of the step go on with forced text, of which heads know no more."""
+        return self.masked and all(self.chains)
+
     def all_options(self, model, chain):
         """The options of a batch. chain: whether lookup or a schema drafts."""
         K = self.depth
@@ -240,6 +245,8 @@ class Policy:
             self.best = max(self.possible(B, options), key=rate)
             self.begin_trial(B, behind, options)
         option = self.trial.pop() if self.trial else self.best
+        if option[0] is None and self.all_forced:
+            option = None, 0
         if option[0] is None and (is_due or option != self.last):
             seconds = [self.seconds(B, T, option[1]) for T in range(1, LARGEST + 1)]
             self.step_seconds[1:] = torch.tensor(seconds).cummax(0).values
@@ -346,7 +353,7 @@ class Policy:
             self.mask_seconds += (mean - self.mask_seconds) / self.mask_steps
         if step.tree_size > 1:
             self.learn_means(step, results)
-        if step.expected:
+        if step.expected and not self.all_forced:
             key = (None, step.depths), step.masked > 0
             tokens, time = self.sums.get(key, (0, 0))
             tokens += step.expected / step.B - tokens / WINDOW
