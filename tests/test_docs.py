@@ -163,8 +163,8 @@ def test_python_in_the_docs_runs(sandbox, capsys):
     """Bug: an example is out of date. tests/test_copying.py runs those of docs/copying.md."""
     blocks = {place: code for place, (kind, code) in BLOCKS.items() if kind == "python" and "copying" not in place}
     assert {kind for kind, _ in BLOCKS.values()} == {"", "history", "python", "python history", "text"}
-    step, readme, engine, _ = blocks.values()
-    assert step == textwrap.dedent(inspect.getsource(Decoder.step))
+    stages, readme, engine, _ = blocks.values()
+    assert stages == textwrap.dedent(inspect.getsource(Decoder.stages))
     names = {}
     for code in (readme, engine):  # the second uses the README's model, heads and prompt
         exec(code, names)

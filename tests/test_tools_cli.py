@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import re
 import runpy
 import shutil
 import signal
@@ -90,6 +91,23 @@ def test_draft_selects_the_drafters_and_keeps_the_output(folder, capsys, draft, 
     assert drafted["tokens"] == plain["tokens"] and not plain["accepted"]
     assert drafted["tree_size"] == (17 if names else 1) and plain["tree_size"] == 1
     assert {name.split()[0] for name in drafted["accepted"]} == names
+
+
+def test_structured_output_on_the_command_line(folder, capsys, tmp_path):
+    """Bug: a grammar of another prompt, a flag that wins over a prompt's own schema, --compare without the grammar."""
+    pytest.importorskip("llguidance", reason="pip install llguidance")
+    (tmp_path / "schema.json").write_text('{"enum": [1, "two"]}')
+    (tmp_path / "bits.gbnf").write_text('root ::= [01] | [01] root')
+    (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "json_schema": {"const": [true, null]}}\n{"prompt": "b"}')
+    flags = ["--model", folder, "--device", "cpu", "--max-new-tokens", 20, "--temperature", 1]
+    text = lambda *more: json.loads(run(capsys, *flags, "--prompt", "a", "--json", "--compare", *more))
+    for more, pattern in ((["--json-schema", tmp_path / "schema.json"], '1|"two"'), (["--regex", "(a|b)!"], "(a|b)!"),
+                          (["--json-schema", '{"type": "boolean"}', "--draft", "schema"], "true|false"),
+                          (["--grammar", tmp_path / "bits.gbnf", "--draft", "none"], "[01]+")):
+        result = text(*more)
+        assert re.fullmatch(pattern, result["texts"][0]) and result["difference"] is None
+    lines = run(capsys, *flags, "--prompts", tmp_path / "prompts.jsonl", "--json", "--regex", "x{3}").splitlines()
+    assert [json.loads(line)["text"] for line in lines] == ["[true, null]", "xxx"]
 
 
 TEMPLATE = """{% for m in messages %}{{ m.role[0] }}:{{ m.content }}
@@ -250,6 +268,8 @@ BAD_FLAGS = {
     "a tree without drafters": (["--prompt", "a", "--draft", "none", "--tree-size", "5"], "a --tree-size of 1 ("),
     "heads that do not draft": (["--prompt", "a", "--draft", "lookup", "--heads", "nowhere"], "need draft heads"),
     "drafting by no heads": (["--prompt", "a", "--draft", "heads", "--heads", "none"], "but --draft heads needs them"),
+    "unknown drafters": (["--prompt", "a", "--draft", "heads+heads"], "some of heads, lookup, schema joined by +"),
+    "two grammars": (["--prompt", "a", "--regex", "a", "--json-schema", "{}"], "not allowed with argument --regex"),
     "unknown heads": (["--prompt", "a", "--heads", "nowhere"], "nowhere: no such folder"),
     "unknown device": (["--prompt", "a", "--device", "warp"], "'warp' is not available"),
 }
