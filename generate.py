@@ -166,13 +166,19 @@ class Policy:
         self.lookup = lookup and self.tree_size != 1
         self.schema = schema and self.tree_size != 1
         self.depth = K = heads.config.n_draft if self.heads else 0
-        self.options = self.all_options(model, self.lookup)
-        self.masked_options = self.all_options(model, self.lookup or self.schema)
-        self.largest = max(T or LARGEST for T, _ in self.masked_options)
+        chain = self.lookup or self.schema
+        if self.tree_size:
+            self.options = [(self.tree_size, min(K, self.tree_size - 1))]
+        elif decoder_class(model, self.heads).chooses_size:
+            self.options = [(None, depths) for depths in sorted({0, min(1, K), min(2, K), K})]
+        else:
+            sizes = TREE_SIZES[model.device.type]
+            self.options = [(1, 0), *((T, min(K, T - 1)) for T in sizes if K),
+                            *((T, 0) for T in sizes if chain and T <= MAX_CHAIN + 1)]
+        self.largest = max(T or LARGEST for T, _ in self.options)
         # where steps read prompts
         reads = [(T, min(K, T - 1)) for T in READ_SIZES if T > (self.tree_size or 0)]
         self.reading_options = list(dict.fromkeys([*self.options, *reads]))
-        self.masked_reading_options = list(dict.fromkeys([*self.masked_options, *reads]))
         self.group = model.group
         self.known = known_counts(self.heads)  # [2, SOURCES, 2]: accepted, proposed
         # totals, to which steps add; in float32 they would stop at 2^24
@@ -209,19 +215,6 @@ class Policy:
         """Whether all sequences of the step go on with forced text, of which heads know no more."""
         return self.masked and all(self.chains)
 
-    def all_options(self, model, chain):
-        """The options of a batch. chain: whether lookup or a schema drafts."""
-        K = self.depth
-        if not (K or chain):
-            return [(1, 0)]
-        if self.tree_size:
-            return [(self.tree_size, min(K, self.tree_size - 1))]
-        if decoder_class(model, self.heads).chooses_size:
-            return [(None, depths) for depths in sorted({0, min(1, K), min(2, K), K})]
-        sizes = TREE_SIZES[model.device.type]
-        return [(1, 0), *((T, min(K, T - 1)) for T in sizes if K),
-                *((T, 0) for T in sizes if chain and T <= MAX_CHAIN + 1)]
-
     def select(self, B, behind=lambda: 0, unread=(), chains=()):
         """The option of the next step, of a batch of B. behind(): how many committed rows the heads
         have not read. unread: the number of prompt tokens that each running sequence has not read,
@@ -232,18 +225,19 @@ class Policy:
         self.masked = len(chains) > 0
         if any(unread):
             return self.select_reading(B, unread)
-        options = self.masked_options if self.masked else self.options
+        if not (self.depth or self.lookup or self.masked):  # a schema alone needs a grammar
+            return 1, 0
         if self.tree_size:
-            return options[0] if self.tree_size > 1 else (1, 0)
+            return self.tree_size, min(self.depth, self.tree_size - 1)
         batch = B, self.masked
         is_due = batch != self.batch or self.steps % PERIOD == 0 or self.steps in (2, 4, 8)
-        if is_due or (self.masked and options[0][0]):  # T fixed before the step depends on chains
+        if is_due or (self.masked and self.options[0][0]):  # a T fixed here depends on chains
             if batch != self.batch:
                 self.trial = []
             self.batch = batch
             rate = partial(self.rate, B, self.expected_tokens(B))
-            self.best = max(self.possible(B, options), key=rate)
-            self.begin_trial(B, behind, options)
+            self.best = max(self.possible(B, self.options), key=rate)
+            self.begin_trial(B, behind)
         option = self.trial.pop() if self.trial else self.best
         if option[0] is None and self.all_forced:
             option = None, 0
@@ -269,8 +263,7 @@ class Policy:
             shorter = bisect(reading, T)  # prompts of which T nodes read all that is unread
             read = sums[shorter] + T ** READ_VALUE * (len(reading) - shorter)
             return (read + (len(unread) - len(reading)) * tokens) / seconds(option)
-        options = self.masked_reading_options if self.masked else self.reading_options
-        options = self.possible(B, options)
+        options = self.possible(B, self.reading_options)
         limit = 2 * seconds(max(options, key=rate))
         options = [option for option in options if seconds(option) <= limit]
         fast = [option for option in options if option[0] * READ_STEPS >= reading[-1]]
@@ -280,10 +273,10 @@ class Policy:
         """Those options that need no capture while a server runs; if there are none, all."""
         return [x for x in options if (B, *x) in self.captured[self.masked]] or options
 
-    def begin_trial(self, B, behind, options):
+    def begin_trial(self, B, behind):
         """Tries the option that was not used for longest, if time is left for it."""
         last_use = lambda option: self.last_use[option, self.masked]
-        unused = [option for option in self.possible(B, options)
+        unused = [option for option in self.possible(B, self.options)
                   if self.steps - last_use(option) >= UNUSED]
         if not unused or self.trial:
             return
@@ -626,26 +619,6 @@ class Constraint(NamedTuple):
     forced: tuple = () # tokens of the text that must come next, as far as it is known
 
 
-class MaskTensors:
-    """What a step of B sequences and `nodes` tree nodes reads of grammars. The host writes to
-    `host`, numpy views; on a GPU `copy` copies from there, in pinned memory."""
-
-    def __init__(self, B, nodes, vocab_size, device):
-        words = -(-vocab_size // 32)
-        sources = dict(forced=torch.zeros(B, 1 + MAX_CHAIN, dtype=torch.int64),  # as in `best_tree`
-                       first_masks=torch.zeros(B, words, dtype=torch.int32),  # after the roots
-                       masks=torch.zeros(nodes, words, dtype=torch.int32))
-        if device.type == "cuda":
-            sources = {name: x.pin_memory() for name, x in sources.items()}
-        self.sources = sources
-        self.host = {name: x.numpy() for name, x in sources.items()}
-        self.tensors = {name: x.to(device) for name, x in sources.items()}  # on a CPU the same
-
-    def copy(self, name, rows):
-        if self.tensors[name] is not self.sources[name]:
-            self.tensors[name][:rows].copy_(self.sources[name][:rows], non_blocking=True)
-
-
 def decoder_class(model, heads):
     """The `Decoder` class of a model's backend."""
     return model.blocks.decoder_class(heads) or Decoder
@@ -703,7 +676,9 @@ class Decoder:
             self.no_chain = torch.zeros(batch_size, 1, dtype=torch.int64, device=model.device)
         self.steps_ahead = 1 if is_cuda else 0  # steps in flight while the host reads an older one
         self.constraints = []  # the `Constraint` of each row of the next step; []: no grammars
-        self.mask_tensors = None  # made for the first grammar
+        # What steps read of grammars: on the host, where it is written, and on the device. Made for
+        # the first grammar.
+        self.on_host = self.on_device = None
         self.pause = None         # `timestamp`s around the wait for the last step's masks
         self.graphs = {}  # (arguments of `step`, sampling mode) -> function that replays, or None
         self.masked_graphs = {}  # the same for steps with grammars
@@ -798,8 +773,8 @@ class Decoder:
         return torch.cat((forced[:, :1] * allowed, forced[:, 1:]), dim=1)
 
     def mask_rows(self, name, rows):
-        """The first rows of a tensor of `mask_tensors`; None for a step without grammars."""
-        return self.mask_tensors.tensors[name][:rows] if self.constraints else None
+        """The first rows of a tensor of `on_device`; None for a step without grammars."""
+        return self.on_device[name][:rows] if self.constraints else None
 
     def positions(self, tree):
         return self.batch.lengths[:, None] + tree.depths
@@ -874,27 +849,38 @@ class Decoder:
         self.constraints = constraints
         if not constraints:
             return
-        if self.mask_tensors is None:
-            sizes = READ_SIZES if self.reads_in_steps else ()
-            nodes = self.batch_size * max(self.policy.largest, *sizes, 1)
-            self.mask_tensors = MaskTensors(self.batch_size, nodes, self.model.config.vocab_size,
-                                            self.device)
-        forced, masks = (self.mask_tensors.host[name] for name in ("forced", "first_masks"))
-        for b, constraint in enumerate(constraints):
-            chain = constraint.forced[:MAX_CHAIN]
+        if self.on_host is None:
+            self.make_mask_tensors()
+        forced, masks = (self.on_host[name].numpy() for name in ("forced", "first_masks"))
+        for b, (matcher, unread, chain) in enumerate(constraints):
+            chain = chain[:MAX_CHAIN]
             forced[b, 0] = SCHEMA if chain else 0
             forced[b, 1:] = -1
             forced[b, 1:1 + len(chain)] = chain
-            is_ready = constraint.matcher and not constraint.unread
-            masks[b] = constraint.matcher.mask if is_ready else -1
-        for name in ("forced", "first_masks"):
-            self.mask_tensors.copy(name, len(constraints))
+            masks[b] = matcher.mask if matcher and not unread else -1
+        self.to_device("forced", len(constraints))
+        self.to_device("first_masks", len(constraints))
+
+    def make_mask_tensors(self):
+        sizes = READ_SIZES if self.reads_in_steps else (1,)
+        B, nodes = self.batch_size, self.batch_size * max(self.policy.largest, *sizes)
+        words = -(-self.model.config.vocab_size // 32)
+        self.on_host = dict(forced=torch.zeros(B, 1 + MAX_CHAIN, dtype=torch.int64),
+                            first_masks=torch.zeros(B, words, dtype=torch.int32),  # of the roots
+                            masks=torch.zeros(nodes, words, dtype=torch.int32))  # of all nodes
+        if self.device.type == "cuda":
+            self.on_host = {name: x.pin_memory() for name, x in self.on_host.items()}
+        self.on_device = {name: x.to(self.device) for name, x in self.on_host.items()}
+
+    def to_device(self, name, rows):
+        if self.device.type == "cuda":  # else the tensors are the same
+            self.on_device[name][:rows].copy_(self.on_host[name][:rows], non_blocking=True)
 
     def fill_masks(self, tree, tokens, parents, ancestors):
         """Computes the masks of a tree's nodes. tokens, parents, ancestors: lists, [B, T]."""
         T = len(tokens[0])
         for b, (matcher, unread, _) in enumerate(self.constraints):
-            masks = self.mask_tensors.host["masks"][b * T:(b + 1) * T]
+            masks = self.on_host["masks"].numpy()[b * T:(b + 1) * T]
             if unread or not matcher:
                 masks[:] = -1
                 if matcher and unread < T:  # node `unread` is the prompt's last token
@@ -903,7 +889,7 @@ class Decoder:
             n = T - ancestors[b].count(0)
             if not matcher.masks(tokens[b][:n], parents[b][:n], masks):
                 tree.ancestors[b, 1:].zero_()  # makes the other nodes padding
-        self.mask_tensors.copy("masks", len(tokens) * T)
+        self.to_device("masks", len(tokens) * T)
 
     def behind(self):
         """Committed rows that the heads have not read."""
@@ -952,10 +938,9 @@ class Decoder:
         """Compiles and captures every option of the policy, in the present sampling mode, while all
         slots are idle. masked: those of batches with grammars."""
         policy = self.policy
-        options = policy.masked_options if masked else policy.options
-        reads = policy.masked_reading_options if masked else policy.reading_options
+        reading = policy.reading_options if self.reads_in_steps else []
         self.constrain([Constraint(None)] * self.B if masked else [])
-        for option in dict.fromkeys([*options, *(reads if self.reads_in_steps else [])]):
+        for option in dict.fromkeys([*policy.options, *reading]):
             with self.context():
                 self.launch(*option).wait()
         self.constrain([])
@@ -968,7 +953,7 @@ class Decoder:
         does. masked: captures the steps of batches with grammars, of up to LARGEST_MASKED nodes."""
         policy = self.policy
         sizes = {2 ** i for i in range(self.batch_size.bit_length())} | {self.batch_size}
-        options = {(1, 0), *(policy.masked_reading_options if masked else policy.reading_options)}
+        options = {(1, 0), *policy.reading_options}
         largest = LARGEST_MASKED if masked else LARGEST_STEP
         steps = [(B, T, depths) for B, (T, depths) in product(sizes, options)
                  if B * T <= largest or T <= READ_SIZES[0] or T == policy.tree_size]

@@ -248,7 +248,7 @@ def write_texts(config, out, group):
     writer = writing.Writer(folder, model, encoding, stop, config.seed, prompts, group.print,
                             grammars)
     for source in filter(None, grammars):
-        writer.compile(*source)  # a bad one fails here, not hours later
+        writer.grammar_tokenizer.compile(*source)  # a bad one fails here, not hours later
     group.on_first(writer.claim)
     writer.write(goal, group.rank, group.size)
     group.barrier()

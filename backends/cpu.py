@@ -754,7 +754,7 @@ class CompiledDecoder(Decoder):
 
     def constrain(self, constraints):
         super().constrain(constraints)
-        tensors = self.mask_tensors.tensors if constraints else {}
+        tensors = self.on_device if constraints else {}
         for name in ("forced", "first_masks", "masks"):
             setattr(self.struct, name, pointer(tensors.get(name)))
 

@@ -1,8 +1,6 @@
 """Structured output: which tokens a JSON schema, a regular expression or a grammar allows next. The
 package llguidance compiles and matches them; it is imported when the first one is needed."""
 
-import json
-
 import numpy as np
 
 from model import InputError, expect
@@ -38,35 +36,19 @@ class GrammarTokenizer:
             raise InputError(f"{encoding.file}: llguidance cannot use this tokenizer: "
                              f"{' '.join(str(error).split())[:300]}") from None
 
-    def json_schema(self, schema, **options):
-        """The `Grammar` of a JSON schema, a dict or its text. options: `Grammar`'s."""
+    def compile(self, kind, source):
+        """A `Grammar`. kind: "json_schema" (source: a dict or its text), "regex", "choice" (a list
+        of texts), or "grammar" (in Lark's or llama.cpp's notation). Raises InputError."""
+        made = self.llguidance
         try:
-            return self.compile(self.llguidance.LLMatcher.grammar_from_json_schema(
-                schema, defaults=JSON_STYLE), **options)
+            if kind == "json_schema":
+                text = made.LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE)
+            else:
+                text = made.grammar_from(kind, source)
         except ValueError as error:
-            raise InputError(f"not a JSON schema that llguidance supports: {error}") from None
-
-    def choice(self, texts, **options):
-        """The `Grammar` of a list of texts, one of which is the output."""
-        lark = " | ".join(map(json.dumps, texts))
-        return self.compile(self.llguidance.LLMatcher.grammar_from_lark(f"start: {lark}"),
-                            **options)
-
-    def regex(self, pattern, **options):
-        return self.compile(self.llguidance.LLMatcher.grammar_from_regex(pattern), **options)
-
-    def grammar(self, text, **options):
-        """The `Grammar` of a grammar in Lark's or llama.cpp's (GBNF) notation."""
-        try:
-            source = self.llguidance.grammar_from("grammar", text)
-        except ValueError as error:
-            raise InputError(f"not a grammar: {error}") from None
-        return self.compile(source, **options)
-
-    def compile(self, source, **options):
-        limits = self.llguidance.LLParserLimits(max_items_in_row=ROW_ITEMS, verbose_errors=False)
-        matcher = self.llguidance.LLMatcher(self.package, source, log_level=0, limits=limits)
-        return Grammar(self, matcher, **options)
+            raise InputError(f"not a {kind} that llguidance supports: {error}") from None
+        limits = made.LLParserLimits(max_items_in_row=ROW_ITEMS, verbose_errors=False)
+        return Grammar(self, made.LLMatcher(self.package, text, log_level=0, limits=limits))
 
 
 class Grammar:
@@ -162,21 +144,19 @@ class Matcher:
                 self.waits = token != self.begin
                 continue
             self.matcher.consume_token(token)
-            if self.failed():
-                return number - 1
-            if self.matcher.is_stopped():
-                self.ended = "stop"
-                return number
+            if self.matcher.is_stopped():  # also after an error
+                return self.end(number)
         if not self.waits:
             fill_mask(self.matcher, self.mask)
-            self.failed()
+            if self.matcher.is_error():
+                return self.end(len(tokens) + 1)
         return len(tokens)
 
-    def failed(self):
-        if self.matcher.is_error():
-            self.ended = "error"
-            self.error = first_line(self.matcher)
-        return self.ended == "error"
+    def end(self, number):
+        """Ends the output after `number` tokens, or before the last of them if it failed."""
+        self.error = first_line(self.matcher)
+        self.ended = "error" if self.error else "stop"
+        return number - bool(self.error)
 
 
 def fill_mask(matcher, mask):

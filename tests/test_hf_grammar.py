@@ -121,7 +121,8 @@ def test_masks_of_a_tree_are_those_of_its_paths(thinks):
     text that has consequences, a matcher that starts before or after the token that begins its output."""
     *_, encoding, tokenizer = load()
     tag, right = encoding.encode("#")[0], encoding.encode('{"a": "text"}')
-    grammar = tokenizer.json_schema(SCHEMA_A, begin=tag if thinks else None)
+    grammar = tokenizer.compile("json_schema", SCHEMA_A)
+    grammar.begin = tag if thinks else None
     right, rng = [5, *tokenizer.stop, tag] * thinks + right, random.Random(1)
     matcher = grammar.start()
     for start in range(len(right)):
@@ -163,7 +164,7 @@ def random_grammars(tokenizer, seeds):
     for seed in seeds:
         rng, kind = random.Random(seed), ("json_schema", "json_schema", "regex", None)[seed % 4]
         source = dict(json_schema=document_schema, regex=random_regex).get(kind, lambda _: None)(rng)
-        made.append((kind, source, kind and getattr(tokenizer, kind)(source)))
+        made.append((kind, source, kind and tokenizer.compile(kind, source)))
     return made
 
 
@@ -210,7 +211,7 @@ def test_random_schemas_and_expressions(name, dtype, seed):
     kinds = ["json_schema"] * 8 + ["regex"] * 2
     sources = [(document_schema if kind == "json_schema" else random_regex)(random.Random(100 * seed + i))
                for i, kind in enumerate(kinds)]
-    grammars = [*[getattr(tokenizer, kind)(source) for kind, source in zip(kinds, sources)], None] * 2
+    grammars = [*map(tokenizer.compile, kinds, sources), None] * 2
     prompts = [encoding.encode(f"{PROMPT}{i}") for i in range(len(grammars))]
     samplings = [Sampling(float(i >= 11), seed=seed) for i in range(22)]
     options = [dict(tree_size=1, batch_size=1), dict(heads=heads, lookup=True, batch_size=8), dict(batch_size=3),
@@ -235,7 +236,7 @@ def test_a_grammar_that_explodes_ends_its_sequence_only():
     """Bug: an error for all sequences of the batch, a guess that fails in place of the sequence's own tokens, a token
     after the failure, an error that the caller cannot see."""
     model, heads, encoding, tokenizer = load()
-    grammars = [tokenizer.grammar(EXPLODES), tokenizer.json_schema(SCHEMA_A), None]
+    grammars = [tokenizer.compile("grammar", EXPLODES), tokenizer.compile("json_schema", SCHEMA_A), None]
     prompts = [encoding.encode("aaa a aa aaa a aa")] * 3
     run = lambda **way: generate(model, prompts, N, grammar=grammars, **way)
     plain = run(tree_size=1)
@@ -250,7 +251,7 @@ def test_forced_text_is_drafted_and_only_schemas_count():
     """Bug: a chain beyond its end, forced text of an ended sequence, counts in the bins of heads and lookup."""
     model, heads, encoding, tokenizer = load()
     constant = "def a long function name(argument):"
-    grammar = tokenizer.choice([constant])
+    grammar = tokenizer.compile("choice", [constant])
     assert grammar.start().forced() == encoding.encode(constant)
     policy = Policy(model, heads, True, 17, schema=True)
     engine = new_engine(model, policy=policy, capacity=100)
@@ -261,13 +262,13 @@ def test_forced_text_is_drafted_and_only_schemas_count():
     assert output.accepted == {"schema": output.emitted}
 
 
-BAD = {"an unsupported keyword": (lambda made: made.json_schema(dict(uniqueItems=True)), 'keys: ["uniqueItems"]'),
-       "no JSON": (lambda made: made.json_schema("{'a'}"), "not a JSON schema"),
-       "an expression": (lambda made: made.regex("(a"), "unclosed group"),
-       "a grammar": (lambda made: made.grammar("start: foo"), 'unknown name: "foo"'),
+BAD = {"a keyword": (lambda made: made.compile("json_schema", dict(uniqueItems=True)), 'keys: ["uniqueItems"]'),
+       "no JSON": (lambda made: made.compile("json_schema", "{'a'}"), "not a json_schema that"),
+       "an expression": (lambda made: made.compile("regex", "(a"), "unclosed group"),
+       "a grammar": (lambda made: made.compile("grammar", "start: foo"), 'unknown name: "foo"'),
        "another vocabulary": (lambda made: GrammarTokenizer(made.encoding, 100, [1]), "the model 100; use"),
        "no end of text": (lambda made: GrammarTokenizer(made.encoding, 4096, ["stop"]), "eos_token_id"),
-       "no tag": (lambda made: made.regex("a").for_prompt(made.encoding.encode("<think>")), "no token is </think>")}
+       "no tag": (lambda made: made.compile("regex", "a").for_prompt(made.encoding.encode("<think>")), "is </think>")}
 
 
 @pytest.mark.parametrize("call, says", BAD.values(), ids=BAD)
@@ -284,7 +285,7 @@ def test_without_llguidance_the_error_says_what_to_install(monkeypatch):
 def test_compare_masks_scores():
     """Bug: a difference that the grammar explains is called a tie."""
     model, _, encoding, tokenizer = load("demo", "float32", False)
-    grammar, prompt = tokenizer.regex("(yes|no)"), encoding.encode("x = ")
+    grammar, prompt = tokenizer.compile("regex", "(yes|no)"), encoding.encode("x = ")
     found = lambda a, b: first_difference(model, [prompt], [encoding.encode(a)], [encoding.encode(b)], [Sampling()],
                                           [grammar])
     assert found("yes", "no")[2] < 50 and found("yes", "maybe")[2] == math.inf and found("no", "no") is None

@@ -211,9 +211,9 @@ def test_a_trial_of_heads_includes_the_rows_they_have_not_read(toy):
     policy.elapsed, policy.steps = 1000.0, 10**4
     policy.times.unit = 1.0
     policy.best, policy.last_use[(1, 0), False] = (1, 0), policy.steps
-    policy.begin_trial(1, lambda: 10**6, policy.options)
+    policy.begin_trial(1, lambda: 10**6)
     assert not policy.trial and policy.trial_seconds == 0
-    policy.begin_trial(1, lambda: 0, policy.options)
+    policy.begin_trial(1, lambda: 0)
     assert len(policy.trial) == 2 and 2 < policy.trial_seconds < 10
 
 

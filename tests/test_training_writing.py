@@ -129,8 +129,8 @@ def test_a_users_message_ends_where_the_templates_next_token_begins(name, want, 
     family, stops = save_family(tmp_path, name), []
     made, script = writer(tmp_path / "self", family, monkeypatch, lambda *_: "hell", family.template)
     add = script.add
-    script.add = lambda prompt, longest, sampling, stop, index: stops.append(stop) or add(
-        prompt, longest, sampling, stop, index)
+    script.add = lambda prompt, longest, sampling, stop, index, grammar: stops.append(stop) or add(
+        prompt, longest, sampling, stop, index, grammar)
     made.write(1)
     assert {frozenset(stop) for stop in stops} == {frozenset({END, 261}), frozenset({END, 261} | want)}
 
@@ -200,7 +200,8 @@ def test_prompts_are_answered_once_at_each_temperature(encoding, tmp_path, monke
         logged = []
         made, script = writer(tmp_path / f"{template}", encoding, monkeypatch, says, template, prompts=prompts,
                               log=logged.append, grammars=[*[None] * 4, ("regex", "h.*")])
-        made.compile = lambda *source: SimpleNamespace(for_prompt=lambda prompt: source)
+        compile = lambda *source: SimpleNamespace(for_prompt=lambda prompt: source)
+        made.grammar_tokenizer = SimpleNamespace(compile=compile)
         made.write(10**6)
         assert [*filter(None, script.grammars)] == [("regex", "h.*")] * 4
         assert made.dropped == {"too long": 4} and len(script.calls) == 16 and "prompts are answered" in logged[-1]

@@ -94,7 +94,7 @@ def messages(name, value):
 
 
 # --------------------------------------------------------------------------------------------------
-# Structured output: readers return (method of a `GrammarTokenizer`, its argument)
+# Structured output: readers return the arguments of `GrammarTokenizer.compile`
 
 def json_schema(name, value):
     expect(isinstance(value, dict | str), f"{name} must be a JSON schema, an object or its text")

@@ -36,7 +36,7 @@ def load_model(args, group=None, packed=None, dtype=None):
 class Prompt(NamedTuple):
     """A conversation, and what the answer must match."""
     messages: list
-    grammar: tuple | None = None  # (method of a `GrammarTokenizer`, its argument)
+    grammar: tuple | None = None  # arguments of `GrammarTokenizer.compile`
 
 
 @dataclass(eq=False)
@@ -74,9 +74,8 @@ class Loaded:
         def grammar(number, prompt, tokens):
             if not prompt.grammar:
                 return None
-            kind, source = prompt.grammar
             try:
-                return getattr(self.grammars, kind)(source).for_prompt(tokens)
+                return self.grammars.compile(*prompt.grammar).for_prompt(tokens)
             except InputError as error:
                 raise InputError(f"prompt {number}: {error}") from None
         return list(map(grammar, itertools.count(1), prompts, ids))

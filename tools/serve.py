@@ -367,10 +367,8 @@ class App:
     def encode(self, job):
         """Encodes the inputs (messages, strings or token ids) as job.prompts."""
         encoding = self.loaded.encoding
-        grammar = None
-        if job.body["grammar"]:
-            kind, source = job.body["grammar"]
-            grammar = getattr(self.loaded.grammars, kind)(source)
+        source = job.body["grammar"]
+        grammar = self.loaded.grammars.compile(*source) if source else None
         encode = partial(encoding.encode, allowed_special="all")
         encode = encode if job.chat else partial(encode_prompt, encoding)
         for index, value in enumerate(job.inputs):

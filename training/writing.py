@@ -41,7 +41,7 @@ class Writer:
     """Writes files of texts to a folder, each with its token ids, since rendering and encoding it
     again may give others. stop: token ids that end a text. prompts: conversations (lists of
     messages) to answer, once per temperature; None: the model's own text. grammars: of their
-    answers, (method of a `GrammarTokenizer`, its argument) or None each.
+    answers, arguments of `GrammarTokenizer.compile` or None each.
 
     A file is the work of PER_FILE tasks, generators that write one or two texts each and yield the
     sequences that they wait for. Task n depends on the seed and n only, and its duplicates are
@@ -241,9 +241,6 @@ class Writer:
     def grammar_tokenizer(self):
         return GrammarTokenizer(self.encoding, self.model.config.vocab_size, self.stop)
 
-    def compile(self, kind, source):
-        return getattr(self.grammar_tokenizer, kind)(source)
-
     def say(self, role, messages, number, temperature, index=0, source=None):
         """Lets the model write a role's next message -> (its text, or None if it is unusable,
         [prompt, token ids with the stop token])."""
@@ -259,7 +256,7 @@ class Writer:
             banned = set(self.encoding.special_tokens.values())  # only answers may reason
         grammar = None
         if source:
-            grammar = self.compile(*source).for_prompt(prompt)
+            grammar = self.grammar_tokenizer.compile(*source).for_prompt(prompt)
         sequence = self.engine.add(prompt, longest, sampling, stop, index=index, grammar=grammar)
         yield sequence
         tokens = [token for token in sequence.tokens if token not in stop]
