@@ -128,6 +128,7 @@ SLOTS = dict(slots="B int64 ?")
 TENSORS = dict(
     tree_attention=dict(q="B T Hq D real", k_cache="N Hkv S D real", v_cache="N Hkv S D real", lengths="N int32",
                         ancestors="B T int64", slopes="Hq float32 ?", **SLOTS),
+    linear_rows=dict(x="M C real", weight="N C real", bias="N real ?", norm="C real ?", residual="M N real ?"),
     project_topk=HEAD | dict(vocab_ids="n int32 ?"), project_sample=HEAD | PLACE,
     commit_path=dict(kv="L 2 N Hkv S D real", lengths="N int32", path="B P int64", count="B int32", **SLOTS),
     add_norm=dict(x="3 C real", delta="3 C real ?", weight="C real ?", bias="C real ?"),
