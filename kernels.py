@@ -347,10 +347,10 @@ def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None
 
 class Quantized(NamedTuple):
     """A weight [N, K] = q * scale + minimum. K / G inputs of a row share a scale."""
-    q: torch.Tensor       # int8 or float8_e4m3 [N, K], or uint8 [N, K / 2]: two of 4 bits, low first
+    q: torch.Tensor       # int8 or float8_e4m3 [N, K]; uint8 [N, K / 2]: two of 4 bits, low first
     scales: torch.Tensor  # [G, N], any float
     minimums: torch.Tensor | None = None  # [G, N]; uint8 or int8: zeros, minimum = -zero * scale
-    order: torch.Tensor | None = None     # int32 [K]: the channel of x for each input; None: its own
+    order: torch.Tensor | None = None     # int32 [K]: the channel of x for each input
 
     @property
     def shape(self):

@@ -163,7 +163,7 @@ def random_model(name, device, dtype, quantize=None):
     rounding = quantized.rounding(model, quantize) if quantize else {}
     for weight, how in rounding.items():
         put_packed(model, weight.removesuffix(".weight"),
-                   [quantized.round_weight(model.get_parameter(weight), *how).pack()])
+                   [quantized.pack(quantized.round_weight(model.get_parameter(weight), *how))])
     return model, heads
 
 
