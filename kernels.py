@@ -738,7 +738,7 @@ def _take_best(entries, best):
 def _project_kernel(
     hidden_ptr, weight_ptr, scales_ptr, minimums_ptr, stride_wv, stride_wc, vocab_ids_ptr,
     temperature_ptr, seed_ptr, sequence_ptr, position_ptr, entries_ptr, lse_ptr, stride_hm,
-    stride_hc, programs, M, T, V, rows, C: tl.constexpr, BLOCK_K: tl.constexpr,
+    stride_hc, programs, M, T, V, C: tl.constexpr, BLOCK_K: tl.constexpr,
     GROUP: tl.constexpr, PER_BYTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
     BLOCK_C: tl.constexpr,
 ):
@@ -766,15 +766,13 @@ def _project_kernel(
     for step in range(0, tiles * CHUNKS):
         tile_start = (program + step // CHUNKS * programs) * BLOCK_V
         column = tile_start + tl.arange(0, BLOCK_V)
-        token = tl.minimum(column, V - 1)
-        if vocab_ids_ptr is not None:
-            token = tl.load(vocab_ids_ptr + token)
+        output = tl.minimum(column, V - 1)
         start = step % CHUNKS * BLOCK_C
         channels = (start + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
         inside = (channels < C) | (C % BLOCK_C == 0)
         # [BLOCK_V, BLOCK_C]
-        weight = _load_weight(weight_ptr, scales_ptr, minimums_ptr, stride_wv, stride_wc, token,
-                              start, rows, hidden_ptr.dtype.element_ty, C, GROUP, PER_BYTE, BLOCK_C)
+        weight = _load_weight(weight_ptr, scales_ptr, minimums_ptr, stride_wv, stride_wc, output,
+                              start, V, hidden_ptr.dtype.element_ty, C, GROUP, PER_BYTE, BLOCK_C)
         # [BLOCK_M, BLOCK_C]
         hidden = tl.load(hidden_ptrs + channels * stride_hc, mask=inside, other=0.0)
         if VOCABULARY_FIRST:  # [BLOCK_V, BLOCK_M] += [BLOCK_V, BLOCK_C] @ [BLOCK_C, BLOCK_M]
@@ -787,6 +785,9 @@ def _project_kernel(
             scores = tl.where((column < V)[None, :] & (scores == scores), scores, float("-inf"))
             acc = tl.zeros(acc.shape, tl.float32)
             if sequence_ptr is not None:
+                token = output
+                if vocab_ids_ptr is not None:
+                    token = tl.load(vocab_ids_ptr + output)
                 ids = token.to(tl.uint32)[None, :]
                 temperature = tl.load(temperature_ptr + row // T)  # late, to save registers
                 if lse_ptr is not None:
@@ -838,12 +839,11 @@ def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(Non
     M, C = hidden.shape
     vocab_ids = _contiguous(vocab_ids)
     T = 1 if noise[0] is None else M // len(noise[0])
-    rows = weight.shape[0]
-    V = rows if vocab_ids is None else len(vocab_ids)
+    V = weight.shape[0]
     _, tensors, constants = _stored(weight)
     multiprocessors = _gpu(hidden.device).multi_processor_count
     blocks = _project_blocks(
-        M, k, hidden.dtype, _aligned(hidden, tensors[0]), gathered=vocab_ids is not None,
+        M, k, hidden.dtype, _aligned(hidden, tensors[0]),
         small_vocabulary=V < 128 * multiprocessors, noisy=noise[0] is not None)
     m_tiles = triton.cdiv(M, blocks["BLOCK_M"])
     tiles = triton.cdiv(V, blocks["BLOCK_V"])
@@ -857,7 +857,7 @@ def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(Non
     BLOCK_ENTRIES = triton.next_power_of_2(n)
     _launch(_project_kernel, (m_tiles, programs),
             hidden, *tensors, vocab_ids, *noise, entries, lse, *_strides(hidden), programs, M, T,
-            V, rows, C=C, BLOCK_K=BLOCK_K, **constants, **blocks)
+            V, C=C, BLOCK_K=BLOCK_K, **constants, **blocks)
     _launch(_merge_lists_kernel, (M,),
             entries, lse, vocab_ids, logprobs, tokens, programs, n, k,
             BLOCK_ENTRIES=BLOCK_ENTRIES, num_warps=_num_warps(BLOCK_ENTRIES, 512))
@@ -867,19 +867,19 @@ def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(Non
 def _check_head(hidden, weight, temperature, seed, sequence, position, vocab_ids=None):
     M, *_ = _sizes(
         "hidden M C real, weight V C same, sequence B int, position M int, temperature B float32, "
-        "seed B int64, vocab_ids n int32",
+        "seed B int64, vocab_ids V int32",
         hidden, _check_weight(weight, hidden), sequence, position, temperature, seed, vocab_ids)
     _check(sequence is None or M % len(sequence) == 0, "M / B rows per sequence", hidden, sequence)
 
 
 def project_topk(hidden, weight, k, vocab_ids=None, noise=None):
     """The k most likely tokens of each row of hidden [M, C], best first, ties by lower id ->
-    (logprobs float32 [M, k], tokens int64 [M, k]). weight: [V, C]. vocab_ids int32 [n]: a draft
-    vocabulary (FR-Spec, arXiv 2502.14856): only these rows of weight count; ties go to the one
-    listed first. noise: (temperature, seed, sequence, position) as in `project_sample`: adds
+    (logprobs float32 [M, k], tokens int64 [M, k]). weight: [V, C]. vocab_ids int32 [V]: the tokens
+    of its rows, for a draft vocabulary (FR-Spec, arXiv 2502.14856); ties go to the first row; None:
+    the rows' indices. noise: (temperature, seed, sequence, position) as in `project_sample`: adds
     temperature * noise to the logits, which favours the tokens that the sampler will choose."""
     _check_head(hidden, weight, *([None] * 4 if noise is None else noise), vocab_ids)
-    V = weight.shape[0] if vocab_ids is None else len(vocab_ids)
+    V = weight.shape[0]
     _check(1 <= k <= min(V, 32), "1 <= k <= 32, and k <= V", k, V)
     if not runs_triton(hidden):
         return project_topk_reference(hidden, weight, k, vocab_ids, noise)
@@ -889,11 +889,11 @@ def project_topk(hidden, weight, k, vocab_ids=None, noise=None):
 
 
 def project_topk_reference(hidden, weight, k, vocab_ids=None, noise=None):
-    return best_tokens(float_logits(hidden, weight, vocab_ids), k, vocab_ids, noise)
+    return best_tokens(float_logits(hidden, weight), k, vocab_ids, noise)
 
 
 def best_tokens(logits, k, vocab_ids=None, noise=None):
-    """`project_topk` from logits [M, V], or [M, n] for vocab_ids."""
+    """`project_topk` from logits [M, V]."""
     tokens = vocab_ids
     if vocab_ids is None:
         tokens = torch.arange(logits.shape[1], device=logits.device)
@@ -922,13 +922,12 @@ def project_sample_reference(hidden, weight, temperature, seed, sequence, positi
     return gumbel_argmax(logits, temperature, seed, sequence, position)
 
 
-def float_logits(hidden, weight, vocab_ids=None):
-    """Logits [M, V] of weight, or of its rows vocab_ids, in float32: rounding would cause ties."""
+def float_logits(hidden, weight):
+    """Logits [M, V] in float32: rounding would cause ties."""
     if isinstance(weight, Quantized):
         if runs_triton(hidden):
             return linear_rows(hidden, weight, dtype=torch.float32)
         weight = dequantize(weight, hidden.dtype)
-    weight = weight if vocab_ids is None else weight[vocab_ids]
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
     return (weight.float() @ hidden.float().T).T.contiguous()  # twice as fast on a CPU for small M
@@ -1092,20 +1091,24 @@ def _splits(rows, min_split, BLOCK_Q, grid_rows, at_once, fewest):
     return min(range(fewest, triton.cdiv(rows, min_split) + 1), key=time)
 
 
-LINEAR_MEMORY = 96 * 1024  # bytes of shared memory per program: two fit a multiprocessor (sm_90)
+MOST_MEMORY = 96 * 1024  # bytes of shared memory that a program may have on any GPU
 
 
 def _linear_blocks(M, N, size, dtype, gated, gpu):
     """Tile sizes and launch options; `pytest -m static` compiles every case. size: bytes of a
-    weight's number."""
+    weight's number. BLOCK_N and BLOCK_K do not depend on M."""
     BLOCK_M = min(max(16, triton.next_power_of_2(M)), 64)
-    fills = lambda BLOCK_N: 10 * triton.cdiv(N, BLOCK_N) >= 9 * gpu.multi_processor_count
-    BLOCK_N = next(filter(fills, (64, 32)), 16)
     BLOCK_K = 32 if dtype == torch.float32 else 128
+    fills = lambda BLOCK_N: 10 * triton.cdiv(N, BLOCK_N) >= 9 * gpu.multi_processor_count
+    unpacks_twice = gated and size < dtype.itemsize  # 64 outputs would take too many registers
+    BLOCK_N = next(filter(fills, (32,) if unpacks_twice else (64, 32)), 16)
+    # as many stages as leave room for all programs at once
+    programs = triton.cdiv(triton.cdiv(N, BLOCK_N), gpu.multi_processor_count)
+    memory = gpu.shared_memory_per_multiprocessor // (programs if programs <= 4 else 2)
     stage = BLOCK_K * (BLOCK_N * (1 + gated) * size + BLOCK_M * dtype.itemsize)
     return dict(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
                 num_warps=8 if gated and BLOCK_M == 64 else 4,
-                num_stages=min(int(LINEAR_MEMORY // stage), 6))
+                num_stages=min(max(int(min(memory, MOST_MEMORY) // stage), 2), 6))
 
 
 PROJECT_TILES = {
@@ -1113,13 +1116,12 @@ PROJECT_TILES = {
     "slow loads": (64, 64, 32, 3),          # float32, unaligned rows
     "vocabulary": (64, 128, 64, 4),         # 16 kB of weights
     "small vocabulary": (64, 64, 64, 6),    # 8 kB, so that all multiprocessors have a tile
-    "draft vocabulary": (64, 64, 64, 7),    # a stage more: gathered rows wait for their indices
     "many rows": (128, 128, 64, 3),         # compute-bound
     "many rows, narrow": (128, 64, 64, 3),  # faster for argmax of 128; noise would spill (A100)
 }
 
 
-def _project_blocks(M, k, dtype, aligned, gathered, small_vocabulary, noisy):
+def _project_blocks(M, k, dtype, aligned, small_vocabulary, noisy):
     """Tile sizes and launch options; `pytest -m static` compiles every case."""
     rows = max(16, triton.next_power_of_2(M))
     case = "vocabulary"
@@ -1128,8 +1130,6 @@ def _project_blocks(M, k, dtype, aligned, gathered, small_vocabulary, noisy):
     elif rows > 64:
         narrow = small_vocabulary or noisy or (k == 1 and rows == 128)
         case = "many rows, narrow" if narrow else "many rows"
-    elif gathered:
-        case = "draft vocabulary"
     elif small_vocabulary or (noisy and rows == 64 and 1 < k <= 8):  # noise would spill
         case = "small vocabulary"
     most_rows, BLOCK_V, BLOCK_C, num_stages = PROJECT_TILES[case]
@@ -1138,7 +1138,7 @@ def _project_blocks(M, k, dtype, aligned, gathered, small_vocabulary, noisy):
         num_stages -= 1  # for the hidden states of 64 rows
     maxnreg = 168 if case == "slow loads" else 255 if BLOCK_M < 64 else None
     most_k = 4 if noisy and rows > 64 else 8
-    if maxnreg is None and BLOCK_M * BLOCK_V <= 8192 and 1 < k <= most_k and not gathered:
+    if maxnreg is None and BLOCK_M * BLOCK_V <= 8192 and 1 < k <= most_k:
         maxnreg = 128  # two programs of 8 warps share a multiprocessor; more entries would spill
     return dict(BLOCK_M=BLOCK_M, BLOCK_V=BLOCK_V, BLOCK_C=BLOCK_C, num_stages=num_stages,
                 num_warps=8 if BLOCK_M >= 64 else 4, maxnreg=maxnreg)

@@ -336,6 +336,12 @@ class LMHead(nn.Linear):
     noted otherwise."""
     filtered_sample = staticmethod(kernels.filtered_sample)  # of `logits`
 
+    def select(self, tokens):
+        """An LM head with only these tokens' rows, copied. tokens: int32 [n]."""
+        head = LMHead(self.in_features, len(tokens), bias=False, device="meta")
+        head.weight = nn.Parameter(self.weight[tokens.long()], requires_grad=False)
+        return head
+
     def topk(self, hidden, k, vocab_ids=None, noise=None):
         """`kernels.project_topk` -> logprobs float32, tokens int64 [M, k]."""
         return kernels.project_topk(hidden, self.weight, k, vocab_ids, noise)

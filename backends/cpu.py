@@ -461,11 +461,11 @@ class PackedLinear(Packed):
 class PackedLMHead(PackedLinear):
     """`model.LMHead` with a `PackedWeight`."""
 
+    def select(self, tokens):
+        return PackedLMHead(pack_floats(self.packed.unpack(tokens.long())))
+
     def topk(self, hidden, k, vocab_ids=None, noise=None):
-        logits = self.packed.multiply(hidden)
-        if vocab_ids is not None:
-            logits = logits[:, vocab_ids]
-        return best_tokens(logits, k, vocab_ids, noise)
+        return best_tokens(self.packed.multiply(hidden), k, vocab_ids, noise)
 
     def logits(self, hidden):
         return self.packed.multiply(hidden)

@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from backends.quantized import stack
+from backends.quantized import select_rows, stack
 from kernels import HAS_TRITON, INTERPRETED, Quantized, dequantize, linear_rows
 from model import Block, Blocks, InputError, LMHead, NoNorm, TreeMask
 
@@ -118,6 +118,9 @@ class QuantizedHead(QuantizedLinear):
     def __init__(self, weight, dtype):
         super().__init__(weight)
         self.dtype = dtype
+
+    def select(self, tokens):
+        return QuantizedHead(select_rows(self.weight, tokens.long()), self.dtype)
 
     def embedding(self, tokens):
         return dequantize(self.weight, self.dtype, tokens)

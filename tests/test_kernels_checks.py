@@ -14,7 +14,7 @@ from test_kernels import INTERPRETED, as_int64, plain
 GIVEN = dict(  # arguments of each function, optional tensors included
     tree_attention=dict(B=2, N=4, T=3, Hq=4, Hkv=2, D=16, S=10, present="slopes slots"),
     linear_rows=dict(M=2, C=8, N=9, present="bias norm residual"),
-    project_topk=dict(M=2, C=8, V=9, n=5, k=2, present="vocab_ids"), project_sample=dict(M=2, C=8, V=9),
+    project_topk=dict(M=2, C=8, V=9, k=2, present="vocab_ids"), project_sample=dict(M=2, C=8, V=9),
     commit_path=dict(L=1, B=2, N=4, Hkv=1, S=10, D=16, P=3, present="slots"), glu=dict(C=8),
     cosine_mix=dict(C=8, n_head=2), add_norm=dict(C=8, present="delta weight bias"),
     rope_cache=dict(B=2, N=4, T=3, H=4, Hkv=1, D=16, S=10, present="rope q_weight k_weight slots"),
@@ -62,8 +62,8 @@ def lists(**changed):
 
 FURTHER = dict(  # more invalid arguments: changed sizes, or functions of the valid arguments
     tree_attention=[dict(T=65, S=99), dict(D=8), dict(D=257), dict(Hq=3), dict(S=2), dict(window=-1)],
-    linear_rows=[dict(activation="relu"), dict(activation="silu")],
-    project_topk=[dict(k=0), dict(k=6), dict(V=50, n=50, k=33), dict(n=0)],
+    linear_rows=[dict(activation="relu"), lambda _: dict(activation="silu")],
+    project_topk=[dict(k=0), dict(k=10), dict(V=50, k=33), dict(V=0)],
     project_sample=[lambda _: dict(temperature=torch.ones(3)), lambda _: dict(seed=torch.ones(2).int())],
     commit_path=[dict(P=65), lambda made: dict(kv=made["kv"][:, :1])],
     add_norm=[dict(C=16385)], glu=[dict(C=7), dict(activation="relu")],
