@@ -1,5 +1,4 @@
-"""linear_rows and quantised weights, as in test_kernels.py: the kernels against formulas in float64, models on a GPU's
-layers against their dequantised weights."""
+"""linear_rows and quantised weights, as in test_kernels.py, against formulas in float64."""
 
 import math
 
@@ -7,16 +6,10 @@ import pytest
 import torch
 
 import kernels
-from backends import gpu
 from backends.quantized import pack_nibbles, round_weight, select_rows, stack
-from clover import CloverHeads
-from conftest import SHAPES, needs_cuda, random_prompts, toy_model
-from generate import generate
-from hf import checkpoint
+from conftest import needs_cuda
 from kernels import Quantized, linear_rows
-from test_clover import random_heads
-from test_hf_quantization import write_quantised
-from test_kernels import BF16, FP16, FP32, INTERPRETED, device, every_second, slow_to_interpret
+from test_kernels import BF16, FP16, FP32, device, every_second, slow_to_interpret
 
 DTYPES = pytest.mark.parametrize("dtype", [FP32, pytest.param(FP16, marks=slow_to_interpret), BF16], ids=str)
 ERROR = {FP32: 2e-6, FP16: 2e-3, BF16: 3e-2}  # of the largest output; the interpreter truncates bfloat16
@@ -25,7 +18,6 @@ FORMATS = {  # name: (dtype of q, inputs that share a scale, dtype of minimums)
     "int8-zeros": (torch.int8, 64, torch.int8), "fp8": (torch.float8_e4m3fn, 64, None),
     "int4": (torch.uint8, 64, None), "int4-minimums": (torch.uint8, 32, BF16),
     "int4-zeros": (torch.uint8, 32, torch.uint8)}
-kernels_only = pytest.mark.skipif(not INTERPRETED, reason="needs the interpreter")
 __all__ = ["device"]  # the fixture
 
 
@@ -189,77 +181,6 @@ def test_parts_of_a_layer_are_stacked_with_their_values(kinds):
 
 def test_nibbles_are_packed_low_first():
     assert pack_nibbles(torch.tensor([[1, 2, 15, 0]], dtype=torch.uint8)).tolist() == [[0x21, 0x0f]]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Models, on the layers of a GPU
-
-def verify(model, tokens):
-    """The hidden states of a tree of these tokens [B, T] after four committed rows, a chain and a branch."""
-    B, T = tokens.shape
-    cache = model.new_cache(B, 4 + T)
-    cache.kv.copy_(torch.randn(cache.kv.shape, generator=torch.Generator().manual_seed(2)))
-    cache.lengths.fill_(4)
-    ancestors = torch.tensor([(2 << j) - 1 for j in range(T - 1)] + [1 | 1 << T - 1]).expand(B, T)
-    depths = torch.tensor([*range(T - 1), 1])
-    return model(tokens, 4 + depths.expand(B, T), cache, ancestors)
-
-
-@kernels_only
-@pytest.mark.parametrize("name", SHAPES)
-def test_fused_blocks_compute_the_same(name):
-    """Bug: a norm or residual left out, a block fused whose norm is elsewhere, another activation."""
-    model, tokens = toy_model(**SHAPES[name]), torch.tensor(random_prompts([5, 5]))
-    want = verify(model, tokens)
-    gpu.apply(model)
-    fused = [type(block) is gpu.FusedBlock for block in model.blocks]
-    assert all(fused) if name not in ("gpt2", "gemma", "olmo") else not any(fused)
-    torch.testing.assert_close(verify(model, tokens), want, rtol=1e-4, atol=1e-4)
-
-
-QUANTISED = ["awq", "gptq-4", "gptq-8", "fp8", "int4", "int8"]
-
-
-def load_quantised(kind, path):
-    """(a model on a GPU's layers, in bfloat16; with the same weights in float64)"""
-    quantize = kind if kind.startswith("int") else None
-    if quantize:
-        toy_model(n_embd=128, head_size=32, n_inner=192, n_layer=1).save_pretrained(path)
-    else:
-        path = write_quantised(path, kind, n_layer=1)
-    return (checkpoint.load(path, BF16, "cpu", quantize=quantize),
-            checkpoint.load(path, BF16, "cpu", quantize=quantize, packed=False).double())
-
-
-@kernels_only
-@pytest.mark.parametrize("kind", QUANTISED)
-def test_a_quantised_model_is_its_dequantised_one(kind, tmp_path):
-    """Bug: a layer left out or put in the wrong place, embeddings of another row."""
-    model, plain = load_quantised(kind, tmp_path)
-    assert type(model.blocks[0]) is gpu.FusedBlock and model.hash == plain.hash
-    assert isinstance(model.blocks[0].mlp.up, gpu.QuantizedLinear) and model.weight_bytes() < plain.weight_bytes() / 4
-    tokens = torch.tensor(random_prompts([5, 5]))
-    got, want = (m.lm_head(verify(m, tokens)).double() for m in (model, plain))
-    assert (got - want).norm() < 0.1 * want.norm()
-    tokens = tokens.expand(2, 5).repeat(1, 60)  # more rows than a product takes
-    got, want = (m.lm_head(m(tokens)[:, -3:]).double() for m in (model, plain))
-    assert (got - want).norm() < 0.1 * want.norm()
-
-
-@kernels_only
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=[] if kind == "int4" else pytest.mark.slow)
-                                  for kind in QUANTISED])
-def test_quantised_models_decode_losslessly(kind, tmp_path):
-    """Bug: draft heads that refuse the model, a draft vocabulary of the whole LM head's rows."""
-    model, plain = load_quantised(kind, tmp_path)
-    heads = random_heads(plain).to(BF16)
-    heads.set_vocabulary(range(96, 0, -3))
-    heads.save_pretrained(tmp_path / "heads")
-    heads = CloverHeads.from_pretrained(tmp_path / "heads", model)
-    prompts = random_prompts([4, 2])
-    for options in [dict(temperature=0.8, top_p=0.9)] + [dict()] * (kind != "int4"):
-        want = generate(model, prompts, 4, **options).tokens
-        assert generate(model, prompts, 4, heads=heads, lookup=True, tree_size=5, **options).tokens == want
 
 
 def test_rounded_weights_are_stored_as_they_are_rounded():
