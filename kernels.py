@@ -1098,9 +1098,9 @@ def _linear_blocks(M, N, size, dtype, gated, gpu):
     """Tile sizes and launch options; `pytest -m static` compiles every case. size: bytes of a
     weight's number. BLOCK_N and BLOCK_K do not depend on M."""
     BLOCK_M = min(max(16, triton.next_power_of_2(M)), 64)
-    BLOCK_K = 32 if dtype == torch.float32 else 128
+    unpacks_twice = gated and size < dtype.itemsize  # takes registers, so it gets smaller tiles
+    BLOCK_K = 32 if dtype == torch.float32 else 64 if unpacks_twice else 128
     fills = lambda BLOCK_N: 10 * triton.cdiv(N, BLOCK_N) >= 9 * gpu.multi_processor_count
-    unpacks_twice = gated and size < dtype.itemsize  # 64 outputs would take too many registers
     BLOCK_N = next(filter(fills, (32,) if unpacks_twice else (64, 32)), 16)
     # as many stages as leave room for all programs at once
     programs = triton.cdiv(triton.cdiv(N, BLOCK_N), gpu.multi_processor_count)

@@ -26,6 +26,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
+from backends import gpu
+from bench import size_config
 from clover import CloverHeads
 from generate import Decoder, Policy
 from kernels import Quantized
@@ -100,7 +102,20 @@ def demo():
     """demo/ and its heads on the meta device, in bfloat16, the default on CUDA."""
     model = GPT.from_pretrained(DEMO, BF16, "cpu", packed=False)
     heads = CloverHeads.from_pretrained(DEMO / "clover", model)
-    return model.to("meta"), heads.to("meta")
+    for module in (model, heads):
+        gpu.apply(module.to("meta"))
+    return model, heads
+
+
+def sized(name):
+    """A model of `bench.MODEL_SIZES` on the meta device, in bfloat16."""
+    config = size_config(name)
+    with torch.device("meta"):
+        model = GPT(config).to(BF16).requires_grad_(False)
+        model.rotations = torch.empty(config.block_size, 2, config.head_size, dtype=BF16)
+    model.window_rotations = model.slopes = model.embed_scale = None
+    gpu.apply(model)
+    return model
 
 
 def print_launches(tree_sizes=(1, 5, 16, 64)):
@@ -115,6 +130,9 @@ def print_launches(tree_sizes=(1, 5, 16, 64)):
                 counts = rows[tree_size, name] = step_launches(model, *used, tree_size, capacity=512)
                 most = ", ".join(f"{n} {operation}" for operation, n in counts.most_common(6))
                 print(f"| {tree_size} | {name} | {counts.total()} | {most} |")
+    for size in ("135m", "8b"):
+        rows[size] = step_launches(sized(size), capacity=512)
+        print(f"\n{size}, plain: {rows[size].total()} launches")
     return rows
 
 
