@@ -1107,7 +1107,7 @@ def _linear_blocks(M, N, size, dtype, gated, gpu):
     memory = gpu.shared_memory_per_multiprocessor // (programs if programs <= 4 else 2)
     stage = BLOCK_K * (BLOCK_N * (1 + gated) * size + BLOCK_M * dtype.itemsize)
     return dict(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-                num_warps=8 if gated and BLOCK_M == 64 else 4,
+                num_warps=8 if gated and BLOCK_M > 16 else 4,
                 num_stages=min(max(int(min(memory, MOST_MEMORY) // stage), 2), 6))
 
 
