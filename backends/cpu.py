@@ -503,6 +503,18 @@ class PackedEmbedding(Packed):
 LAYERS = {nn.Linear: PackedLinear, LMHead: PackedLMHead}
 
 
+def put(model, name, parts):
+    """Replaces the layer `name` by a packed layer made of `PackedWeight`s."""
+    layer = model.get_submodule(name)
+    weight = stack(parts, getattr(layer, "bias", None))
+    if name != "embed":
+        model.set_submodule(name, LAYERS[type(layer)](weight))
+    elif model.config.tied:
+        model.head = PackedLMHead(weight)  # also serves as the embeddings
+    else:
+        model.embed = PackedEmbedding(PackedLinear(weight), model.dtype)
+
+
 def argmax(logits, temperature, seed, sequence, position):
     """`kernels.gumbel_argmax` for float32 logits [M, V]."""
     M, V = logits.shape

@@ -15,7 +15,6 @@ from bench import Table, size_config
 from bench.timing import PREFIX, copy_bandwidth, seconds, stage_times, step_time, timing_decoder
 from clover import CloverHeads, preset
 from generate import Sampling, capture
-from hf.checkpoint import put_packed
 from model import GPT, check_memory, expect, free_memory, pick_device
 
 COPIES = 64  # of a kernel's inputs, at most
@@ -191,8 +190,8 @@ def random_model(name, device, dtype, quantize=None):
     heads.set_vocabulary(torch.arange(min(DRAFT_VOCABULARY, config.vocab_size)))
     rounding = quantized.rounding(model, quantize) if quantize else {}
     for weight, how in rounding.items():
-        put_packed(model, weight.removesuffix(".weight"),
-                   [quantized.pack(quantized.round_weight(model.get_parameter(weight), *how))])
+        cpu.put(model, weight.removesuffix(".weight"),
+                [quantized.pack(quantized.round_weight(model.get_parameter(weight), *how))])
     return model, heads
 
 

@@ -8,7 +8,6 @@ from functools import partial
 from pathlib import Path
 
 import torch
-import torch.nn as nn
 from safetensors.torch import save_file
 from tqdm import tqdm
 
@@ -21,7 +20,6 @@ from hf.tensors import StoredTensor, open_tensors
 from model import (
     GPT,
     InputError,
-    LMHead,
     atomic_write,
     check_memory,
     expect,
@@ -143,7 +141,6 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
     path = find_model(path)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     group = group or tensor_parallel.Group()
-    packs_layers = packed is not False and group.size == 1
     on_gpu = packed is not False and gpu.is_usable(device)
     packed = packed is not False and cpu.is_usable(device)
     model, matches = read_headers(path)
@@ -157,16 +154,14 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
     if dtype is None:
         largest = max(tensors, key=lambda tensor: math.prod(tensor.shape))
         stored = torch.bfloat16 if stored_bits else largest.dtype
-        dtype = cpu.default_dtype(device, stored, packed and packs_layers, group.rank)
+        dtype = cpu.default_dtype(device, stored, packed and group.size == 1, group.rank)
     if quantize and model.config.tied:  # round the LM head, but not the embeddings
         untie(model)
         matches["head.weight"] = matches["embed.weight"]
     rounding = quantized.rounding(model, quantize) if quantize else {}
     packers = {}
-    if packs_layers and packed:
-        packers = choose_packers(model, matches, rounding, dtype)
-    elif packs_layers and on_gpu:
-        packers = choose_quantized(model, matches, rounding, dtype)
+    if (packed or on_gpu) and group.size == 1:
+        packers = choose_packers(model, matches, rounding, dtype, on_gpu)
     with torch.device("meta"):
         group.divide(model)
     size = 0
@@ -184,7 +179,7 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
     # not to_empty, which imports sympy
     model._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device))
     model = model.requires_grad_(False).eval()
-    read_weights(model, matches, group, rounding, packers, gpu.put if on_gpu else put_packed)
+    read_weights(model, matches, group, rounding, packers, gpu.put if on_gpu else cpu.put)
     model.hash = files_hash(path)
     group.connect(model)
     if packed:
@@ -195,19 +190,24 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
     return model
 
 
-def choose_packers(model, matches, rounding, dtype):
-    """{weight name: (bits per number, StoredTensor -> `cpu.PackedWeight`)} of the layers to pack.
-    Quantised weights stay quantised unless dtype is float32."""
-    names = [f"{name}.weight" for name, layer in model.named_modules() if type(layer) in cpu.LAYERS]
-    if model.config.tied:
-        names[names.index("head.weight")] = "embed.weight"
-    pack_floats = lambda tensor: cpu.pack_floats(tensor.load().to(dtype))
-    pack_rounded = lambda how, tensor: quantized.pack(
-        quantized.round_weight(tensor.load(), *how))
-    packers = dict.fromkeys(names, (8 * dtype.itemsize, pack_floats))
+def choose_packers(model, matches, rounding, dtype, on_gpu):
+    """{weight name: (bits per number, StoredTensor -> a part for `cpu.put` or `gpu.put`)} of the
+    layers to replace: those that are quantised, unless dtype is float32, or rounded, on a CPU all
+    layers."""
+    packers = {}
+    pack = (lambda weight: weight) if on_gpu else quantized.pack
+    if not on_gpu:
+        names = [f"{name}.weight" for name, layer in model.named_modules()
+                 if type(layer) in cpu.LAYERS]
+        if model.config.tied:
+            names[names.index("head.weight")] = "embed.weight"
+        pack_floats = lambda tensor: cpu.pack_floats(tensor.load().to(dtype))
+        packers = dict.fromkeys(names, (8 * dtype.itemsize, pack_floats))
     for name, stacked in matches.items():
         if all(tensor.bits for _, tensor in stacked) and dtype != torch.float32:
-            packers[name] = max(tensor.bits for _, tensor in stacked), StoredTensor.packed
+            bits = max(tensor.quantized_bits if on_gpu else tensor.bits for _, tensor in stacked)
+            packers[name] = bits, StoredTensor.quantized if on_gpu else StoredTensor.packed
+    pack_rounded = lambda how, tensor: pack(quantized.round_weight(tensor.load(), *how))
     for name, how in rounding.items():
         packers[name] = how[0], partial(pack_rounded, how)
     if model.config.unit_head:  # read_weights normalises its rows first
@@ -215,29 +215,9 @@ def choose_packers(model, matches, rounding, dtype):
     return packers
 
 
-def choose_quantized(model, matches, rounding, dtype):
-    """{weight name: (bits per number, StoredTensor -> `kernels.Quantized`)} of the layers that stay
-    quantised on a GPU: all that are, unless dtype is float32, and those that are rounded."""
-    names = [f"{name}.weight" for name, layer in model.named_modules()
-             if type(layer) in (nn.Linear, LMHead)]
-    names.append("embed.weight")
-    round_weight = lambda how, tensor: quantized.round_weight(tensor.load(), *how)
-    packers = {name: (8 if how[0] == 8 else 5, partial(round_weight, how))
-               for name, how in rounding.items()}
-    for name, stacked in matches.items():
-        if name in names and name not in rounding and dtype != torch.float32 and all(
-                tensor.bits for _, tensor in stacked):
-            bits = max(tensor.quantized_bits for _, tensor in stacked)
-            packers[name] = bits, StoredTensor.quantized
-    if model.config.unit_head:  # read_weights normalises its rows first
-        packers.pop("head.weight", None)
-    return packers
-
-
 def read_weights(model, matches, group, rounding, packers, put):
     """Loads the stored tensors into a model, or into this rank's shard. rounding: {name: (bits,
-    group) for `round_weight`}. packers: from `choose_packers` or `choose_quantized`. put(model,
-    layer's name, parts): replaces a layer by one made of what a packer returns."""
+    group) for `round_weight`}. packers: from `choose_packers`. put: `cpu.put` or `gpu.put`."""
     parameters = dict(model.named_parameters())
     biases_first = sorted(matches, key=lambda name: len(matches[name][0][1].shape))
     for name in tqdm(biases_first, "reading the weights", leave=False, delay=PATIENCE,
@@ -254,18 +234,6 @@ def read_weights(model, matches, group, rounding, packers, put):
     if model.config.unit_head:
         for rows in parameters["head.weight"].split(4096):  # chunks, as float32 takes memory
             rows.copy_(torch.nn.functional.normalize(rows.float(), dim=-1))
-
-
-def put_packed(model, name, parts):
-    """Replaces the layer `name` by a packed layer made of `cpu.PackedWeight`s."""
-    layer = model.get_submodule(name)
-    weight = cpu.stack(parts, getattr(layer, "bias", None))
-    if name != "embed":
-        model.set_submodule(name, cpu.LAYERS[type(layer)](weight))
-    elif model.config.tied:
-        model.head = cpu.PackedLMHead(weight)  # also serves as the embeddings
-    else:
-        model.embed = cpu.PackedEmbedding(cpu.PackedLinear(weight), model.dtype)
 
 
 def copy_shard(target, value, start, shard):
