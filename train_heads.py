@@ -237,8 +237,8 @@ def write_texts(config, out, group):
         missing = None if encoding.template else "a model with a chat template"
         prompts = group.raise_together(
             lambda: read_prompt_file(config.prompts, missing, encoding.template))
-        expect(all(prompt[-1]["role"] != "assistant" for prompt in prompts), f"{config.prompts}: "
-               "a prompt ends with an answer; end each with the user's message")
+        expect(all(messages[-1]["role"] != "assistant" for messages, _ in prompts),
+               f"{config.prompts}: a prompt ends with an answer; end each with the user's message")
     folder = out / SELF
     enough = max(config.steps * config.batch_size * (config.block_size or 256), MIN_SELF_TOKENS)
     goal = config.self_tokens or enough

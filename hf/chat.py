@@ -14,7 +14,7 @@ from hf.families import text_config
 from hf.files import optional_part, part_file
 from hf.paths import find_model, is_gguf
 from hf.text import read_text
-from model import InputError, expect
+from model import InputError, expect, warn
 
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")  # keys of generation_config.json
 # Unsupported keys that change the output unless they are 0, null or empty (or 1: the first four)
@@ -162,8 +162,11 @@ class ChatTemplate:
         "developer" becomes "system" unless the template mentions it, and reasoning has the name
         that it mentions. options: add_generation_prompt (default: True): append the start of an
         assistant turn; continue_final_message: leave the last message open instead; others are
-        variables of the template, such as tools. Raises InputError if the template fails."""
+        variables of the template, such as tools; a warning says if it ignores these. Raises
+        InputError if the template fails."""
         failed = None
+        if options.get("tools") and "tools" not in self.source:
+            warn(f"{self.file}: the chat template ignores tools")
         with self.named_errors():
             if options.get("continue_final_message"):
                 expect(isinstance(messages[-1].get("content"), str),

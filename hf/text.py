@@ -67,6 +67,14 @@ def messages_of(value):
     return list(map(message_of, messages))
 
 
+def tools_of(value):
+    """{"tools": [...]}, variables for the chat template, of an object whose tools are a list or a
+    string with one; {} without any."""
+    tools = value.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) and tools else tools
+    return dict(tools=tools) if tools else {}
+
+
 def message_of(message):
     """A message, with the parts of its content joined. It needs no content beside tool calls."""
     content = message.get("content")

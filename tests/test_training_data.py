@@ -248,21 +248,27 @@ def test_tools_their_calls_and_contents_in_parts_reach_the_template(tmp_path, ca
     texts = documents_in([tmp_path / "a.jsonl"], template=tool)
     assert texts[0] == texts[1] and texts[0].startswith('[{"name": "f"}]<|im_start|>user\nqr<|im_end|>\n')
     assert texts[2].startswith("null") and not capsys.readouterr().err
-    assert len(documents_in([tmp_path / "a.jsonl"], template=CHATML)) == 3
-    assert "line 1" in (said := capsys.readouterr().err) and said.count("\n") == 1
+    deaf = ChatTemplate(tmp_path / "deaf", CHATML.source, {})
+    assert len(documents_in([tmp_path / "a.jsonl"], template=deaf)) == 3
+    assert "deaf: the chat template ignores tools" in (said := capsys.readouterr().err) and said.count("\n") == 1
     with_image = {"messages": [dict(role="user", content=[dict(type="image_url")])] * 2}
     for bad in (with_image, {"messages": [dict(role="user", content=None)]}):
         write(tmp_path, {"b.jsonl": jsonl([CHAT, bad])})
         refusal(lambda: documents_in([tmp_path / "b.jsonl"], template=CHATML), "line 2")
 
 
-def test_a_prompt_that_a_template_refuses_is_named_by_its_line(tmp_path, capsys):
+def test_a_prompt_that_a_template_refuses_is_named_by_its_line(tmp_path):
     """Bug: an error hours later, or one that names no line; tools of prompts that are dropped without a word."""
-    lines = [CHAT | {"tools": [{"name": "f"}]}, messages([("refused", "q")])]
-    write(tmp_path, {"a.jsonl": "\n" + jsonl(lines[:1]), "b.jsonl": "\n" + jsonl(lines)})
-    assert read_prompt_file(tmp_path / "a.jsonl", template=CHATML) == [CHAT["messages"]]
-    assert capsys.readouterr().err.count("tools") == 1
+    tools = [{"name": "f"}]
+    lines = [CHAT | {"tools": tools}, dict(prompt="q", tools=json.dumps(tools)), CHAT | {"tools": ""}]
+    write(tmp_path, {"a.jsonl": jsonl(lines), "b.jsonl": "\n" + jsonl([CHAT, messages([("refused", "q")])]),
+                     "c.jsonl": jsonl([dict(prompt="q"), lines[1]]), "d.jsonl": jsonl([CHAT, CHAT | {"tools": "{"}])})
+    found = read_prompt_file(tmp_path / "a.jsonl", template=CHATML)
+    said = [CHAT["messages"], [dict(role="user", content="q")], CHAT["messages"]]
+    assert found == list(zip(said, (dict(tools=tools), dict(tools=tools), {})))
     refusal(lambda: read_prompt_file(tmp_path / "b.jsonl", template=CHATML), "line 3", "no such role")
+    refusal(lambda: read_prompt_file(tmp_path / "c.jsonl", "--chat"), "line 2", "tools need --chat")
+    refusal(lambda: read_prompt_file(tmp_path / "d.jsonl", template=CHATML), "line 2")
 
 
 def test_a_prompt_is_not_left_within_a_name(tmp_path):

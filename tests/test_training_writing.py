@@ -8,6 +8,7 @@ from types import SimpleNamespace
 import pytest
 
 from conftest import refusal, toy_model
+from hf.chat import ChatTemplate
 from model import InputError
 from test_training_data import CHATML, EOT, save, save_family
 from training import writing
@@ -184,7 +185,7 @@ def test_texts_of_another_model_or_prompts_are_not_continued(encoding, tmp_path,
     """Catches heads that learn from another model's text, and an endless search for usable text."""
     silent, _ = writer(tmp_path / "self", encoding, monkeypatch, lambda *_: "")
     refusal(lambda: silent.write(1), "give --data")
-    refusal(lambda: writer(tmp_path / "self", encoding, monkeypatch, prompts=[[dict(role="user", content="a")]]),
+    refusal(lambda: writer(tmp_path / "self", encoding, monkeypatch, prompts=[([dict(role="user", content="a")], {})]),
             "other prompts")
     (tmp_path / "self" / writing.ABOUT).write_text('{"model": "0123"}')
     refusal(silent.claim, "another model")
@@ -192,9 +193,10 @@ def test_texts_of_another_model_or_prompts_are_not_continued(encoding, tmp_path,
 
 def test_prompts_are_answered_once_at_each_temperature(encoding, tmp_path, monkeypatch):
     """Catches text of other prompts, a prompt left out, answers without end, and long prompts cut off."""
-    prompts = [[dict(role="user", content=f"{i} " * (1 if i else 450))] for i in range(5)]  # 900 tokens: too many
+    user = lambda i: [dict(role="user", content=f"{i} " * (1 if i else 450))]  # 900 tokens: too many
+    prompts = [(user(i), dict(tools=[i]) if i == 3 else {}) for i in range(5)]
     says = lambda text, sampling, index: f"hell {sampling.temperature}"
-    for template in (CHATML, None):
+    for template in (ChatTemplate("tools", "{{ tools }}" + CHATML.source, {}), None):
         logged = []
         made, script = writer(tmp_path / f"{template}", encoding, monkeypatch, says, template, prompts=prompts,
                               log=logged.append)
@@ -203,6 +205,8 @@ def test_prompts_are_answered_once_at_each_temperature(encoding, tmp_path, monke
         want = [f"hell {t}" for t in writing.TEMPERATURES for _ in range(4)]
         if template:
             assert [chat[1] for chat in conversations(made.folder)] == want
+            assert [text[0] for text, *_ in script.calls].count("[") == 4
+            assert [line.get("tools") for line in lines(made.folder)] == [None, None, [3], None] * 4
         else:
             assert [line["completion"] for line in lines(made.folder)] == want
             assert {line["prompt"] for line in lines(made.folder)} == {f"{i} " for i in range(1, 5)}

@@ -16,7 +16,7 @@ from hf import checkpoint
 from hf.chat import SAMPLING_KEYS, load_chat_template, not_applied, sampling_defaults, stop_tokens
 from hf.files import part_file, read_config
 from hf.paths import default_heads, find_model
-from hf.text import OBJECTS, decode, messages_of, read_lines, read_objects
+from hf.text import OBJECTS, decode, messages_of, read_lines, read_objects, tools_of
 from hf.tokenizer import Encoding, encode_prompt, load_encoding
 from model import GPT, InputError, check, expect, pick_device, warn
 
@@ -45,9 +45,10 @@ class Loaded:
     def encode(self, conversations, args):
         """Token ids of each conversation, or without --chat of its last message. Runs on rank 0,
         since a template may read the clock."""
-        def tokens(number, messages):
+        def tokens(number, conversation):
+            messages, tools = conversation
             try:
-                return (self.encoding.chat(messages, **self.template_kwargs) if args.chat
+                return (self.encoding.chat(messages, **self.template_kwargs | tools) if args.chat
                         else encode_prompt(self.encoding, messages[-1]["content"]))
             except InputError as error:
                 source = f"{args.prompts}, prompt {number}: " if args.prompts else ""
@@ -145,41 +146,38 @@ def opening(args):
 
 
 def read_prompts(args):
-    """The conversations (lists of messages) of --prompt and --prompts; "-" is standard input.
-    Raises InputError for --chat if the model has no chat template."""
+    """The conversations of --prompt and --prompts, pairs of messages and `tools_of`; "-" is
+    standard input. Raises InputError for --chat if the model has no chat template."""
     expect(not args.chat or load_chat_template(args.model), f"{args.model}: has no chat template; "
            "leave out --chat, or use a chat model")
     if args.prompts:
         found = read_prompt_file(args.prompts, None if args.chat else "--chat")
     else:
-        found = [from_user(decode(sys.stdin.buffer.read(), "standard input") if text == "-"
-                           else text) for text in args.prompt or []]
-    return [[*opening(args), *messages] for messages in found]
+        found = [(from_user(decode(sys.stdin.buffer.read(), "standard input") if text == "-"
+                            else text), {}) for text in args.prompt or []]
+    return [([*opening(args), *messages], tools) for messages, tools in found]
 
 
 def read_prompt_file(file, missing=None, template=None):
-    """The conversations of a file: its lines, or the objects of a .jsonl or .json file with a
-    "prompt" or "messages". missing: what messages need and do not have. template: renders each, so
-    that an error names the line."""
+    """The conversations of a file, pairs of messages and `tools_of`: its lines, or the objects of a
+    .jsonl or .json file with a "prompt" or "messages". missing: what messages and tools need and do
+    not have. template: renders each, so that an error names the line."""
     file = Path(file)
 
     def parse(value):
-        if isinstance(value.get("prompt"), str) and value.get("messages") is None:
-            return from_user(value["prompt"]), None
-        messages = messages_of(value)
+        tools = tools_of(value)
+        is_text = isinstance(value.get("prompt"), str) and value.get("messages") is None
+        messages = from_user(value["prompt"]) if is_text else messages_of(value)
         expect(messages, "it has no message")
-        expect(not missing, f"messages need {missing}")
+        expect(is_text and not tools or not missing, f"messages and tools need {missing}")
         if template:
-            template.render(messages)
-        return messages, value.get("tools")
+            template.render(messages, **tools)
+        return messages, tools
     if file.name.endswith(OBJECTS):
         expected = 'an object with a "prompt" string or "messages"'
-        pairs = [pair for _, pair in read_objects(file, parse, expected)]
-        found = [messages for messages, _ in pairs]
-        if any(tools for _, tools in pairs):
-            warn(f"{file}: the tools of its prompts are not given to the model")
+        found = [conversation for _, conversation in read_objects(file, parse, expected)]
     else:
-        found = list(map(from_user, read_lines(file)))
+        found = [(from_user(line), {}) for line in read_lines(file)]
     expect(found, f"{file}: contains no prompts")
     return found
 

@@ -38,8 +38,8 @@ QUOTED = range(200, 1200)            # lengths of answers to quote as {text}, in
 
 class Writer:
     """Writes files of texts to a folder, each with its token ids, since rendering and encoding it
-    again may give others. stop: token ids that end a text. prompts: conversations (lists of
-    messages) to answer, once per temperature; None: the model's own text.
+    again may give others. stop: token ids that end a text. prompts: conversations to answer, as
+    of `read_prompt_file`, once per temperature; None: the model's own text.
 
     A file is the work of PER_FILE tasks, generators that write one or two texts each and yield the
     sequences that they wait for. Task n depends on the seed and n only, and its duplicates are
@@ -136,8 +136,8 @@ class Writer:
     @cached_property
     def capacity(self):
         """Most tokens of a chat; more than CAPACITY if prompts need it."""
-        needed = [len(self.prompt("assistant", messages)) + LONGEST["assistant"]
-                  for messages in self.prompts or ()]
+        needed = [len(self.prompt("assistant", messages, tools)) + LONGEST["assistant"]
+                  for messages, tools in self.prompts or ()]
         return min(max([CAPACITY, *needed]), self.model.config.block_size)
 
     @cached_property
@@ -186,13 +186,15 @@ class Writer:
         turn, i = divmod(number, len(self.prompts))
         if turn >= len(TEMPERATURES):  # the last file may have tasks to spare
             return []
-        messages = self.prompts[i]
-        answer, ids = yield from self.say("assistant", messages, number, TEMPERATURES[turn])
+        messages, tools = self.prompts[i]
+        answer, ids = yield from self.say("assistant", messages, number, TEMPERATURES[turn],
+                                          tools=tools)
         if not answer:
             return []
         if not self.template:
             return [dict(prompt=messages[-1]["content"], completion=answer, ids=ids)]
-        return [dict(messages=[*messages, dict(role="assistant", content=answer)], ids=ids)]
+        messages = [*messages, dict(role="assistant", content=answer)]
+        return [dict(messages=messages, ids=ids) | tools]
 
     def text(self, number):
         """Writes a text of a base model."""
@@ -231,10 +233,10 @@ class Writer:
             chats.append(dict(messages=chat, ids=ids))
         return chats
 
-    def say(self, role, messages, number, temperature, index=0):
+    def say(self, role, messages, number, temperature, index=0, tools={}):
         """Lets the model write a role's next message -> (its text, or None if it is unusable,
         [prompt, token ids with the stop token])."""
-        prompt = self.prompt(role, messages)
+        prompt = self.prompt(role, messages, tools)
         longest = min(LONGEST[role], self.model.config.block_size // 4)
         if len(prompt) + longest > self.capacity:
             self.dropped["too long"] += 1
@@ -260,13 +262,13 @@ class Writer:
                 return None, []
         return text, [prompt, sequence.tokens]
 
-    def prompt(self, role, messages):
+    def prompt(self, role, messages, tools={}):
         """The prompt, token ids, for a role's next message."""
         if not self.template:
             text = messages[-1]["content"] if messages else ""
             return encode_prompt(self.encoding, text) or [end_of_text(self.encoding)]
         if role == "assistant":
-            return self.encoding.chat(messages)
+            return self.encoding.chat(messages, **tools)
         user = dict(role="user", content=MARK)
         text, found, _ = self.template.render([*messages, user]).rpartition(MARK)
         expect(found, f"{self.template.file}: does not render user messages; give --data")
