@@ -42,7 +42,7 @@ class Scripted:
             raise InputError("the caches have no room")
         return self
 
-    def add(self, prompt, longest, sampling, stop, index):
+    def add(self, prompt, longest, sampling, stop, encoding, index):
         text = self.encoding.decode(prompt)
         self.calls.append((text, sampling, index))
         said = self.says(text, sampling, index)
@@ -122,16 +122,30 @@ def test_answers_may_reason_and_users_may_not(tmp_path, monkeypatch):
     assert all(chat[1].startswith("<think>") for chat in chats) and made.dropped["special tokens"] >= 8
 
 
-@pytest.mark.parametrize("name, want", [("Qwen3", {263}), ("DeepSeek-R1-Distill", {264}), ("DeepSeek-LLM", set())])
-def test_a_users_message_ends_where_the_templates_next_token_begins(name, want, tmp_path, monkeypatch):
-    """Bug: the users' messages of R1's distillations run on into answers, and are all dropped."""
-    family, stops = save_family(tmp_path, name), []
+@pytest.mark.parametrize("name, end", [("Qwen3", END), ("DeepSeek-R1-Distill", 264), ("DeepSeek-LLM", "Assistant:"),
+                                       ("Mistral", 264)])
+def test_a_users_message_ends_where_the_template_goes_on(name, end, tmp_path, monkeypatch):
+    """Bug: the users' messages of R1's distillations and DeepSeek-LLM run on into answers, and are all dropped."""
+    if name == "Mistral":
+        family = save(tmp_path, {EOT: 261, "[INST]": 262, "<|im_end|>": END, "[/INST]": 264})
+        family.template = ChatTemplate(name, "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}", {})
+    else:
+        family = save_family(tmp_path, name)
     made, script = writer(tmp_path / "self", family, monkeypatch, lambda *_: "hell", family.template)
-    add = script.add
-    script.add = lambda prompt, longest, sampling, stop, index: stops.append(stop) or add(
-        prompt, longest, sampling, stop, index)
+    add, stops = script.add, []
+    script.add = lambda *args, **rest: stops.append(args[3]) or add(*args, **rest)
     made.write(1)
-    assert {frozenset(stop) for stop in stops} == {frozenset({END, 261}), frozenset({END, 261} | want)}
+    assert {frozenset(stop) for stop in stops} == {frozenset({END, 261}), frozenset({END, 261, end})}
+
+
+def test_a_users_message_is_cut_where_the_templates_text_goes_on(tmp_path, monkeypatch):
+    """Bug: "Assistant:" and what follows in the users' messages of DeepSeek-LLM."""
+    family = save_family(tmp_path, "DeepSeek-LLM")
+    says = lambda text, sampling, _: f"he {sampling.seed}\n\n" + "Assistant: hell" * text.endswith("User: ")
+    made, _ = writer(tmp_path / "self", family, monkeypatch, says, family.template)
+    made.write(1)
+    asked = [chat[0] for chat in conversations(made.folder) if not chat[0].startswith("Say")]
+    assert len(asked) == 8 and all(re.fullmatch(r"he \d+", message) for message in asked)
 
 
 def test_a_drawn_message_may_quote_the_answer_of_the_chat_before(encoding, tmp_path, monkeypatch):

@@ -141,12 +141,13 @@ class Writer:
         return min(max([CAPACITY, *needed]), self.model.config.block_size)
 
     @cached_property
-    def after_user(self):
-        """{the added token that the template writes after a user's message}, such as R1's
-        <｜Assistant｜>; empty if text follows."""
-        rest = self.template.render([dict(role="user", content=MARK)]).rpartition(MARK)[2]
-        added = self.encoding.special_tokens.values()
-        return {*self.encoding.encode(rest, allowed_special="all")[:1]} & {*added}
+    def user_stop(self):
+        """What ends a user's message: stop, and the first added token that the template writes
+        after one, such as R1's <｜Assistant｜>, or else the text."""
+        rest = self.template.render([dict(role="user", content=MARK)]).rpartition(MARK)[2].strip()
+        ids = self.encoding.encode(rest, allowed_special="all")
+        added = [token for token in ids if token in self.encoding.special_tokens.values()]
+        return self.stop.union(added[:1] or filter(None, [rest]))
 
     def save(self, path, texts):
         """Writes a file, without the turns that repeat earlier ones -> its number of tokens."""
@@ -219,7 +220,7 @@ class Writer:
                     message, _ = yield from self.say("user", chat, number, USER_TEMPERATURE, index)
                 if not message:
                     break
-                asked = [*chat, dict(role="user", content=message)]
+                asked = [*chat, dict(role="user", content=message.strip())]
                 answer, said = yield from self.say("assistant", asked, number, temperature, index)
                 if not answer:
                     break
@@ -244,12 +245,14 @@ class Writer:
         sampling = Sampling(temperature, seed=self.seed * 1_000_003 + number)
         stop, banned = self.stop, self.encoding.control_ids
         if role == "user":
-            stop = stop | self.after_user
+            stop = self.user_stop
             banned = set(self.encoding.special_tokens.values())  # only answers may reason
-        sequence = self.engine.add(prompt, longest, sampling, stop, index=index)
+        sequence = self.engine.add(prompt, longest, sampling, stop, encoding=self.encoding,
+                                   index=index)
         yield sequence
         tokens = [token for token in sequence.tokens if token not in stop]
-        text = self.encoding.decode(tokens)
+        stream = self.encoding.stream(stop)
+        text = stream.feed(tokens) + stream.finish()
         grams = list(zip(*(tokens[start:] for start in range(4))))
         flaws = {
             "empty": not text.strip(),
