@@ -61,7 +61,7 @@ def parse_arguments(message):
         return message
     parsed = copy.deepcopy(calls)
     for call in parsed:
-        with contextlib.suppress(AttributeError, TypeError, ValueError):  # no string, or no JSON
+        with contextlib.suppress(AttributeError, TypeError, ValueError, RecursionError):  # no JSON
             call = call.get("function", call)
             if isinstance(value := json.loads(call.get("arguments")), dict):
                 call["arguments"] = value
@@ -197,7 +197,7 @@ class ChatTemplate:
             message["role"] = "system"
         return message
 
-    def render_once(self, messages, add_generation_prompt=True, continue_final_message=False,
+    def render_once(self, messages, /, add_generation_prompt=True, continue_final_message=False,
                     **variables):
         if continue_final_message:
             content = messages[-1]["content"]

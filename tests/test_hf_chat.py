@@ -132,6 +132,7 @@ DEEPSEEK = """{% for m in messages %}{% if m['content'] is none %}
 @pytest.mark.parametrize("source, arguments, want", [
     (SMOLLM2, '{"a": 1}', "<|im_start|>assistant\n<|im_end|>"), (ITERATES, '{"a": "é"}', 'a="é"'),
     (DUMPS, '{"a": "é"}', '{"a": "é"}'), (DUMPS, "{no", '"{no"'), (DUMPS, {"a": 1}, '{"a": 1}'),
+    pytest.param(DUMPS, "[" * 10**5, f'"{"[" * 10**5}"', id="depth"),
     (DEEPSEEK, '{"a":1}', '<call>{"a":1}')])
 def test_tool_calls_of_openais_format_reach_every_kind_of_template(source, arguments, want, tmp_path):
     """Bug: string arguments are an error or escaped twice, a null content beside them is an error."""

@@ -21,6 +21,7 @@ from backends.tensor_parallel import Group
 from generate import generate
 from hf.chat import SAMPLING_KEYS, ChatTemplate
 from hf.tokenizer import encode_prompt
+from model import InputError
 from tools.flags import parse_serve
 from tools.load import load
 
@@ -223,6 +224,8 @@ def test_bad_requests_get_a_one_line_error(served, case):
     error = answer.json()["error"]
     assert (answer.status_code, error["type"]) == (status, "invalid_request_error") and says in error["message"]
     assert str(served.args.model) not in error["message"] and len(error["message"]) <= 1000
+    of_a_file = served.app.as_error(InputError(f"{served.args.model}: no"))  # as of GGUF
+    assert of_a_file["error"]["message"] == "toy: no"
 
 
 @pytest.mark.parametrize("path, body", [
@@ -271,7 +274,7 @@ CALLED = [CALL | dict(content=None), dict(role="tool", tool_call_id="c1", conten
 
 
 @pytest.mark.parametrize("body, prompt", [
-    (dict(messages=[SAID], chat_template_kwargs=dict(enable_thinking=True)), "hi éthink a:"),
+    (dict(messages=[SAID], chat_template_kwargs=dict(enable_thinking=True, messages=[])), "hi éthink a:"),
     (dict(messages=[SAID], add_generation_prompt=False), "hi é"),
     (dict(messages=[SAID, dict(role="assistant", content="so")], continue_final_message=True), "hi éso"),
     (dict(messages=[CALL, *CALLED]), "sumsum5c1a:")])
