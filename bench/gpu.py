@@ -111,7 +111,8 @@ def demo(run):
 
 def decoded(run, model, heads, batch_sizes, temperatures):
     """Rows of `gpu_rows`: half of the prompts at B = 1, else all of them, with two seeds."""
-    args = SimpleNamespace(model=str(model), device=str(run.device), dtype=None, quantize=None)
+    args = SimpleNamespace(model=str(model), device=str(run.device), dtype=None, quantize=None,
+                           template_kwargs={})
     prompts, stop = read_prompts(args.model, run.sizes.prompts)
     model, encoding = load_model(args)
     heads = CloverHeads.from_pretrained(heads, model, encoding.hash)

@@ -144,7 +144,7 @@ class ChatTemplate:
     def __init__(self, file, source, variables):
         self.file = file
         self.source = source
-        self.variables = variables  # defaults for `render`, such as the special tokens' texts
+        self.variables = variables  # default options of `render`, such as the special tokens' texts
         known = [name for name in REASONING if re.search(rf"\.{name}\b|(['\"]){name}\1", source)]
         self.names = {name: known[0] for name in REASONING if known and name not in known}
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -165,6 +165,7 @@ class ChatTemplate:
         variables of the template, such as tools; a warning says if it ignores these. Raises
         InputError if the template fails."""
         failed = None
+        options = self.variables | options
         if options.get("tools") and "tools" not in self.source:
             warn(f"{self.file}: the chat template ignores tools")
         with self.named_errors():
@@ -203,7 +204,7 @@ class ChatTemplate:
             content = messages[-1]["content"]
             messages = [*messages[:-1], messages[-1] | dict(content=content + CONTINUE)]
         text = self.template.render(
-            dict(tools=None, documents=None) | self.variables | variables | dict(
+            dict(tools=None, documents=None) | variables | dict(
                 messages=messages,
                 add_generation_prompt=add_generation_prompt and not continue_final_message))
         if not continue_final_message:

@@ -22,11 +22,16 @@ from model import GPT, InputError, check, expect, pick_device, warn
 
 
 def load_model(args, group=None, packed=None, dtype=None):
-    """Loads the GPT of --model, --device, --dtype and --quantize, and its tokenizer. group, packed:
-    as in `checkpoint.load`. dtype: used without --dtype."""
+    """Loads the GPT of --model, --device, --dtype and --quantize, and its tokenizer, whose chat
+    template gets the variables of --template-kwargs. group, packed: as in `checkpoint.load`. dtype:
+    used without --dtype."""
     device = pick_device((group and group.device) or args.device)
     read_config(args.model)  # a path that is no model fails here, not for lack of a tokenizer
     encoding = load_encoding(args.model)
+    if args.template_kwargs:
+        expect(encoding.template, f"{args.model}: has no chat template; leave out "
+               "--template-kwargs")
+        encoding.template.variables |= args.template_kwargs
     dtype = getattr(torch, args.dtype) if args.dtype else dtype
     return checkpoint.load(args.model, dtype, device, group, args.quantize, packed), encoding
 
@@ -39,7 +44,6 @@ class Loaded:
     heads: CloverHeads | None
     sampling: dict  # fields of a `Sampling`
     stop: list      # token ids and strings that end a sequence
-    template_kwargs: dict  # variables of the chat template
     group: tensor_parallel.Group
 
     def encode(self, conversations, args):
@@ -48,7 +52,7 @@ class Loaded:
         def tokens(number, conversation):
             messages, tools = conversation
             try:
-                return (self.encoding.chat(messages, **self.template_kwargs | tools) if args.chat
+                return (self.encoding.chat(messages, **tools) if args.chat
                         else encode_prompt(self.encoding, messages[-1]["content"]))
             except InputError as error:
                 source = f"{args.prompts}, prompt {number}: " if args.prompts else ""
@@ -87,7 +91,7 @@ def load_alone(args, group):
         raise InputError(f"{args.model}: has no draft heads, but --draft {args.draft} needs them; "
                          "train them with train_heads.py, give --heads, or use --draft lookup")
     stop = [*stop_tokens(args.model, encoding), *filter(None, args.stop)]
-    return Loaded(model, encoding, heads, sampling, stop, args.template_kwargs, group)
+    return Loaded(model, encoding, heads, sampling, stop, group)
 
 
 def make_engine(args, loaded, prompts, max_new_tokens, plain=False):

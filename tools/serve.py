@@ -74,7 +74,7 @@ class Job:
         self.stop = [*app.loaded.stop, *body["stop"], *body["stop_token_ids"]]
         self.encoding = app.loaded.encoding
         self.chat = chat
-        self.template_kwargs = (app.loaded.template_kwargs | body["chat_template_kwargs"]
+        self.template_kwargs = (body["chat_template_kwargs"]
                                 | select("add_generation_prompt", "continue_final_message"))
         self.inputs = [body["messages"]] if chat else body["prompt"]
         self.count = body["n"] * len(self.inputs)  # choices
