@@ -19,7 +19,7 @@ import torch
 
 from backends.tensor_parallel import Group
 from generate import generate
-from hf.chat import SAMPLING_KEYS, ChatTemplate
+from hf.chat import SAMPLING_KEYS
 from hf.tokenizer import encode_prompt
 from model import InputError
 from tools.flags import parse_serve
@@ -34,7 +34,7 @@ from tools.metrics import Metrics  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 TEMPLATE = """{% for m in messages %}{{ raise_exception("no dogs") if m.role == "dog" }}{{ m.content }}
-{%- for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}{{ m.tool_call_id }}{% endfor %}
+{%- for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}{{ m.tool_call_id }}{% endfor %}
 {{- "think " if enable_thinking }}{{ "a:" if add_generation_prompt }}"""
 
 
@@ -188,7 +188,8 @@ def test_the_openai_package_is_a_client(served):
         assert long.value.code == "context_length_exceeded" and client.models.retrieve("toy").id == "toy"
 
 
-CALL = dict(role="assistant", tool_calls=[dict(id="c1", type="function", function=dict(name="sum", arguments="{}"))])
+FUNCTION = dict(name="sum", arguments='{"a": 1}')
+CALL = dict(role="assistant", tool_calls=[dict(id="c1", type="function", function=FUNCTION)])
 ask = lambda **fields: dict(prompt="a", max_tokens=4) | fields
 say = lambda *messages: ("/v1/chat/completions", dict(messages=list(messages), max_tokens=4))
 BAD = {
@@ -277,34 +278,13 @@ CALLED = [CALL | dict(content=None), dict(role="tool", tool_call_id="c1", conten
     (dict(messages=[SAID], chat_template_kwargs=dict(enable_thinking=True, messages=[])), "hi éthink a:"),
     (dict(messages=[SAID], add_generation_prompt=False), "hi é"),
     (dict(messages=[SAID, dict(role="assistant", content="so")], continue_final_message=True), "hi éso"),
-    (dict(messages=[CALL, *CALLED]), "sumsum5c1a:")])
+    (dict(messages=[CALL, *CALLED]), '{"a": 1}{"a": 1}5c1a:')])
 def test_the_template_gets_the_request(served, body, prompt):
     """Bug: tool calls, variables or an unfinished message do not reach the template."""
     more = dict(max_tokens=20, temperature=1, seed=5)
     said = served.post(body | more, "/v1/chat/completions").json()
     want = served.post(dict(prompt=prompt) | more).json()
     assert (said["choices"][0]["message"]["content"], said["usage"]) == (want["choices"][0]["text"], want["usage"])
-
-
-WIRE = dict(role="assistant", content=None, tool_calls=[dict(id="c1", type="function", function=dict(
-    name="sum", arguments='{"a": "é"}'))])  # as OpenAI's API sends it back
-CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ ARGUMENTS }}{% endfor %}{% endfor %}"
-
-
-@pytest.mark.parametrize("source, prompt", [
-    ("{% for m in messages %}{{ m.role + m.content }};{% endfor %}", "userhi é;assistant;"),  # as SmolLM2's
-    ("{% for m in messages %}{{ m.tool_calls[0].id if m.content is none else m.role + m.content }};{% endfor %}",
-     "userhi é;c1;"),  # as DeepSeek-R1's
-    (CALLS.replace("ARGUMENTS", "c.function.arguments | tojson"), '{"a": "é"}'),
-    (CALLS.replace("{{ ARGUMENTS }}", "{% for k, v in c.function.arguments.items() %}{{ k + v }}{% endfor %}"), "aé"),
-    (CALLS.replace("ARGUMENTS", "'json: ' + c.function.arguments"), 'json: {"a": "é"}')],
-    ids=["content", "no content", "tojson", "items", "concatenated"])
-def test_tool_calls_reach_every_kind_of_template(served, monkeypatch, source, prompt):
-    """Bug: 400 for an answer that a client sends back, arguments that are escaped twice, calls that get lost."""
-    monkeypatch.setitem(served.loaded.encoding.__dict__, "template", ChatTemplate(Path("x"), source, {}))
-    said = served.post(dict(messages=[SAID, WIRE], max_tokens=9), "/v1/chat/completions").json()
-    assert said["choices"][0]["message"]["content"] == served.want(ask(prompt=prompt, max_tokens=9))[0][0]
-    assert said["usage"]["prompt_tokens"] == len(served.loaded.encoding.encode(prompt))
 
 
 def test_prompts_and_stops_may_be_token_ids(served):
