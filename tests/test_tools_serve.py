@@ -204,7 +204,7 @@ BAD = {
     "an unknown id": (ask(prompt=[[1], [258]], stream=True), 400, "prompt 1 has token ids outside 0..257"),
     "another model": (("/v1/models/x", None), 404, "'toy', not 'x'"), "no name": (ask(model=["\ud800"]), 404, "'toy'"),
     "a large body": (b" " * (4 * 2**20 + 1), 413, "4194304 bytes"),
-    "a book": (ask(prompt="a" * 10**6), 400, "has at least"),
+    "a book": (ask(prompt="a" * 10**5), 400, "has at least"),
     "no messages": (say(), 400, "messages must be"),
     "an image": (say(SAID, dict(role="user", content=[dict(type="image_url")])), 400,
                  "messages[1].content: a part of type 'image_url' is not supported"),
@@ -230,8 +230,8 @@ def test_bad_requests_get_a_one_line_error(served, case):
 
 
 @pytest.mark.parametrize("path, body", [
-    ("/v1/completions", dict(prompt="a" * 4 * 10**6)), ("/v1/completions", dict(prompt=[[]] * 10**6)),
-    ("/v1/chat/completions", dict(messages=[SAID] * 80_000)), ("/v1/completions", dict(prompt=[0] * 10**6))],
+    ("/v1/completions", dict(prompt="a" * 10**5)), ("/v1/completions", dict(prompt=[[]] * 10**4)),
+    ("/v1/chat/completions", dict(messages=[SAID] * 1000)), ("/v1/completions", dict(prompt=[0] * 10**4))],
     ids=["a book", "prompts", "messages", "ids"])
 def test_a_large_body_is_refused_before_it_is_encoded_or_checked_on_the_event_loop(served, monkeypatch, path, body):
     """Bug: /health and all streams stand still while one request is read, or its prompt is encoded to be refused."""
@@ -496,34 +496,34 @@ def test_an_error_in_a_step_fails_only_its_requests(served, monkeypatch, error, 
         assert says in said["message"] and said["type"] == "server_error"
 
 
-@pytest.mark.parametrize("signals", [1, 2])
-def test_sigterm_lets_requests_end_and_a_second_one_does_not(signals):
+def test_sigterm_lets_requests_end_and_a_second_one_does_not():
     """Bug: a restart cuts off running requests, or the server cannot be stopped."""
     command = [sys.executable, "-m", "tools.serve", "--device", "cpu", "--threads", "1", "--port", "0"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    address = next(line.split()[-1] for line in process.stderr if "http://" in line)
+    start = lambda: subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     body = dict(prompt="def f(", max_tokens=80, temperature=0.7, n=8, stream=True)
-    with process, httpx.stream("POST", address + "/v1/completions", json=body, timeout=60) as answer:
-        first = next(lines := answer.iter_lines())
-        process.send_signal(signal.SIGTERM)
-        with pytest.raises(httpx.TransportError):  # no new requests
-            while True:
-                httpx.get(address + "/health")
-        if signals == 2:
+    for process, code in ((start(), 0), (start(), 143)):
+        address = next(line.split()[-1] for line in process.stderr if "http://" in line)
+        with process, httpx.stream("POST", address + "/v1/completions", json=body, timeout=60) as answer:
+            first = next(lines := answer.iter_lines())
             process.send_signal(signal.SIGTERM)
-        else:
-            texts, reasons = joined(events([first, *lines]))
-            assert len(texts) == 8 and None not in reasons
-        assert process.wait(60) == {1: 0, 2: 143}[signals]
+            with pytest.raises(httpx.TransportError):  # no new requests
+                while True:
+                    httpx.get(address + "/health")
+            if code:
+                process.send_signal(signal.SIGTERM)
+            else:
+                texts, reasons = joined(events([first, *lines]))
+                assert len(texts) == 8 and None not in reasons
+            assert process.wait(60) == code
 
 
-def test_startup_errors_are_one_line(folder, monkeypatch, capsys):
+def test_startup_errors_are_one_line(monkeypatch, capsys):
     """Bug: a traceback, or an error only after loading the model."""
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit, match="2"):
+        serve.main(parse_serve(["--port", str(taken.getsockname()[1])]))
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "cannot listen on 127.0.0.1" in said
     monkeypatch.setattr("tools.flags.find_spec", lambda name: name != "uvicorn")
     with pytest.raises(SystemExit, match="2"):
         parse_serve([])
     assert "pip install starlette uvicorn" in capsys.readouterr().err.splitlines()[-1]
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        command = [sys.executable, "-m", "tools.serve", "--port", str(taken.getsockname()[1])]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "serve: cannot listen on 127.0.0.1" in done.stderr
