@@ -108,12 +108,6 @@ def test_a_template_renders_and_encodes_as_transformers_does(source, chats, opti
         assert [ours.render(messages, **options), encoding.chat(messages, **options)] == want
 
 
-def test_only_a_text_can_be_continued(tmp_path):
-    tk.write(tmp_path, {"chat_template.jinja": TOOLS})
-    refusal(lambda: chat.load_chat_template(tmp_path).render(TURNS[:2], continue_final_message=True),
-            "continue_final_message needs a text")
-
-
 def test_a_developer_is_the_system_where_the_template_knows_no_other(tmp_path):
     for source, role in (("{{ messages[0].role }}", "system"), ("{{ messages[0].role }} {# developer #}", "developer")):
         tk.write(tmp_path, {"chat_template.jinja": source})

@@ -204,7 +204,6 @@ BAD = {
     "an unknown id": (ask(prompt=[[1], [258]], stream=True), 400, "prompt 1 has token ids outside 0..257"),
     "another model": (("/v1/models/x", None), 404, "'toy', not 'x'"), "no name": (ask(model=["\ud800"]), 404, "'toy'"),
     "a large body": (b" " * (4 * 2**20 + 1), 413, "4194304 bytes"),
-    "a book": (ask(prompt="a" * 10**5), 400, "has at least"),
     "no messages": (say(), 400, "messages must be"),
     "an image": (say(SAID, dict(role="user", content=[dict(type="image_url")])), 400,
                  "messages[1].content: a part of type 'image_url' is not supported"),
@@ -239,7 +238,8 @@ def test_a_large_body_is_refused_before_it_is_encoded_or_checked_on_the_event_lo
     monkeypatch.setattr(serve.fields, "read", lambda *args: threads.append(threading.current_thread()) or read(*args))
     monkeypatch.setattr(served.loaded.encoding, "encode", lambda *args, **options: 1 / 0)
     answer = served.post(body, path)
-    assert answer.status_code == 400 and "up to" in answer.json()["error"]["message"]
+    said = answer.json()["error"]["message"]
+    assert answer.status_code == 400 and ("has at least" if "aaa" in str(body) else "up to") in said
     assert len(threads) == 1 and served.thread not in threads
 
 

@@ -122,28 +122,21 @@ def test_answers_may_reason_and_users_may_not(tmp_path, monkeypatch):
     assert all(chat[1].startswith("<think>") for chat in chats) and made.dropped["special tokens"] >= 8
 
 
+MISTRAL = ChatTemplate("Mistral", "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}", {})
+
+
 @pytest.mark.parametrize("name, end", [("Qwen3", END), ("DeepSeek-R1-Distill", 264), ("DeepSeek-LLM", "Assistant:"),
                                        ("Mistral", 264)])
 def test_a_users_message_ends_where_the_template_goes_on(name, end, tmp_path, monkeypatch):
     """Bug: the users' messages of R1's distillations and DeepSeek-LLM run on into answers, and are all dropped."""
-    if name == "Mistral":
-        family = save(tmp_path, {EOT: 261, "[INST]": 262, "<|im_end|>": END, "[/INST]": 264})
-        family.template = ChatTemplate(name, "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}", {})
-    else:
-        family = save_family(tmp_path, name)
-    made, script = writer(tmp_path / "self", family, monkeypatch, lambda *_: "hell", family.template)
+    added = {EOT: 261, "[INST]": 262, "<|im_end|>": END, "[/INST]": 264}
+    family = save(tmp_path, added) if name == "Mistral" else save_family(tmp_path, name)
+    says = lambda text, sampling, _: f"he {sampling.seed}\n\n" + f"{end} hell" * text.endswith("User: ")
+    made, script = writer(tmp_path / "self", family, monkeypatch, says, family.template or MISTRAL)
     add, stops = script.add, []
     script.add = lambda *args, **rest: stops.append(args[3]) or add(*args, **rest)
     made.write(1)
     assert {frozenset(stop) for stop in stops} == {frozenset({END, 261}), frozenset({END, 261, end})}
-
-
-def test_a_users_message_is_cut_where_the_templates_text_goes_on(tmp_path, monkeypatch):
-    """Bug: "Assistant:" and what follows in the users' messages of DeepSeek-LLM."""
-    family = save_family(tmp_path, "DeepSeek-LLM")
-    says = lambda text, sampling, _: f"he {sampling.seed}\n\n" + "Assistant: hell" * text.endswith("User: ")
-    made, _ = writer(tmp_path / "self", family, monkeypatch, says, family.template)
-    made.write(1)
     asked = [chat[0] for chat in conversations(made.folder) if not chat[0].startswith("Say")]
     assert len(asked) == 8 and all(re.fullmatch(r"he \d+", message) for message in asked)
 
