@@ -23,10 +23,6 @@ CHATML = ChatTemplate("chatml", (
     "{% for m in messages %}{% if m.role == 'refused' %}{{ raise_exception('no such role') }}{% endif %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"), {})
-FORGETFUL = ChatTemplate("forgetful", (  # like Qwen3's: reasoning is kept in the last message only
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"), {})
 DEEPSEEK = {"<｜begin▁of▁sentence｜>": 261, "<｜end▁of▁sentence｜>": 262}
 THINK = {EOT: 261, "<|im_start|>": 262, "<|im_end|>": 263, "<think>": 264, "</think>": 265}
 FAMILIES = {  # name: (added tokens, a template that treats reasoning as the model's own does)
@@ -197,24 +193,19 @@ def test_messages_without_a_template_odd_templates_and_damaged_files_are_refused
         refusal(lambda: documents_in([tmp_path / "a.jsonl.gz"]), tmp_path / "a.jsonl.gz")
 
 
-@pytest.mark.parametrize("template, turns, counted, forgotten", [
-    (CHATML, TURNS, (2, 4), None),
-    (CHATML, [*TURNS, ("user", "bye")], (2, 4), None),  # an unanswered message is dropped
-    (CHATML, [("assistant", "a greeting"), *TURNS[1:]], (2, 4), None),
-    (FORGETFUL, TURNS, (4,), 2),  # its first answer was cut: not in the loss
-    (FORGETFUL, TURNS[:3], (2,), None),
-], ids="two trailing-user greeting forgetful forgetful-one".split())
-def test_exactly_what_the_assistant_says_counts(template, turns, counted, forgotten, chatty, tmp_path):
-    """Catches heads trained on the user's text, the template's, or an answer that the template cuts later."""
+@pytest.mark.parametrize("turns", [TURNS, [*TURNS, ("user", "bye")], [("assistant", "a greeting"), *TURNS[1:]]],
+                         ids="two trailing-user greeting".split())
+def test_exactly_what_the_assistant_says_counts(turns, chatty, tmp_path):
+    """Catches heads trained on the user's text or the template's. An unanswered message is dropped."""
     write(tmp_path, {"a.jsonl": jsonl([messages(turns)])})
-    [record] = data.read_records([tmp_path / "a.jsonl"], template)
+    [record] = data.read_records([tmp_path / "a.jsonl"], CHATML)
     ids, loss_mask = data.encode_record(record, chatty)
     expected = [], []
     for i, (role, content) in enumerate(turn for turn in turns if turn[1] != "bye"):
         opening = [262, *chatty.encode(f"{role}\n")]
-        said = [*chatty.encode("hell" if i == forgotten else content), 263, *chatty.encode("\n")]
+        said = [*chatty.encode(content), 263, *chatty.encode("\n")]
         expected[0].extend(opening + said)
-        expected[1].extend([False] * len(opening) + [i in counted] * len(said))
+        expected[1].extend([False] * len(opening) + [i in (2, 4)] * len(said))
     assert (ids.tolist(), loss_mask.tolist()) == expected and sum(expected[1]) >= 3
 
 
@@ -370,7 +361,7 @@ def test_stored_tokens_are_used_again_until_what_they_are_of_changes(paths, chat
     os.utime(paths[0] / "001.txt", ns=(0, 0))
     store(file, paths, chatty)
     store(file, paths[:1], chatty)
-    chatty.template = FORGETFUL
+    chatty.template = ChatTemplate("other", CHATML.source + " ", {})
     store(file, paths[:1], chatty)
     chatty.prefix = [7]
     assert store(file, paths, chatty)["train"].ids[0] == 7 and len(calls) == 4
