@@ -10,7 +10,7 @@ import pytest
 from conftest import refusal, toy_model
 from hf.chat import ChatTemplate
 from model import InputError
-from test_training_data import CHATML, EOT, save, save_family
+from test_training_data import CHATML, EOT, THINK, save, save_family
 from training import writing
 
 END = 263  # <|im_end|>
@@ -109,9 +109,10 @@ def test_a_chat_model_asks_and_answers_and_what_is_no_good_is_dropped(encoding, 
     assert answered == set(writing.TEMPERATURES)
 
 
-def test_answers_may_reason_and_users_may_not(tmp_path, monkeypatch):
-    """Bug: all that Qwen3 and SmolLM3 write is dropped, since <think> is an added token."""
-    thinks = save(tmp_path, {EOT: 261, "<|im_start|>": 262, "<|im_end|>": END, "<think>": 264, "</think>": 265})
+@pytest.mark.parametrize("special", [False, True])
+def test_answers_may_reason_and_users_may_not(special, tmp_path, monkeypatch):
+    """Bug: all that Qwen3 or SmolLM3 writes is dropped: <think> is an added token, in some models a special one."""
+    thinks = save(tmp_path, THINK, special)
 
     def says(text, sampling, index):
         return f"<think>\n{sampling.seed}" + "</think>hell" * index if text.endswith("assistant\n") else "<think>he"
