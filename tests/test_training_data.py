@@ -141,7 +141,7 @@ def test_a_json_file_is_read_as_lines_are(tmp_path):
     """Bug: a JSON array, a byte order mark or ShareGPT's role names are trained on as raw text."""
     turns = [("human", "q\u2028"), ("gpt", "a")]
     shared = {"conversations": [{"from": role, "value": text} for role, text in turns]}
-    chats = [CHAT, shared, shared | {"system": "s"}, PAIR]
+    chats = [{"conversations": CHAT["messages"]}, shared, shared | {"system": "s"}, PAIR]
     same = [("system", "s"), ("user", "q\u2028"), ("assistant", "a")]
     write(tmp_path, {"a.jsonl": jsonl([CHAT, messages(same[1:]), messages(same), PAIR]), "lines.json": jsonl(chats),
                      "array.json": json.dumps(chats, indent=1), "b.txt": "\ufefftext",
