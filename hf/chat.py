@@ -56,16 +56,15 @@ def eos_ids(path, encoding):
 
 def parse_arguments(message):
     """A message whose tool calls have objects as arguments, where they are strings with JSON."""
-    calls = message.get("tool_calls")
+    calls = copy.deepcopy(message.get("tool_calls"))
     if not isinstance(calls, list):
         return message
-    parsed = copy.deepcopy(calls)
-    for call in parsed:
+    for call in calls:
         with contextlib.suppress(AttributeError, TypeError, ValueError, RecursionError):  # no JSON
             call = call.get("function", call)
             if isinstance(value := json.loads(call.get("arguments")), dict):
                 call["arguments"] = value
-    return message | dict(tool_calls=parsed)
+    return message | dict(tool_calls=calls)
 
 
 def token_text(token):
@@ -183,13 +182,9 @@ class ChatTemplate:
         """Yields the messages as templates may need them: without a content where there is none,
         else with null, else with an empty string; with the arguments of tool calls as objects, else
         as the strings that they are in OpenAI's format."""
-        tried = []
         contents = {}, dict(content=None), dict(content="")
         for default, read in itertools.product(contents, (parse_arguments, dict)):
-            variant = [default | self.named(read(message)) for message in messages]
-            if variant not in tried:
-                tried.append(variant)
-                yield variant
+            yield [default | self.named(read(message)) for message in messages]
 
     def named(self, message):
         """A message without None values, and with the names that the template knows."""

@@ -1,6 +1,5 @@
 """Loads what the flags name (model, heads, tokenizer, prompts), and builds the engine."""
 
-import itertools
 import os
 import sys
 from dataclasses import dataclass
@@ -49,15 +48,15 @@ class Loaded:
     def encode(self, conversations, args):
         """Token ids of each conversation, or without --chat of its last message. Runs on rank 0,
         since a template may read the clock."""
-        def tokens(number, conversation):
-            messages, tools = conversation
+        def tokens(number, messages, tools):
             try:
                 return (self.encoding.chat(messages, **tools) if args.chat
                         else encode_prompt(self.encoding, messages[-1]["content"]))
             except InputError as error:
                 source = f"{args.prompts}, prompt {number}: " if args.prompts else ""
                 raise InputError(f"{source}{error}") from None
-        return self.group.on_first(lambda: list(map(tokens, itertools.count(1), conversations)))
+        return self.group.on_first(lambda: [tokens(number, *conversation) for number, conversation
+                                            in enumerate(conversations, start=1)])
 
     def decode(self, tokens):
         """The text of token ids, without the stop token or string at its end."""
