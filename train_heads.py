@@ -188,7 +188,7 @@ def prepare(config, out, group, resume):
     if config.data == [SELF] or (config.data is None and writes):
         config = replace(config, data=[write_texts(config, out, group)])
     dtype = torch.bfloat16 if config.device.startswith("cuda") else torch.float32
-    model, encoding = load(config, packed=False, dtype=dtype)
+    model, encoding = load_model(config, packed=False, dtype=dtype)
     torch.manual_seed(config.seed)
     if config.init and not state:
         heads = CloverHeads.from_pretrained(config.init, model, encoding.hash)
@@ -219,26 +219,16 @@ def prepare(config, out, group, resume):
     return run, corpus
 
 
-def load(config, **options):
-    """`load_model`; its tokenizer's chat template has the variables of --template-kwargs."""
-    model, encoding = load_model(config, **options)
-    if config.template_kwargs:
-        expect(encoding.template, f"{config.model}: has no chat template; leave out "
-               "--template-kwargs")
-        encoding.template.variables |= config.template_kwargs
-    return model, encoding
-
-
 def write_texts(config, out, group):
     """Generates text with the model, or its answers to --prompts, and returns their folder."""
-    model, encoding = load(config)
+    model, encoding = load_model(config)
     prompts = None
     if config.prompts:
         missing = None if encoding.template else "a model with a chat template"
         prompts = group.raise_together(
             lambda: read_prompt_file(config.prompts, missing, encoding.template))
-        expect(all(prompt[-1]["role"] != "assistant" for prompt in prompts), f"{config.prompts}: "
-               "a prompt ends with an answer; end each with the user's message")
+        expect(all(messages[-1]["role"] != "assistant" for messages, _ in prompts),
+               f"{config.prompts}: a prompt ends with an answer; end each with the user's message")
     folder = out / SELF
     enough = max(config.steps * config.batch_size * (config.block_size or 256), MIN_SELF_TOKENS)
     goal = config.self_tokens or enough
@@ -261,7 +251,7 @@ def pick_block_size(config, heads):
 
 def evaluate(config, out):
     """Measures the heads in `out`, adds the results to heads.json, and prints how to use them."""
-    model, encoding = load(config, packed=False)
+    model, encoding = load_model(config, packed=False)
     heads = CloverHeads.from_pretrained(out, model, encoding.hash)
     size = pick_block_size(config, heads)
     heldout, measured_on = heldout_tokens(config, out, heads, encoding)

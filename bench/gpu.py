@@ -16,7 +16,7 @@ import sys
 import tempfile
 import threading
 import time
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
@@ -113,7 +113,8 @@ def demo(run):
 
 def decoded(run, model, heads, batch_sizes, temperatures):
     """Rows of `gpu_rows`: half of the prompts at B = 1, else all of them, with two seeds."""
-    args = SimpleNamespace(model=str(model), device=str(run.device), dtype=None, quantize=None)
+    args = SimpleNamespace(model=str(model), device=str(run.device), dtype=None, quantize=None,
+                           template_kwargs={})
     prompts, stop = read_prompts(args.model, run.sizes.prompts)
     model, encoding = load_model(args)
     heads = CloverHeads.from_pretrained(heads, model, encoding.hash)
@@ -124,6 +125,7 @@ def decoded(run, model, heads, batch_sizes, temperatures):
             yield dict(model=Path(args.model).name) | row
 
 
+@cache
 def read_prompts(model, count):
     """Chats, or held-out texts for a model without a chat template, as token ids; and the stop
     tokens."""
@@ -137,7 +139,7 @@ def read_prompts(model, count):
 def server(run):
     """A server under load, plain and with all drafters. start_seconds: until it listens."""
     sizes = run.sizes
-    prompts = read_prompts(run.model, sizes.prompts)[0][:sizes.clients]
+    prompts = read_prompts(str(run.model), sizes.prompts)[0][:sizes.clients]
     flags = ("--port", "0", "--model", run.model, "--batch-size", str(sizes.slots),
              "--context", "1024", "--device", str(run.device))
     plain = None

@@ -1,6 +1,5 @@
 """Loads what the flags name (model, heads, tokenizer, prompts), and builds the engine."""
 
-import itertools
 import os
 import sys
 from dataclasses import dataclass
@@ -16,17 +15,22 @@ from hf import checkpoint
 from hf.chat import SAMPLING_KEYS, load_chat_template, not_applied, sampling_defaults, stop_tokens
 from hf.files import part_file, read_config
 from hf.paths import default_heads, find_model
-from hf.text import OBJECTS, decode, messages_of, read_lines, read_objects
+from hf.text import OBJECTS, decode, messages_of, read_lines, read_objects, tools_of
 from hf.tokenizer import Encoding, encode_prompt, load_encoding
 from model import GPT, InputError, check, expect, pick_device, warn
 
 
 def load_model(args, group=None, packed=None, dtype=None):
-    """Loads the GPT of --model, --device, --dtype and --quantize, and its tokenizer. group, packed:
-    as in `checkpoint.load`. dtype: used without --dtype."""
+    """Loads the GPT of --model, --device, --dtype and --quantize, and its tokenizer, whose chat
+    template gets the variables of --template-kwargs. group, packed: as in `checkpoint.load`. dtype:
+    used without --dtype."""
     device = pick_device((group and group.device) or args.device)
     read_config(args.model)  # a path that is no model fails here, not for lack of a tokenizer
     encoding = load_encoding(args.model)
+    if args.template_kwargs:
+        expect(encoding.template, f"{args.model}: has no chat template; leave out "
+               "--template-kwargs")
+        encoding.template.variables |= args.template_kwargs
     dtype = getattr(torch, args.dtype) if args.dtype else dtype
     return checkpoint.load(args.model, dtype, device, group, args.quantize, packed), encoding
 
@@ -39,20 +43,20 @@ class Loaded:
     heads: CloverHeads | None
     sampling: dict  # fields of a `Sampling`
     stop: list      # token ids and strings that end a sequence
-    template_kwargs: dict  # variables of the chat template
     group: tensor_parallel.Group
 
     def encode(self, conversations, args):
         """Token ids of each conversation, or without --chat of its last message. Runs on rank 0,
         since a template may read the clock."""
-        def tokens(number, messages):
+        def tokens(number, messages, tools):
             try:
-                return (self.encoding.chat(messages, **self.template_kwargs) if args.chat
+                return (self.encoding.chat(messages, **tools) if args.chat
                         else encode_prompt(self.encoding, messages[-1]["content"]))
             except InputError as error:
                 source = f"{args.prompts}, prompt {number}: " if args.prompts else ""
                 raise InputError(f"{source}{error}") from None
-        return self.group.on_first(lambda: list(map(tokens, itertools.count(1), conversations)))
+        return self.group.on_first(lambda: [tokens(number, *conversation) for number, conversation
+                                            in enumerate(conversations, start=1)])
 
     def decode(self, tokens):
         """The text of token ids, without the stop token or string at its end."""
@@ -86,7 +90,7 @@ def load_alone(args, group):
         raise InputError(f"{args.model}: has no draft heads, but --draft {args.draft} needs them; "
                          "train them with train_heads.py, give --heads, or use --draft lookup")
     stop = [*stop_tokens(args.model, encoding), *filter(None, args.stop)]
-    return Loaded(model, encoding, heads, sampling, stop, args.template_kwargs, group)
+    return Loaded(model, encoding, heads, sampling, stop, group)
 
 
 def make_engine(args, loaded, prompts, max_new_tokens, plain=False):
@@ -145,41 +149,38 @@ def opening(args):
 
 
 def read_prompts(args):
-    """The conversations (lists of messages) of --prompt and --prompts; "-" is standard input.
-    Raises InputError for --chat if the model has no chat template."""
+    """The conversations of --prompt and --prompts, pairs of messages and `tools_of`; "-" is
+    standard input. Raises InputError for --chat if the model has no chat template."""
     expect(not args.chat or load_chat_template(args.model), f"{args.model}: has no chat template; "
            "leave out --chat, or use a chat model")
     if args.prompts:
         found = read_prompt_file(args.prompts, None if args.chat else "--chat")
     else:
-        found = [from_user(decode(sys.stdin.buffer.read(), "standard input") if text == "-"
-                           else text) for text in args.prompt or []]
-    return [[*opening(args), *messages] for messages in found]
+        found = [(from_user(decode(sys.stdin.buffer.read(), "standard input") if text == "-"
+                            else text), {}) for text in args.prompt or []]
+    return [([*opening(args), *messages], tools) for messages, tools in found]
 
 
 def read_prompt_file(file, missing=None, template=None):
-    """The conversations of a file: its lines, or the objects of a .jsonl or .json file with a
-    "prompt" or "messages". missing: what messages need and do not have. template: renders each, so
-    that an error names the line."""
+    """The conversations of a file, pairs of messages and `tools_of`: its lines, or the objects of a
+    .jsonl or .json file with a "prompt" or "messages". missing: what messages and tools need and do
+    not have. template: renders each, so that an error names the line."""
     file = Path(file)
 
     def parse(value):
-        if isinstance(value.get("prompt"), str) and value.get("messages") is None:
-            return from_user(value["prompt"]), None
-        messages = messages_of(value)
+        tools = tools_of(value)
+        is_text = isinstance(value.get("prompt"), str) and value.get("messages") is None
+        messages = from_user(value["prompt"]) if is_text else messages_of(value)
         expect(messages, "it has no message")
-        expect(not missing, f"messages need {missing}")
+        expect(is_text and not tools or not missing, f"messages and tools need {missing}")
         if template:
-            template.render(messages)
-        return messages, value.get("tools")
+            template.render(messages, **tools)
+        return messages, tools
     if file.name.endswith(OBJECTS):
         expected = 'an object with a "prompt" string or "messages"'
-        pairs = [pair for _, pair in read_objects(file, parse, expected)]
-        found = [messages for messages, _ in pairs]
-        if any(tools for _, tools in pairs):
-            warn(f"{file}: the tools of its prompts are not given to the model")
+        found = [conversation for _, conversation in read_objects(file, parse, expected)]
     else:
-        found = list(map(from_user, read_lines(file)))
+        found = [(from_user(line), {}) for line in read_lines(file)]
     expect(found, f"{file}: contains no prompts")
     return found
 

@@ -24,7 +24,7 @@ def main(args):
         return converse(args, loaded)
     prompts = loaded.encode(conversations, args)
     engine = make_engine(args, loaded, prompts, args.max_new_tokens)
-    printer = Printer(args, loaded, [messages[-1]["content"] for messages in conversations])
+    printer = Printer(args, loaded, [messages[-1]["content"] for messages, _ in conversations])
     output = printer.generate(engine, prompts)
     result = printer.report(output, engine)
     del engine  # frees its memory for the engine of --compare
@@ -54,7 +54,7 @@ def converse(args, loaded):
             continue
         turn = [*messages, dict(role="user", content=line)]
         try:
-            prompt, = loaded.encode([turn], args)
+            prompt, = loaded.encode([(turn, {})], args)
             check_prompt(loaded.model, prompt)
         except InputError as error:  # for example, the conversation is too long
             hint = "; /clear starts over" if messages != opening(args) else ""

@@ -74,7 +74,7 @@ class Job:
         self.stop = [*app.loaded.stop, *body["stop"], *body["stop_token_ids"]]
         self.encoding = app.loaded.encoding
         self.chat = chat
-        self.template_kwargs = (app.loaded.template_kwargs | body["chat_template_kwargs"]
+        self.template_kwargs = (body["chat_template_kwargs"]
                                 | select("add_generation_prompt", "continue_final_message"))
         self.inputs = [body["messages"]] if chat else body["prompt"]
         self.count = body["n"] * len(self.inputs)  # choices
@@ -288,7 +288,7 @@ class App:
         """An error object as in OpenAI's API. Hides the model's path."""
         message = getattr(error, "detail", None) or error_line(error)
         message = message or f"{type(error).__name__} in a step; see the server's log"
-        message = message.replace(f"{find_model(self.args.model)}/", f"{self.name}/")
+        message = message.replace(str(find_model(self.args.model)), self.name)
         message = message.encode(errors="replace").decode()  # it may quote a lone surrogate
         kind = "invalid_request_error" if status < 500 else "server_error"
         return dict(error=dict(message=message[:1000], type=kind, param=None,
