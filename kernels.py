@@ -362,10 +362,6 @@ class Quantized(NamedTuple):
         return 2 if self.q.dtype == torch.uint8 else 1
 
     @property
-    def dtype(self):
-        return self.q.dtype
-
-    @property
     def group(self):
         """Inputs that share a scale."""
         return self.shape[1] // len(self.scales)
@@ -605,11 +601,9 @@ def dequantize(weight, dtype, rows=None):
     shape = (N,) if rows is None else rows.shape
     out = torch.empty(*shape, K, dtype=dtype, device=weight.q.device)
     n = math.prod(shape)
-    BLOCK_N, BLOCK_K = 8, 512
     order, tensors, constants = _stored(weight)
-    _launch(_dequantize_kernel, (triton.cdiv(n, BLOCK_N), triton.cdiv(K, BLOCK_K)),
-            *tensors, order, rows, out, n, N, K=K, **constants, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
-            num_warps=4)
+    _launch(_dequantize_kernel, (triton.cdiv(n, 8), triton.cdiv(K, 512)),
+            *tensors, order, rows, out, n, N, K=K, **constants, BLOCK_N=8, BLOCK_K=512, num_warps=4)
     return out
 
 

@@ -32,10 +32,11 @@ def test_a_launch_of_every_kernel_compiles_without_spills(target):
     check_figures(launches, (static.usage(target, launch) for launch in launches))
 
 
-@pytest.mark.static
-def test_every_launch_compiles_without_spills():
+@pytest.mark.parametrize("target", [pytest.param("cuda:90", marks=pytest.mark.static),
+                                    *(pytest.param(f"cuda:{n}", marks=pytest.mark.slow) for n in (80, 89))])
+def test_every_launch_compiles_without_spills(target):
     launches = static.all_launches()
-    check_figures(launches, static.compile_all("cuda:90", launches))
+    check_figures(launches, static.compile_all(target, launches))
 
 
 def test_register_counts_and_spills_are_read_from_the_binary():

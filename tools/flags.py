@@ -69,7 +69,7 @@ def add_model_flags(parser, default=str(DEMO)):
 
 def add_quantize_flag(parser):
     parser.add_argument("--quantize", choices=("int8", "int4"),
-                        help="round the weights while loading, on a CPU; the LM head to int8")
+                        help="round the weights while loading; the LM head to int8")
 
 
 # --------------------------------------------------------------------------------------------------
