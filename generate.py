@@ -245,7 +245,8 @@ class Policy:
             seconds = [self.seconds(B, T, option[1]) for T in range(1, LARGEST + 1)]
             self.step_seconds[1:] = torch.tensor(seconds).cummax(0).values
         self.last = option
-        self.last_use[option, self.masked] = self.steps
+        if not self.all_forced:
+            self.last_use[option, self.masked] = self.steps
         return option
 
     def select_reading(self, B, unread):
@@ -471,16 +472,21 @@ def guessed_costs(model, heads):
     row = ROW
     bound = head = 0.0
     if is_cuda:
-        bound = 2 * model.weight_bytes() / model.dtype.itemsize / FLOPS / guessed_seconds(model)
+        bound = 2 * linear_weights(model) / FLOPS / guessed_seconds(model)
         row = bound / 2
     if heads:  # reads its weights and the (draft) vocabulary's rows
         numbers = (heads.config.vocabulary or model.config.vocab_size) * model.config.n_embd
-        numbers += sum(layer.in_features * layer.out_features
-                       for layer in heads.draft_head(0).modules() if hasattr(layer, "in_features"))
+        numbers += linear_weights(heads.draft_head(0))
         size = model.dtype.itemsize if is_cuda else 0.625  # packed in 4 bits, and scales
         launches = LAUNCH_SECONDS if is_cuda else 0.0
         head = (numbers * size / BANDWIDTH + launches) / guessed_seconds(model)
     return row, bound, head
+
+
+def linear_weights(module):
+    """How many numbers the weights of its linear layers have."""
+    return sum(layer.in_features * layer.out_features for layer in module.modules()
+               if hasattr(layer, "in_features"))
 
 
 def guessed_seconds(model):

@@ -331,6 +331,283 @@ def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None
 
 
 # --------------------------------------------------------------------------------------------------
+# linear_rows: a linear layer for few rows, with the operations around it
+#
+#   y = norm(x) @ weight.T + bias          norm: RMSNorm (arXiv 1910.07467), or none
+#   out = residual + y, or residual + act(gate) * up for y = [gate, up]
+#   weight = q * scale + minimum, rounded to x's dtype, if it is quantised (`Quantized`)
+#
+# RMSNorm multiplies a row by one number, and so does the product: the loop multiplies x by the
+# norm's weight, sums the squares of x beside it, and the result is scaled at the end.
+#
+# Bytes: N * K elements of weight as they are stored, read once per 64 rows. FLOPs: 2 * M * N * K.
+# The weight is the first operand, whose tile has 16 to 64 outputs: as many as leave a program for
+# each multiprocessor. Neither it nor the order of sums depends on M, so the bits of a row do not
+# depend on what is computed beside it. Hence nothing is split over K.
+
+class Quantized(NamedTuple):
+    """A weight [N, K] = q * scale + minimum. K / G inputs of a row share a scale."""
+    q: torch.Tensor       # int8 or float8_e4m3 [N, K]; uint8 [N, K / 2]: two of 4 bits, low first
+    scales: torch.Tensor  # [G, N], any float
+    minimums: torch.Tensor | None = None  # [G, N]; uint8 or int8: zeros, minimum = -zero * scale
+    order: torch.Tensor | None = None     # int32 [K]: the channel of x for each input
+
+    @property
+    def shape(self):
+        N, bytes_per_row = self.q.shape
+        return torch.Size((N, bytes_per_row * self.per_byte))
+
+    @property
+    def per_byte(self):
+        return 2 if self.q.dtype == torch.uint8 else 1
+
+    @property
+    def group(self):
+        """Inputs that share a scale."""
+        return self.shape[1] // len(self.scales)
+
+    @property
+    def nbytes(self):
+        return sum(x.nbytes for x in self if x is not None)
+
+    def values(self, dtype=torch.float32, rows=None):
+        """`dequantize` by the formula."""
+        select = lambda x: x if x is None or rows is None else x[..., rows]
+        scales, minimums = (select(x) for x in (self.scales, self.minimums))
+        scales = scales.float().movedim(0, -1)[..., None]  # (N, G, 1)
+        q = self.q if rows is None else self.q[rows]
+        if self.per_byte == 2:
+            q = torch.stack((q & 15, q >> 4), dim=-1).flatten(-2)
+        values = q.float().unflatten(-1, (-1, self.group)) * scales  # (N, G, group)
+        if minimums is not None:
+            factor = 1 if minimums.is_floating_point() else -scales
+            values += minimums.float().movedim(0, -1)[..., None] * factor
+        values = values.flatten(-2).to(dtype)
+        if self.order is None:
+            return values
+        return torch.empty_like(values).index_copy_(-1, self.order.long(), values)
+
+
+@triton.jit
+def _numbers(q, PER_BYTE: tl.constexpr):
+    """The numbers of quantised weights in float32. uint8 of one per byte is float8_e4m3."""
+    if PER_BYTE == 2:
+        numbers = tl.interleave(q & 15, q >> 4).to(tl.float32)
+    elif q.dtype == tl.int8:
+        numbers = q.to(tl.float32)
+    else:  # float16 with the same bits of exponent and mantissa is 256 times smaller
+        half = ((q & 0x80).to(tl.uint16) << 8) | ((q & 0x7F).to(tl.uint16) << 7)
+        numbers = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
+    return numbers
+
+
+@triton.jit
+def _scaled(
+    numbers, scales_ptr, minimums_ptr, n, start, N, K: tl.constexpr, GROUP: tl.constexpr,
+):
+    """Numbers [BLOCK_N, BLOCK_K] times their scales plus their minimums."""
+    BLOCK_N: tl.constexpr = numbers.shape[0]
+    BLOCK_K: tl.constexpr = numbers.shape[1]
+    # of the tile; a single group may have any size
+    GROUPS: tl.constexpr = BLOCK_K // GROUP if GROUP < min(K, BLOCK_K) else 1
+    group = tl.minimum(start // GROUP + tl.arange(0, GROUPS), (K - 1) // GROUP)
+    places = group.to(tl.int64)[None, :] * N + n[:, None]
+    scales = tl.load(scales_ptr + places).to(tl.float32)  # [BLOCK_N, GROUPS]
+    numbers = tl.reshape(numbers, [BLOCK_N, GROUPS, BLOCK_K // GROUPS]) * scales[:, :, None]
+    if minimums_ptr is not None:
+        minimums = tl.load(minimums_ptr + places).to(tl.float32)
+        if minimums_ptr.dtype.element_ty.is_int():
+            minimums *= -scales
+        numbers += minimums[:, :, None]
+    return tl.reshape(numbers, [BLOCK_N, BLOCK_K])
+
+
+@triton.jit
+def _load_weight(
+    weight_ptr, scales_ptr, minimums_ptr, stride_n, stride_k, n, start, N, dtype: tl.constexpr,
+    K: tl.constexpr, GROUP: tl.constexpr, PER_BYTE: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    """The tile of weights [BLOCK_N, BLOCK_K] of outputs n and inputs start, start + 1, ... N: all
+    outputs. GROUP: inputs that share a scale; 0 if the weight is not quantised."""
+    inputs = (start // PER_BYTE + tl.arange(0, BLOCK_K // PER_BYTE)).to(tl.int64)[None, :]
+    inside = (inputs < K // PER_BYTE) | (K % BLOCK_K == 0)
+    # [BLOCK_N, BLOCK_K / PER_BYTE]
+    weight = tl.load(weight_ptr + n.to(tl.int64)[:, None] * stride_n + inputs * stride_k,
+                     mask=inside, other=0)
+    if GROUP != 0:
+        weight = _scaled(_numbers(weight, PER_BYTE), scales_ptr, minimums_ptr, n, start, N, K,
+                         GROUP).to(dtype)
+    return weight
+
+
+@triton.jit
+def _activate(gate, GELU: tl.constexpr):
+    """SiLU, or GELU in its tanh approximation."""
+    z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+    return gate * tl.sigmoid(z)
+
+
+@triton.jit(do_not_specialize=["M"])
+def _linear_rows_kernel(
+    x_ptr, norm_ptr, order_ptr, weight_ptr, scales_ptr, minimums_ptr, stride_wn, stride_wk,
+    bias_ptr, residual_ptr, out_ptr, stride_xm, stride_xk, eps, M, N, K: tl.constexpr,
+    GATED: tl.constexpr, GELU: tl.constexpr, GROUP: tl.constexpr, PER_BYTE: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+):
+    """Program (tile of rows, tile of outputs). GATED: outputs N, N + 1, ... are up, others gate."""
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    output = tl.minimum(n, N - 1)
+    dtype: tl.constexpr = x_ptr.dtype.element_ty
+    outputs = 2 * N if GATED else N
+    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * stride_xm
+    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
+    squares = tl.zeros([BLOCK_M], tl.float32)
+    for start in range(0, K, BLOCK_K):
+        inputs = start + tl.arange(0, BLOCK_K)
+        inside = (inputs < K) | (K % BLOCK_K == 0)
+        if order_ptr is not None:
+            inputs = tl.load(order_ptr + inputs, mask=inside, other=0)
+        # [BLOCK_M, BLOCK_K]
+        x = tl.load(x_ptrs + inputs.to(tl.int64)[None, :] * stride_xk,
+                    mask=(m < M)[:, None] & inside[None, :], other=0.0)
+        if norm_ptr is not None:
+            norm = tl.load(norm_ptr + inputs, mask=inside, other=0.0).to(tl.float32)
+            exact = x.to(tl.float32)
+            squares += tl.sum(exact * exact, 1)
+            x = (exact * norm[None, :]).to(dtype)
+        # [BLOCK_N, BLOCK_M] += [BLOCK_N, BLOCK_K] @ [BLOCK_K, BLOCK_M]
+        weight = _load_weight(weight_ptr, scales_ptr, minimums_ptr, stride_wn, stride_wk, output,
+                              start, outputs, dtype, K, GROUP, PER_BYTE, BLOCK_K)
+        acc = _dot(weight, tl.trans(x), acc)
+        if GATED:
+            weight = _load_weight(weight_ptr, scales_ptr, minimums_ptr, stride_wn, stride_wk,
+                                  output + N, start, outputs, dtype, K, GROUP, PER_BYTE, BLOCK_K)
+            up = _dot(weight, tl.trans(x), up)
+
+    if norm_ptr is not None:
+        scale = tl.rsqrt(squares / K + eps)[None, :]
+        acc *= scale
+        up *= scale
+    if bias_ptr is not None:
+        acc += tl.load(bias_ptr + output).to(tl.float32)[:, None]
+    if GATED:
+        if bias_ptr is not None:
+            up += tl.load(bias_ptr + output + N).to(tl.float32)[:, None]
+        acc = _activate(acc, GELU) * up
+    places = m.to(tl.int64)[None, :] * N + n[:, None]
+    mask = (m < M)[None, :] & (n < N)[:, None]
+    if residual_ptr is not None:
+        acc += tl.load(residual_ptr + places, mask=mask, other=0.0).to(tl.float32)
+    tl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=mask)
+
+
+def linear_rows(x, weight, bias=None, *, norm=None, eps=1e-5, activation=None, residual=None,
+                dtype=None):
+    """A linear layer for x [..., K], meant for up to 64 rows -> [..., N]. weight: [N, K], or a
+    `Quantized` one. bias [N]. norm [K]: the weight of an RMSNorm of x before the product.
+    activation, "silu" or "gelu": weight and bias are those of gate, then up, of N outputs each, and
+    the result is act(gate) * up. residual [..., N]: added at the end. dtype: the result's, default
+    x's."""
+    *rows, K = x.shape
+    N = weight.shape[0] if activation is None else weight.shape[0] // 2
+    outputs = "N" if activation is None else "2N"
+    plain = _check_weight(weight, x)
+    _sizes(f"x ... K real, weight {outputs} K same, norm K same|float32, bias {outputs} same, "
+           "residual ... N same", x, plain, norm, bias, residual)
+    _check(weight.shape == (N if activation is None else 2 * N, K)
+           and activation in (None, "silu", "gelu")
+           and (residual is None or residual.shape == (*rows, N)),
+           "weight [N or 2 N, K], silu or gelu, residual [..., N]", x, weight.shape, activation,
+           residual)
+    if not runs_triton(x, plain, norm, bias, residual):
+        return linear_rows_reference(x, weight, bias, norm=norm, eps=eps, activation=activation,
+                                     residual=residual, dtype=dtype)
+    x = x.reshape(-1, K)
+    M = len(x)
+    norm, bias, residual = map(_contiguous, (norm, bias, residual))
+    out = torch.empty(*rows, N, dtype=dtype or x.dtype, device=x.device)
+    order, tensors, constants = _stored(weight)
+    size = tensors[0].element_size() / constants["PER_BYTE"]
+    blocks = _linear_blocks(M, N, size, x.dtype, activation is not None, _gpu(x.device))
+    _launch(_linear_rows_kernel,
+            (triton.cdiv(M, blocks["BLOCK_M"]), triton.cdiv(N, blocks["BLOCK_N"])),
+            x, norm, order, *tensors, bias, residual, out, *_strides(x), eps, M, N, K=K,
+            GATED=activation is not None, GELU=activation == "gelu", **constants, **blocks)
+    return out
+
+
+def _check_weight(weight, x):
+    """Checks a `Quantized` weight; returns another."""
+    if not isinstance(weight, Quantized):
+        return weight
+    _sizes("q N n packed, scales G N float, minimums G N minimum, order K int32", *weight)
+    _check(weight.q.device == x.device, "weight and x on one device", weight.q, x)
+
+
+def _stored(weight):
+    """How kernels read a weight -> (order, tensors and strides, constants)."""
+    if not isinstance(weight, Quantized):
+        return None, (weight, None, None, *_strides(weight)), dict(GROUP=0, PER_BYTE=1)
+    q, scales, minimums, order = weight
+    if q.dtype == torch.float8_e4m3fn:  # Triton converts it only on new GPUs
+        q = q.view(torch.uint8)
+    constants = dict(GROUP=weight.group, PER_BYTE=weight.per_byte)
+    return order, (q, scales, minimums, *_strides(q)), constants
+
+
+def linear_rows_reference(x, weight, bias=None, *, norm=None, eps=1e-5, activation=None,
+                          residual=None, dtype=None):
+    if norm is not None:
+        x = F.rms_norm(x, x.shape[-1:], norm.to(x.dtype), eps)
+    if isinstance(weight, Quantized):
+        weight = dequantize(weight, x.dtype)
+    out = F.linear(x, weight, bias)
+    out = out if activation is None else glu_reference(out, activation)
+    out = out if residual is None else residual + out
+    return out.to(dtype or x.dtype)
+
+
+@triton.jit
+def _dequantize_kernel(
+    weight_ptr, scales_ptr, minimums_ptr, stride_wn, stride_wk, order_ptr, rows_ptr, out_ptr, n, N,
+    K: tl.constexpr, GROUP: tl.constexpr, PER_BYTE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+):
+    """Program (tile of rows, tile of inputs)."""
+    start = tl.program_id(1) * BLOCK_K
+    place = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row = tl.minimum(place, n - 1)
+    if rows_ptr is not None:
+        row = tl.load(rows_ptr + row)
+    values = _load_weight(weight_ptr, scales_ptr, minimums_ptr, stride_wn, stride_wk, row, start,
+                          N, out_ptr.dtype.element_ty, K, GROUP, PER_BYTE, BLOCK_K)
+    inputs = start + tl.arange(0, BLOCK_K)
+    inside = inputs < K
+    if order_ptr is not None:
+        inputs = tl.load(order_ptr + inputs, mask=inside, other=0)
+    tl.store(out_ptr + place[:, None] * K + inputs[None, :], values,
+             mask=(place < n)[:, None] & inside[None, :])
+
+
+def dequantize(weight, dtype, rows=None):
+    """A `Quantized` weight [N, K], or these rows of it, int64 [...] -> [N or ..., K] of this
+    dtype."""
+    N, K = weight.shape
+    if not runs_triton(weight.q):
+        return weight.values(dtype, rows)
+    rows = _contiguous(rows)
+    shape = (N,) if rows is None else rows.shape
+    out = torch.empty(*shape, K, dtype=dtype, device=weight.q.device)
+    n = math.prod(shape)
+    order, tensors, constants = _stored(weight)
+    _launch(_dequantize_kernel, (triton.cdiv(n, 8), triton.cdiv(K, 512)),
+            *tensors, order, rows, out, n, N, K=K, **constants, BLOCK_N=8, BLOCK_K=512, num_warps=4)
+    return out
+
+
+# --------------------------------------------------------------------------------------------------
 # project_topk and project_sample: one pass over the LM head
 #
 #   project_topk     logits = hidden @ weight.T; the k largest of logits - logsumexp(logits)
@@ -471,10 +748,11 @@ def _take_best(entries, best):
 
 @triton.jit(do_not_specialize=["M", "T", "V", "programs"])
 def _project_kernel(
-    hidden_ptr, weight_ptr, vocab_ids_ptr, temperature_ptr, seed_ptr, sequence_ptr, position_ptr,
-    masks_ptr, entries_ptr, lse_ptr, stride_hm, stride_hc, stride_wv, stride_wc,
-    programs, M, T, V, C: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
+    hidden_ptr, weight_ptr, scales_ptr, minimums_ptr, stride_wv, stride_wc, vocab_ids_ptr,
+    temperature_ptr, seed_ptr, sequence_ptr, position_ptr, masks_ptr, entries_ptr, lse_ptr,
+    stride_hm, stride_hc, programs, M, T, V, C: tl.constexpr, BLOCK_K: tl.constexpr,
+    GROUP: tl.constexpr, PER_BYTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
     """Program (tile of rows; p): the k best and the log-sum-exp of vocabulary tiles p, p +
     programs, ... One loop over (tile, channels) loads the next weights during a search."""
@@ -500,14 +778,13 @@ def _project_kernel(
     for step in range(0, tiles * CHUNKS):
         tile_start = (program + step // CHUNKS * programs) * BLOCK_V
         column = tile_start + tl.arange(0, BLOCK_V)
-        token = tl.minimum(column, V - 1)
-        if vocab_ids_ptr is not None:
-            token = tl.load(vocab_ids_ptr + token)
-        channels = (step % CHUNKS * BLOCK_C + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
+        output = tl.minimum(column, V - 1)
+        start = step % CHUNKS * BLOCK_C
+        channels = (start + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
         inside = (channels < C) | (C % BLOCK_C == 0)
         # [BLOCK_V, BLOCK_C]
-        weight_ptrs = weight_ptr + token.to(tl.int64)[:, None] * stride_wv + channels * stride_wc
-        weight = tl.load(weight_ptrs, mask=inside, other=0.0)
+        weight = _load_weight(weight_ptr, scales_ptr, minimums_ptr, stride_wv, stride_wc, output,
+                              start, V, hidden_ptr.dtype.element_ty, C, GROUP, PER_BYTE, BLOCK_C)
         # [BLOCK_M, BLOCK_C]
         hidden = tl.load(hidden_ptrs + channels * stride_hc, mask=inside, other=0.0)
         if VOCABULARY_FIRST:  # [BLOCK_V, BLOCK_M] += [BLOCK_V, BLOCK_C] @ [BLOCK_C, BLOCK_M]
@@ -523,6 +800,9 @@ def _project_kernel(
                                   float("-inf"))
             acc = tl.zeros(acc.shape, tl.float32)
             if sequence_ptr is not None:
+                token = output
+                if vocab_ids_ptr is not None:
+                    token = tl.load(vocab_ids_ptr + output)
                 ids = token.to(tl.uint32)[None, :]
                 temperature = tl.load(temperature_ptr + row // T)  # late, to save registers
                 if lse_ptr is not None:
@@ -575,10 +855,11 @@ def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(Non
     M, C = hidden.shape
     vocab_ids = _contiguous(vocab_ids)
     T = 1 if noise[0] is None else M // len(noise[0])
-    V = len(weight if vocab_ids is None else vocab_ids)
+    V = weight.shape[0]
+    _, tensors, constants = _stored(weight)
     multiprocessors = _gpu(hidden.device).multi_processor_count
     blocks = _project_blocks(
-        M, k, hidden.dtype, _aligned(hidden, weight), gathered=vocab_ids is not None,
+        M, k, hidden.dtype, _aligned(hidden, tensors[0]),
         small_vocabulary=V < 128 * multiprocessors, noisy=noise[0] is not None)
     m_tiles = triton.cdiv(M, blocks["BLOCK_M"])
     tiles = triton.cdiv(V, blocks["BLOCK_V"])
@@ -591,8 +872,8 @@ def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(Non
     n = programs * BLOCK_K
     BLOCK_ENTRIES = triton.next_power_of_2(n)
     _launch(_project_kernel, (m_tiles, programs),
-            hidden, weight, vocab_ids, *noise, masks, entries, lse, *_strides(hidden),
-            *_strides(weight), programs, M, T, V, C=C, BLOCK_K=BLOCK_K, **blocks)
+            hidden, *tensors, vocab_ids, *noise, masks, entries, lse, *_strides(hidden), programs,
+            M, T, V, C=C, BLOCK_K=BLOCK_K, **constants, **blocks)
     _launch(_merge_lists_kernel, (M,),
             entries, lse, vocab_ids, logprobs, tokens, programs, n, k,
             BLOCK_ENTRIES=BLOCK_ENTRIES, num_warps=_num_warps(BLOCK_ENTRIES, 512))
@@ -602,20 +883,20 @@ def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(Non
 def _check_head(hidden, weight, temperature, seed, sequence, position, vocab_ids=None, masks=None):
     M, *_ = _sizes(
         "hidden M C real, weight V C same, sequence B int, position M int, temperature B float32, "
-        "seed B int64, vocab_ids n int32, masks M words int32",
-        hidden, weight, sequence, position, temperature, seed, vocab_ids, masks)
+        "seed B int64, vocab_ids V int32, masks M words int32", hidden,
+        _check_weight(weight, hidden), sequence, position, temperature, seed, vocab_ids, masks)
     _check(sequence is None or M % len(sequence) == 0, "M / B rows per sequence", hidden, sequence)
-    _check_masks(masks, len(weight))
+    _check_masks(masks, weight.shape[0])
 
 
 def project_topk(hidden, weight, k, vocab_ids=None, noise=None):
     """The k most likely tokens of each row of hidden [M, C], best first, ties by lower id ->
-    (logprobs float32 [M, k], tokens int64 [M, k]). weight: [V, C]. vocab_ids int32 [n]: a draft
-    vocabulary (FR-Spec, arXiv 2502.14856): only these rows of weight count; ties go to the one
-    listed first. noise: (temperature, seed, sequence, position) as in `project_sample`: adds
+    (logprobs float32 [M, k], tokens int64 [M, k]). weight: [V, C]. vocab_ids int32 [V]: the tokens
+    of its rows, for a draft vocabulary (FR-Spec, arXiv 2502.14856); ties go to the first row; None:
+    the rows' indices. noise: (temperature, seed, sequence, position) as in `project_sample`: adds
     temperature * noise to the logits, which favours the tokens that the sampler will choose."""
     _check_head(hidden, weight, *([None] * 4 if noise is None else noise), vocab_ids)
-    V = len(weight if vocab_ids is None else vocab_ids)
+    V = weight.shape[0]
     _check(1 <= k <= min(V, 32), "1 <= k <= 32, and k <= V", k, V)
     if not runs_triton(hidden):
         return project_topk_reference(hidden, weight, k, vocab_ids, noise)
@@ -625,11 +906,11 @@ def project_topk(hidden, weight, k, vocab_ids=None, noise=None):
 
 
 def project_topk_reference(hidden, weight, k, vocab_ids=None, noise=None):
-    return best_tokens(float_logits(hidden, weight, vocab_ids), k, vocab_ids, noise)
+    return best_tokens(float_logits(hidden, weight), k, vocab_ids, noise)
 
 
 def best_tokens(logits, k, vocab_ids=None, noise=None):
-    """`project_topk` from logits [M, V], or [M, n] for vocab_ids."""
+    """`project_topk` from logits [M, V]."""
     tokens = vocab_ids
     if vocab_ids is None:
         tokens = torch.arange(logits.shape[1], device=logits.device)
@@ -660,9 +941,12 @@ def project_sample_reference(hidden, weight, temperature, seed, sequence, positi
     return gumbel_argmax(logits, temperature, seed, sequence, position)
 
 
-def float_logits(hidden, weight, vocab_ids=None):
-    """Logits [M, V] of weight, or of its rows vocab_ids, in float32: rounding would cause ties."""
-    weight = weight if vocab_ids is None else weight[vocab_ids]
+def float_logits(hidden, weight):
+    """Logits [M, V] in float32: rounding would cause ties."""
+    if isinstance(weight, Quantized):
+        if runs_triton(hidden):
+            return linear_rows(hidden, weight, dtype=torch.float32)
+        weight = dequantize(weight, hidden.dtype)
     if hidden.is_cuda and hidden.dtype != torch.float32:
         return torch.mm(hidden, weight.T, out_dtype=torch.float32)
     return (weight.float() @ hidden.float().T).T.contiguous()  # twice as fast on a CPU for small M
@@ -826,18 +1110,37 @@ def _splits(rows, min_split, BLOCK_Q, grid_rows, at_once, fewest):
     return min(range(fewest, triton.cdiv(rows, min_split) + 1), key=time)
 
 
+MOST_MEMORY = 96 * 1024  # bytes of shared memory that a program may have on any GPU
+
+
+def _linear_blocks(M, N, size, dtype, gated, gpu):
+    """Tile sizes and launch options; `pytest -m static` compiles every case. size: bytes of a
+    weight's number. BLOCK_N and BLOCK_K do not depend on M."""
+    BLOCK_M = min(max(16, triton.next_power_of_2(M)), 64)
+    unpacks_twice = gated and size < dtype.itemsize  # takes registers, so it gets smaller tiles
+    BLOCK_K = 32 if dtype == torch.float32 else 64 if unpacks_twice else 128
+    fills = lambda BLOCK_N: 10 * triton.cdiv(N, BLOCK_N) >= 9 * gpu.multi_processor_count
+    BLOCK_N = next(filter(fills, (32,) if unpacks_twice else (64, 32)), 16)
+    # as many stages as leave room for all programs at once
+    programs = triton.cdiv(triton.cdiv(N, BLOCK_N), gpu.multi_processor_count)
+    memory = gpu.shared_memory_per_multiprocessor // (programs if programs <= 4 else 2)
+    stage = BLOCK_K * (BLOCK_N * (1 + gated) * size + BLOCK_M * dtype.itemsize)
+    return dict(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+                num_warps=8 if gated and BLOCK_M > 16 else 4,
+                num_stages=min(max(int(min(memory, MOST_MEMORY) // stage), 2), 6))
+
+
 PROJECT_TILES = {
     # case: BLOCK_M, BLOCK_V, BLOCK_C, num_stages
     "slow loads": (64, 64, 32, 3),          # float32, unaligned rows
     "vocabulary": (64, 128, 64, 4),         # 16 kB of weights
     "small vocabulary": (64, 64, 64, 6),    # 8 kB, so that all multiprocessors have a tile
-    "draft vocabulary": (64, 64, 64, 7),    # a stage more: gathered rows wait for their indices
     "many rows": (128, 128, 64, 3),         # compute-bound
     "many rows, narrow": (128, 64, 64, 3),  # faster for argmax of 128; noise would spill (A100)
 }
 
 
-def _project_blocks(M, k, dtype, aligned, gathered, small_vocabulary, noisy):
+def _project_blocks(M, k, dtype, aligned, small_vocabulary, noisy):
     """Tile sizes and launch options; `pytest -m static` compiles every case."""
     rows = max(16, triton.next_power_of_2(M))
     case = "vocabulary"
@@ -846,8 +1149,6 @@ def _project_blocks(M, k, dtype, aligned, gathered, small_vocabulary, noisy):
     elif rows > 64:
         narrow = small_vocabulary or noisy or (k == 1 and rows == 128)
         case = "many rows, narrow" if narrow else "many rows"
-    elif gathered:
-        case = "draft vocabulary"
     elif small_vocabulary or (noisy and rows == 64 and 1 < k <= 8):  # noise would spill
         case = "small vocabulary"
     most_rows, BLOCK_V, BLOCK_C, num_stages = PROJECT_TILES[case]
@@ -856,7 +1157,7 @@ def _project_blocks(M, k, dtype, aligned, gathered, small_vocabulary, noisy):
         num_stages -= 1  # for the hidden states of 64 rows
     maxnreg = 168 if case == "slow loads" else 255 if BLOCK_M < 64 else None
     most_k = 4 if noisy and rows > 64 else 8
-    if maxnreg is None and BLOCK_M * BLOCK_V <= 8192 and 1 < k <= most_k and not gathered:
+    if maxnreg is None and BLOCK_M * BLOCK_V <= 8192 and 1 < k <= most_k:
         maxnreg = 128  # two programs of 8 warps share a multiprocessor; more entries would spill
     return dict(BLOCK_M=BLOCK_M, BLOCK_V=BLOCK_V, BLOCK_C=BLOCK_C, num_stages=num_stages,
                 num_warps=8 if BLOCK_M >= 64 else 4, maxnreg=maxnreg)
@@ -1055,9 +1356,8 @@ def _glu_kernel(x_ptr, out_ptr, N, GELU: tl.constexpr, BLOCK_N: tl.constexpr):
     mask = columns < N
     gate = tl.load(x_ptr + m * 2 * N + columns, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
     up = tl.load(x_ptr + m * 2 * N + N + columns, mask=mask, other=0.0).to(tl.float32)
-    z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
-    out_ptrs = out_ptr + m * N + columns
-    tl.store(out_ptrs, (gate * tl.sigmoid(z) * up).to(out_ptr.dtype.element_ty), mask=mask)
+    out = _activate(gate, GELU) * up
+    tl.store(out_ptr + m * N + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def glu(x, activation="silu"):
@@ -1937,7 +2237,8 @@ def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0):
 # Input checks: ValueError. A step runs about a hundred, so messages are built only on failure.
 
 DTYPES = dict(float="float32|float16|bfloat16", real="float32|float16|bfloat16|float64",
-              int="int32|int64")
+              int="int32|int64", minimum="float32|float16|bfloat16|uint8|int8",
+              packed="int8|uint8|float8_e4m3fn")
 CANDIDATES = "joint B K n float32, tokens/parents B K n int64"
 
 

@@ -252,29 +252,32 @@ class Attention(nn.Module):
             self.k_norm = Norm("rms", n_key * c.head_size, c.norm_eps)
 
     def forward(self, x, rope, mask, cache=None):
-        """x [B, T, C] -> [B, T, C]. rope: as in `kernels.rotate`, or None. mask: a `TreeMask`, or
-        from `causal_mask`. cache: this layer's, kv [2, B, Hkv, S, D]; the tokens' keys and values
-        are written to rows lengths, lengths + 1, ..."""
-        B, T, _ = x.shape
-        q, k, v = self.project(x, rope, cache)
+        """x [B, T, C] -> [B, T, C]. The rest as in `attend`."""
+        return self.proj(self.attend(self.qkv(x), rope, mask, cache))
+
+    def attend(self, qkv, rope, mask, cache=None):
+        """Queries, keys and values [B, T, (Hq + 2 Hkv) D] -> [B, T, Hq D]. rope: as in
+        `kernels.rotate`, or None. mask: a `TreeMask`, or from `causal_mask`. cache: this layer's,
+        kv [2, B, Hkv, S, D]; keys and values are written to rows lengths, lengths + 1, ..."""
+        B, T, _ = qkv.shape
+        q, k, v = self.split(qkv, rope, cache)
         scale = self.config.attn_scale
         if isinstance(mask, TreeMask):
             y = tree_attention(q, k, v, cache.lengths, mask.ancestors, scale, mask.slopes,
                                self.window, cache.slots)
         else:
             y = causal_attention(q, k, v, mask, scale)
-        return self.proj(y.reshape(B, T, -1))  # (B, T, Hq D)
+        return y.reshape(B, T, -1)  # (B, T, Hq D)
 
-    def project(self, x, rope, cache):
+    def split(self, qkv, rope, cache):
         """Queries [B, T, Hq, D] of the tokens; keys and values [B, Hkv, S, D] of the whole cache,
         with the tokens' written to it, or without a cache those of the tokens (S = T)."""
         c = self.config
         n_heads = c.n_head, c.n_kv_head, c.n_kv_head
-        qkv = self.qkv(x)
         if c.qk_norm == "all":
             q, k, v = qkv.split([n * c.head_size for n in n_heads], dim=-1)
             qkv = torch.cat((self.q_norm(q), self.k_norm(k), v), dim=-1)
-        qkv = qkv.view(*x.shape[:2], sum(n_heads), c.head_size)  # (B, T, Hq + 2 Hkv, D)
+        qkv = qkv.view(*qkv.shape[:2], sum(n_heads), c.head_size)  # (B, T, Hq + 2 Hkv, D)
         if cache is not None:
             norms = ()
             if c.qk_norm == "head":
@@ -332,6 +335,12 @@ class LMHead(nn.Linear):
     """The output projection. Its methods take hidden states after the final norm, [M, C] unless
     noted otherwise."""
     filtered_sample = staticmethod(kernels.filtered_sample)  # of `logits`
+
+    def select(self, tokens):
+        """An LM head with only these tokens' rows, copied. tokens: int32 [n]."""
+        head = LMHead(self.in_features, len(tokens), bias=False, device="meta")
+        head.weight = nn.Parameter(self.weight[tokens.long()], requires_grad=False)
+        return head
 
     def topk(self, hidden, k, vocab_ids=None, noise=None):
         """`kernels.project_topk` -> logprobs float32, tokens int64 [M, k]."""

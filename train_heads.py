@@ -188,7 +188,7 @@ def prepare(config, out, group, resume):
     if config.data == [SELF] or (config.data is None and writes):
         config = replace(config, data=[write_texts(config, out, group)])
     dtype = torch.bfloat16 if config.device.startswith("cuda") else torch.float32
-    model, encoding = load(config, packed=False, dtype=dtype)
+    model, encoding = load_model(config, packed=False, dtype=dtype)
     torch.manual_seed(config.seed)
     if config.init and not state:
         heads = CloverHeads.from_pretrained(config.init, model, encoding.hash)
@@ -219,36 +219,25 @@ def prepare(config, out, group, resume):
     return run, corpus
 
 
-def load(config, **options):
-    """`load_model`; its tokenizer's chat template has the variables of --template-kwargs."""
-    model, encoding = load_model(config, **options)
-    if config.template_kwargs:
-        expect(encoding.template, f"{config.model}: has no chat template; leave out "
-               "--template-kwargs")
-        encoding.template.variables |= config.template_kwargs
-    return model, encoding
-
-
 def write_texts(config, out, group):
     """Generates text with the model, or its answers to --prompts, and returns their folder."""
-    model, encoding = load(config)
-    prompts, grammars = None, ()
+    model, encoding = load_model(config)
+    prompts = None
     if config.prompts:
         missing = None if encoding.template else "a model with a chat template"
         prompts = group.raise_together(
             lambda: read_prompt_file(config.prompts, missing, encoding.template))
-        prompts, grammars = map(list, zip(*prompts))
-        expect(all(messages[-1]["role"] != "assistant" for messages in prompts), f"{config.prompts}"
-               ": a prompt ends with an answer; end each with the user's message")
+        expect(all(prompt.messages[-1]["role"] != "assistant" for prompt in prompts),
+               f"{config.prompts}: a prompt ends with an answer; end each with the user's message")
     folder = out / SELF
     enough = max(config.steps * config.batch_size * (config.block_size or 256), MIN_SELF_TOKENS)
     goal = config.self_tokens or enough
     group.print(f"generating {human(goal)} tokens of training text with the model, in {folder}")
     stop = stop_tokens(config.model, encoding)
-    writer = writing.Writer(folder, model, encoding, stop, config.seed, prompts, group.print,
-                            grammars)
-    for source in filter(None, grammars):
-        writer.grammar_tokenizer.compile(*source)  # a bad one fails here, not hours later
+    writer = writing.Writer(folder, model, encoding, stop, config.seed, prompts, group.print)
+    for prompt in prompts or ():
+        if prompt.grammar:  # a bad one fails here, not hours later
+            writer.grammar_tokenizer.compile(*prompt.grammar)
     group.on_first(writer.claim)
     writer.write(goal, group.rank, group.size)
     group.barrier()
@@ -265,7 +254,7 @@ def pick_block_size(config, heads):
 
 def evaluate(config, out):
     """Measures the heads in `out`, adds the results to heads.json, and prints how to use them."""
-    model, encoding = load(config, packed=False)
+    model, encoding = load_model(config, packed=False)
     heads = CloverHeads.from_pretrained(out, model, encoding.hash)
     size = pick_block_size(config, heads)
     heldout, measured_on = heldout_tokens(config, out, heads, encoding)

@@ -1832,9 +1832,9 @@ static int read_rows(Step *s, const int32_t *slots, int B, int T) {
         int slot = slots[m / T], j = m % T, at = s->heads_lengths[slot] + j;
         positions[m] = at;
         ancestors[m] = UINT64_MAX >> (63 - j);  // a path has no branches
-        at = min(at, s->lengths[slot] - 1);
+        at = min(at, s->lengths[slot] - 1);  // -1 in a slot without committed rows
         tokens[m] = s->history[slot * s->history_stride + at + 1];
-        read_row(s->hidden_rows, slot * s->hidden_stride + (size_t)at * C, C, bfloat16,
+        read_row(s->hidden_rows, slot * s->hidden_stride + (size_t)max(at, 0) * C, C, bfloat16,
                  a.state + (size_t)m * C);
     }
     if (h->mix_in)

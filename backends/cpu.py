@@ -471,11 +471,11 @@ class PackedLinear(Packed):
 class PackedLMHead(PackedLinear):
     """`model.LMHead` with a `PackedWeight`."""
 
+    def select(self, tokens):
+        return PackedLMHead(pack_floats(self.packed.unpack(tokens.long())))
+
     def topk(self, hidden, k, vocab_ids=None, noise=None):
-        logits = self.packed.multiply(hidden)
-        if vocab_ids is not None:
-            logits = logits[:, vocab_ids]
-        return best_tokens(logits, k, vocab_ids, noise)
+        return best_tokens(self.packed.multiply(hidden), k, vocab_ids, noise)
 
     def logits(self, hidden):
         return self.packed.multiply(hidden)
@@ -511,6 +511,18 @@ class PackedEmbedding(Packed):
 
 
 LAYERS = {nn.Linear: PackedLinear, LMHead: PackedLMHead}
+
+
+def put(model, name, parts):
+    """Replaces the layer `name` by a packed layer made of `PackedWeight`s."""
+    layer = model.get_submodule(name)
+    weight = stack(parts, getattr(layer, "bias", None))
+    if name != "embed":
+        model.set_submodule(name, LAYERS[type(layer)](weight))
+    elif model.config.tied:
+        model.head = PackedLMHead(weight)  # also serves as the embeddings
+    else:
+        model.embed = PackedEmbedding(PackedLinear(weight), model.dtype)
 
 
 def argmax(logits, temperature, seed, sequence, position):

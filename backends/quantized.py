@@ -1,47 +1,87 @@
-"""8- and 4-bit weights as files store them, and the rounding of `--quantize`. backends/cpu.py
-computes with them directly; other devices get dequantised weights, see docs/models.md.
-hf/quantization.py reads them from folders, hf/gguf.py from GGUF files."""
-
-from typing import NamedTuple
+"""8- and 4-bit weights (`kernels.Quantized`) as files store them, and the rounding of `--quantize`.
+backends/cpu.py and backends/gpu.py compute with them. hf/quantization.py reads them from folders,
+hf/gguf.py from GGUF files."""
 
 import torch
 import torch.nn as nn
 
 from backends import cpu
+from kernels import Quantized
 from model import expect
 
 GROUPS = 128, 64, 32  # channels that share a scale
 CHUNK_ROWS = 4096     # rows that are rounded at once, which bounds the memory
 
 
-class QuantizedWeight(NamedTuple):
-    """A weight [N, C] = q * scale + minimum, where C / G channels of a row share a scale."""
-    q: torch.Tensor       # [N, C]: int8, float8_e4m3, or uint8 of 0 to 15
-    scales: torch.Tensor  # [G, N]
-    minimums: torch.Tensor | None = None  # float32 [G, N]
+def pack_nibbles(q):
+    """Numbers from 0 to 15, uint8 [N, C] -> two per byte, uint8 [N, C / 2]."""
+    return q[:, ::2] | q[:, 1::2] << 4
 
-    def values(self):
-        """float32 [N, C]"""
-        values = self.q.float().reshape(len(self.q), len(self.scales), -1)  # (N, G, group)
-        values *= self.scales.float().T[:, :, None]
-        if self.minimums is not None:
-            values += self.minimums.T[:, :, None]
-        return values.flatten(1)
 
-    def rows(self, index):
-        """Selects rows, int64 [n]; None: all."""
-        if index is None:
-            return self
-        minimums = None if self.minimums is None else self.minimums[:, index]
-        return QuantizedWeight(self.q[index], self.scales[:, index], minimums)
+def unpack_nibbles(q):
+    return torch.stack((q & 15, q >> 4), dim=-1).flatten(-2)
 
-    def pack(self):
-        """A `cpu.PackedWeight`. float8 has no kernel: it is rounded to int8."""
-        if self.q.dtype not in (torch.int8, torch.uint8):
-            return round_weight(self.values(), 8, 32).pack()
-        exact = self.minimums is None and self.scales.dtype == torch.float16
-        scales = self.scales if exact else self.scales.float()
-        return cpu.pack_quantized(self.q, scales, self.minimums)
+
+def select_rows(weight, index):
+    """These rows of a `Quantized` weight, int64 [n]; None: all."""
+    if index is None:
+        return weight
+    q, scales, minimums, order = weight
+    minimums = None if minimums is None else minimums[:, index]
+    return Quantized(q[index], scales[:, index], minimums, order)
+
+
+def pack(weight):
+    """A `Quantized` weight as a `cpu.PackedWeight`. float8 has no C kernel: it is rounded to 8
+    bits."""
+    q, scales, minimums, order = weight
+    expect(order is None, "a checkpoint quantised with act-order (desc_act) runs on a GPU only; "
+           "use one without it")
+    if q.dtype == torch.float8_e4m3fn:
+        return pack(round_weight(weight.values(), 8, 32))
+    if minimums is not None or scales.dtype != torch.float16:
+        scales = scales.float()
+    if minimums is not None:
+        minimums = minimums.float() if minimums.is_floating_point() else -minimums.float() * scales
+    return cpu.pack_quantized(unpack_nibbles(q) if q.dtype == torch.uint8 else q, scales, minimums)
+
+
+def stack(parts):
+    """Stacks `Quantized` weights [n, C] along their outputs. Where their formats differ, the result
+    has 8 bits, groups of the smallest size, and minimums if one has: it has all their values."""
+    kinds = {(part.q.dtype, part.group, getattr(part.minimums, "dtype", None)) for part in parts}
+    if len(kinds) > 1:
+        parts = [widened(part) for part in parts]
+        group = min(part.group for part in parts)
+        if any(part.minimums is not None for part in parts):
+            parts = [part if part.minimums is not None else
+                     part._replace(minimums=torch.zeros_like(part.scales)) for part in parts]
+        parts = [regrouped(part, group) for part in parts]
+    q, scales, minimums, orders = zip(*parts)
+    order = orders[0]
+    expect(order is None or all(torch.equal(order, other) for other in orders),
+           "layers that read the same input are quantised with different act-orders (desc_act); "
+           "use a checkpoint without it")
+    minimums = None if minimums[0] is None else torch.cat(minimums, dim=1)
+    return Quantized(torch.cat(q), torch.cat(scales, dim=1), minimums, order)
+
+
+def widened(weight):
+    """The same values in 8 bits."""
+    q, scales, minimums, order = weight
+    if q.dtype != torch.uint8:
+        return weight
+    q = unpack_nibbles(q).to(torch.int8)
+    if minimums is not None and not minimums.is_floating_point():  # zeros
+        q -= minimums.T.to(torch.int8).repeat_interleave(weight.group, dim=1)
+        minimums = None
+    return Quantized(q, scales, minimums, order)
+
+
+def regrouped(weight, group):
+    """The same values in groups of this size, which divides the weight's."""
+    repeat = lambda x: None if x is None else x.repeat_interleave(weight.group // group, dim=0)
+    return weight._replace(scales=repeat(weight.scales), minimums=repeat(weight.minimums))
 
 
 def largest_group(size):
@@ -52,7 +92,7 @@ def largest_group(size):
 # Rounding
 
 def round_weight(value, bits, group=0):
-    """A float weight [N, C] -> `QuantizedWeight`, rounded to nearest. 8 bits: symmetric, -127 to
+    """A float weight [N, C] -> `Quantized`, rounded to nearest. 8 bits: symmetric, -127 to
     127. 4 bits: 0 to 15 over the group's range, extended to include 0. group: channels that share a
     scale; in 8 bits, a group of 0, or one that does not divide C, stands for all channels."""
     if bits == 8 and (group == 0 or value.shape[1] % group):
@@ -60,13 +100,15 @@ def round_weight(value, bits, group=0):
     q = torch.empty(value.shape, dtype=torch.int8 if bits == 8 else torch.uint8)
     parts = [round_rows(rows, bits, group, out)
              for rows, out in zip(value.split(CHUNK_ROWS), q.split(CHUNK_ROWS))]
-    scales, minimums = zip(*parts)
-    minimums = torch.cat(minimums, dim=1) if bits == 4 else None
-    return QuantizedWeight(q, torch.cat(scales, dim=1), minimums)
+    scales, zeros = zip(*parts)
+    scales = torch.cat(scales, dim=1)
+    if bits == 8:
+        return Quantized(q, scales)
+    return Quantized(pack_nibbles(q), scales, torch.cat(zeros, dim=1))
 
 
 def round_rows(value, bits, group, out):
-    """Rounds rows into `out` -> (scales, minimums)."""
+    """Rounds rows into `out` -> (scales, zeros)."""
     groups = value.float().reshape(len(value), -1, group)  # (N, G, group)
     low, high = groups.amin(-1).clamp(max=0), groups.amax(-1).clamp(min=0)
     if bits == 4:
@@ -82,8 +124,7 @@ def round_rows(value, bits, group, out):
         return scales.T.contiguous(), None
     zeros = (-low / scales.float()).round().clamp(0, 15)
     out.copy_((q + zeros[..., None]).clamp_(0, 15).view(value.shape))
-    minimums = -zeros * scales.float()
-    return scales.T.contiguous(), minimums.T.contiguous()
+    return scales.T.contiguous(), zeros.T.to(torch.uint8).contiguous()
 
 
 def rounding(model, quantize):

@@ -217,17 +217,18 @@ class VocabParallelHead(nn.Module):
     same tokens."""
     filtered_sample = staticmethod(filtered_sample)
 
-    def __init__(self, local, group, vocab_size):
+    def __init__(self, local, group, vocab_size, selected=slice(None)):
         super().__init__()
         self.local = local
         self.group = group
         self.vocab_size = vocab_size
+        self.selected = selected  # the tokens that `topk` considers
+
+    def select(self, tokens):
+        return VocabParallelHead(self.local, self.group, self.vocab_size, tokens)
 
     def topk(self, hidden, k, vocab_ids=None, noise=None):
-        logits = self.logits(hidden)
-        if vocab_ids is not None:
-            logits = logits[:, vocab_ids]
-        return best_tokens(logits, k, vocab_ids, noise)
+        return best_tokens(self.logits(hidden)[:, self.selected], k, vocab_ids, noise)
 
     def sample(self, hidden, temperature, seed, sequence, position, masks=None):
         return filtered_sample(

@@ -15,7 +15,7 @@ from clover import CloverHeads
 from generate import Policy, Sampling, prepare
 from hf.chat import stop_tokens
 from hf.paths import find_model
-from hf.text import messages_of, read_objects
+from hf.text import messages_of, read_objects, tools_of
 from model import expect
 from tools.compare import first_difference
 from tools.load import load_model
@@ -71,10 +71,10 @@ def load_prompts(args, encoding):
         heldout = load_tokens(args.data, encoding, "heldout")
         return dict(text=prompts(heldout, n, args.prompt_tokens)), ()
     groups = {}
-    parse = lambda value: (str(value.get("kind", "chat")), messages_of(value))
+    parse = lambda value: (str(value.get("kind", "chat")), messages_of(value), tools_of(value))
     found = read_objects(Path(args.chats), parse, 'an object with "messages"')
-    for _, (kind, messages) in islice(found, args.prompts):
-        groups.setdefault(kind, []).append(encoding.chat(messages))
+    for _, (kind, messages, tools) in islice(found, args.prompts):
+        groups.setdefault(kind, []).append(encoding.chat(messages, **tools))
     expect(groups, f"{args.chats}: contains no prompts")
     return groups, stop_tokens(args.model, encoding)
 

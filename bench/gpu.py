@@ -16,13 +16,14 @@ import sys
 import tempfile
 import threading
 import time
-from functools import partial
+from functools import cache, partial
 from itertools import product
 from pathlib import Path
 from types import SimpleNamespace
 
 import torch
 
+from backends.gpu import apply
 from bench import ROOT, machine, serving, size_config
 from bench import operations as ops
 from bench.decoding import gpu_rows, load_prompts
@@ -52,6 +53,7 @@ SIZES = dict(  # name=(value, value with --dry-run)
     prefixes=((256, 4096), (16,)),
     histories=((256, 32_768), (64,)),
     rows=((1, 32, 512), (1, 3)),                 # of the LM head's product
+    products=((1, 16, 64), (1, 3)),              # rows of a layer's
     matmul=(8192, 64),                           # rows and columns of a large product
     tests=(("-n", "12", "-m", "gpu", "--continue-on-collection-errors"),
            ("-m", "not gpu", "tests/test_model.py")))
@@ -111,7 +113,8 @@ def demo(run):
 
 def decoded(run, model, heads, batch_sizes, temperatures):
     """Rows of `gpu_rows`: half of the prompts at B = 1, else all of them, with two seeds."""
-    args = SimpleNamespace(model=str(model), device=str(run.device), dtype=None, quantize=None)
+    args = SimpleNamespace(model=str(model), device=str(run.device), dtype=None, quantize=None,
+                           template_kwargs={})
     prompts, stop = read_prompts(args.model, run.sizes.prompts)
     model, encoding = load_model(args)
     heads = CloverHeads.from_pretrained(heads, model, encoding.hash)
@@ -122,6 +125,7 @@ def decoded(run, model, heads, batch_sizes, temperatures):
             yield dict(model=Path(args.model).name) | row
 
 
+@cache
 def read_prompts(model, count):
     """Chats, or held-out texts for a model without a chat template, as token ids; and the stop
     tokens."""
@@ -135,7 +139,7 @@ def read_prompts(model, count):
 def server(run):
     """A server under load, plain and with all drafters. start_seconds: until it listens."""
     sizes = run.sizes
-    prompts = read_prompts(run.model, sizes.prompts)[0][:sizes.clients]
+    prompts = read_prompts(str(run.model), sizes.prompts)[0][:sizes.clients]
     flags = ("--port", "0", "--model", run.model, "--batch-size", str(sizes.slots),
              "--context", "1024", "--device", str(run.device))
     plain = None
@@ -174,15 +178,24 @@ def training(run):
 
 
 def steps(run):
-    """Steps at the sizes of published models, with their stages."""
+    """Steps at the sizes of published models, with their stages; of one sequence also with
+    cuBLAS's products, and with weights in 8 and 4 bits."""
     sizes = run.sizes
     shapes = [("heads" if T > 1 else "plain", B, T, Sampling())
               for B, T in product(sizes.batch_sizes, sizes.tree_sizes)]
+    few = [shape for shape in shapes if shape[1] == 1]
     bandwidth = copy_bandwidth(run.device)
     for name in sizes.models:
         model, heads = ops.random_model(name, run.device, torch.bfloat16)
-        for row in ops.over_plain(ops.step_rows(model, heads, shapes, bandwidth)):
-            yield dict(model=name) | row
+        for products, some in (("cublas", few), ("linear_rows", shapes), (8, few), (4, few)):
+            if products == "linear_rows":
+                apply(model)
+                apply(heads)
+            elif products != "cublas":
+                ops.quantize_randomly(model, products)
+                products = f"{products} bits"
+            for row in ops.over_plain(ops.step_rows(model, heads, some, bandwidth)):
+                yield dict(model=name, products=products) | row
 
 
 def kernels(run):
@@ -198,7 +211,7 @@ def kernels(run):
     yield dict(copy_gb_per_s=bandwidth / 1e9, launch_us=1e6 * time_graph(norms) / 300,
                matmul_tflop_per_s=2 * n**3 / time_graph(lambda: a @ b) / 1e12)
     c = size_config(run.sizes.models[-1])
-    for cases in (ops.tree_cases, ops.attention_cases, ops.lm_head_cases):
+    for cases in (ops.linear_cases, ops.tree_cases, ops.attention_cases, ops.lm_head_cases):
         for case in cases(c, run.device, run.sizes):
             yield ops.kernel_row(case, run.device, bandwidth)
 

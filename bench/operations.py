@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 
 import kernels
-from backends import cpu, quantized
+from backends import cpu, gpu, quantized
 from bench import Table, size_config
 from bench.timing import PREFIX, copy_bandwidth, seconds, stage_times, step_time, timing_decoder
 from clover import CloverHeads, preset
 from generate import Sampling, capture
-from hf.checkpoint import put_packed
 from model import GPT, check_memory, expect, free_memory, pick_device
 
 COPIES = 64  # of a kernel's inputs, at most
@@ -71,6 +70,35 @@ def lm_head_cases(c, device, sizes):
                            top_k=torch.zeros_like(row), min_p=0 * ones, **noise)
         logits = lambda: (4 * torch.randn(M, V, device=device),)
         yield "filtered_sample", dict(M=M), 4 * M * V, logits, filtered, None
+
+
+def linear_cases(c, device, sizes):
+    """The four products of a layer, with weights in 16, 8 and 4 bits; torch multiplies in 16."""
+    heads = (c.n_head + 2 * c.n_kv_head) * c.head_size
+    layers = dict(qkv=(heads, c.n_embd, None), proj=(c.n_embd, c.n_head * c.head_size, None),
+                  up=(2 * c.n_inner, c.n_embd, "silu"), down=(c.n_embd, c.n_inner, None))
+    for (layer, (N, K, activation)), M, bits in product(layers.items(), sizes.products, (16, 8, 4)):
+        make = lambda: (random(M, K, device=device), random_weight(N, K, bits, device))
+        plain = partial(by_torch, activation=activation) if bits == 16 else None
+        yield ("linear_rows", dict(layer=layer, M=M, bits=bits), N * K * bits // 8, make,
+               partial(kernels.linear_rows, activation=activation), plain)
+
+
+def random_weight(N, K, bits, device):
+    """A weight [N, K] of a standard deviation near K ** -0.5, as in an 8- or 4-bit GGUF file."""
+    if bits == 16:
+        return random(N, K, device=device) / K ** 0.5
+    q = torch.randint(0, 256, (N, K * bits // 8), device=device, dtype=torch.uint8)
+    ones = torch.ones(K // 32, N, device=device, dtype=torch.float16)
+    if bits == 8:
+        return kernels.Quantized(q.view(torch.int8), ones / (74 * K ** 0.5))
+    scale = ones / (4.6 * K ** 0.5)
+    return kernels.Quantized(q, scale, -7.5 * scale)
+
+
+def by_torch(x, weight, activation):
+    out = x @ weight.T
+    return out if activation is None else kernels.glu(out, activation)
 
 
 def topk(hidden, weight, k):
@@ -162,9 +190,17 @@ def random_model(name, device, dtype, quantize=None):
     heads.set_vocabulary(torch.arange(min(DRAFT_VOCABULARY, config.vocab_size)))
     rounding = quantized.rounding(model, quantize) if quantize else {}
     for weight, how in rounding.items():
-        put_packed(model, weight.removesuffix(".weight"),
-                   [quantized.round_weight(model.get_parameter(weight), *how).pack()])
+        cpu.put(model, weight.removesuffix(".weight"),
+                [quantized.pack(quantized.round_weight(model.get_parameter(weight), *how))])
     return model, heads
+
+
+def quantize_randomly(model, bits):
+    """Replaces a model's linear layers by random ones of 8 or 4 bits, on a GPU."""
+    for name, layer in list(model.named_modules()):
+        if isinstance(layer, torch.nn.Linear):
+            weight = random_weight(layer.out_features, layer.in_features, bits, model.device)
+            gpu.put(model, name, [weight])
 
 
 def drafters(name, heads):

@@ -14,7 +14,7 @@ from hf.families import text_config
 from hf.files import optional_part, part_file
 from hf.paths import find_model, is_gguf
 from hf.text import read_text
-from model import InputError, expect
+from model import InputError, expect, warn
 
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")  # keys of generation_config.json
 # Unsupported keys that change the output unless they are 0, null or empty (or 1: the first four)
@@ -56,16 +56,15 @@ def eos_ids(path, encoding):
 
 def parse_arguments(message):
     """A message whose tool calls have objects as arguments, where they are strings with JSON."""
-    calls = message.get("tool_calls")
+    calls = copy.deepcopy(message.get("tool_calls"))
     if not isinstance(calls, list):
         return message
-    parsed = copy.deepcopy(calls)
-    for call in parsed:
-        with contextlib.suppress(AttributeError, TypeError, ValueError):  # no string, or no JSON
+    for call in calls:
+        with contextlib.suppress(AttributeError, TypeError, ValueError, RecursionError):  # no JSON
             call = call.get("function", call)
             if isinstance(value := json.loads(call.get("arguments")), dict):
                 call["arguments"] = value
-    return message | dict(tool_calls=parsed)
+    return message | dict(tool_calls=calls)
 
 
 def token_text(token):
@@ -144,7 +143,7 @@ class ChatTemplate:
     def __init__(self, file, source, variables):
         self.file = file
         self.source = source
-        self.variables = variables  # defaults for `render`, such as the special tokens' texts
+        self.variables = variables  # default options of `render`, such as the special tokens' texts
         known = [name for name in REASONING if re.search(rf"\.{name}\b|(['\"]){name}\1", source)]
         self.names = {name: known[0] for name in REASONING if known and name not in known}
         environment = jinja2.sandbox.ImmutableSandboxedEnvironment(
@@ -162,8 +161,12 @@ class ChatTemplate:
         "developer" becomes "system" unless the template mentions it, and reasoning has the name
         that it mentions. options: add_generation_prompt (default: True): append the start of an
         assistant turn; continue_final_message: leave the last message open instead; others are
-        variables of the template, such as tools. Raises InputError if the template fails."""
+        variables of the template, such as tools; a warning says if it ignores these. Raises
+        InputError if the template fails."""
         failed = None
+        options = self.variables | options
+        if options.get("tools") and "tools" not in self.source:
+            warn(f"{self.file}: the chat template ignores tools")
         with self.named_errors():
             if options.get("continue_final_message"):
                 expect(isinstance(messages[-1].get("content"), str),
@@ -179,13 +182,9 @@ class ChatTemplate:
         """Yields the messages as templates may need them: without a content where there is none,
         else with null, else with an empty string; with the arguments of tool calls as objects, else
         as the strings that they are in OpenAI's format."""
-        tried = []
         contents = {}, dict(content=None), dict(content="")
         for default, read in itertools.product(contents, (parse_arguments, dict)):
-            variant = [default | self.named(read(message)) for message in messages]
-            if variant not in tried:
-                tried.append(variant)
-                yield variant
+            yield [default | self.named(read(message)) for message in messages]
 
     def named(self, message):
         """A message without None values, and with the names that the template knows."""
@@ -194,13 +193,13 @@ class ChatTemplate:
             message["role"] = "system"
         return message
 
-    def render_once(self, messages, add_generation_prompt=True, continue_final_message=False,
+    def render_once(self, messages, /, add_generation_prompt=True, continue_final_message=False,
                     **variables):
         if continue_final_message:
             content = messages[-1]["content"]
             messages = [*messages[:-1], messages[-1] | dict(content=content + CONTINUE)]
         text = self.template.render(
-            dict(tools=None, documents=None) | self.variables | variables | dict(
+            dict(tools=None, documents=None) | variables | dict(
                 messages=messages,
                 add_generation_prompt=add_generation_prompt and not continue_final_message))
         if not continue_final_message:

@@ -11,13 +11,22 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from backends import cpu, quantized, tensor_parallel
+from backends import cpu, gpu, quantized, tensor_parallel
 from hf.families import family_of, llama_json, text_config
 from hf.files import read_family, read_part
 from hf.paths import find_model, gguf_parts, is_gguf
 from hf.quantization import combine, read_scheme
 from hf.tensors import StoredTensor, open_tensors
-from model import GPT, InputError, atomic_write, check_memory, expect, free_memory, read_json, warn
+from model import (
+    GPT,
+    InputError,
+    atomic_write,
+    check_memory,
+    expect,
+    free_memory,
+    read_json,
+    warn,
+)
 
 FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
 SAMPLES = 64   # how many samples of a file are hashed
@@ -126,15 +135,14 @@ def untie(model):
 def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
     """Loads a folder, a GGUF file or a short name to the device -> frozen GPT in eval mode.
     group: tensor-parallel ranks, each of which loads its shard. quantize: round the weights to
-    "int8" or "int4"; CPU only. packed: on a CPU with the C kernels, layers are packed for
-    decoding, and quantised weights stay quantised unless dtype is float32. With packed=False, or
-    on other devices, layers are plain and quantised weights are dequantised."""
+    "int8" or "int4". packed: on a GPU, and on a CPU with the C kernels, layers are replaced by
+    faster ones that only decode, and quantised weights stay quantised unless dtype is float32. With
+    packed=False, or several ranks, layers are plain and quantised weights are dequantised."""
     path = find_model(path)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-    expect(not quantize or device.type == "cpu", f"--quantize is for a CPU, not for {device.type}; "
-           "leave it out, or add --device cpu")
-    packed = packed is not False and cpu.is_usable(device)
     group = group or tensor_parallel.Group()
+    on_gpu = packed is not False and gpu.is_usable(device)
+    packed = packed is not False and cpu.is_usable(device)
     model, matches = read_headers(path)
     tensors = [tensor for stacked in matches.values() for _, tensor in stacked]
     stored_bits = max((tensor.bits for tensor in tensors if tensor.bits), default=None)
@@ -143,16 +151,17 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
     if packed and dtype == torch.float16:
         warn("float16 is not for a CPU: there are no kernels for it; using bfloat16")
         dtype = torch.bfloat16
-    packs_layers = packed and group.size == 1
     if dtype is None:
         largest = max(tensors, key=lambda tensor: math.prod(tensor.shape))
         stored = torch.bfloat16 if stored_bits else largest.dtype
-        dtype = cpu.default_dtype(device, stored, packs_layers, group.rank)
+        dtype = cpu.default_dtype(device, stored, packed and group.size == 1, group.rank)
     if quantize and model.config.tied:  # round the LM head, but not the embeddings
         untie(model)
         matches["head.weight"] = matches["embed.weight"]
     rounding = quantized.rounding(model, quantize) if quantize else {}
-    packers = choose_packers(model, matches, rounding, dtype) if packs_layers else {}
+    packers = {}
+    if (packed or on_gpu) and group.size == 1:
+        packers = choose_packers(model, matches, rounding, dtype, on_gpu)
     with torch.device("meta"):
         group.divide(model)
     size = 0
@@ -162,35 +171,43 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
         layer.weight = None  # the packed layer allocates its own
     model = model.to(dtype)
     size += model.weight_bytes()
-    if device.type != "cpu" and stored_bits:
-        warn(f"{path}: quantised weights are dequantised to {str(dtype).removeprefix('torch.')}, "
-             f"as {device.type} has no kernels for them")
+    if on_gpu and packers:
+        largest = max(math.prod(tensor.shape) for name in packers for _, tensor in matches[name])
+        size += 2 * largest * dtype.itemsize  # a long prompt dequantises a layer at a time
     advice = "use a smaller model" + " or --dtype bfloat16" * (dtype == torch.float32)
     check_memory(f"{path}: its weights take", size, free_memory(device), device, advice)
     # not to_empty, which imports sympy
     model._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device))
     model = model.requires_grad_(False).eval()
-    read_weights(model, matches, group, rounding, packers)
+    read_weights(model, matches, group, rounding, packers, gpu.put if on_gpu else cpu.put)
     model.hash = files_hash(path)
     group.connect(model)
     if packed:
         cpu.apply(model)
         cpu.trim_memory()
+    if on_gpu:
+        gpu.apply(model)
     return model
 
 
-def choose_packers(model, matches, rounding, dtype):
-    """{weight name: (bits per number, StoredTensor -> `cpu.PackedWeight`)} of the layers to pack.
-    Quantised weights stay quantised unless dtype is float32."""
-    names = [f"{name}.weight" for name, layer in model.named_modules() if type(layer) in cpu.LAYERS]
-    if model.config.tied:
-        names[names.index("head.weight")] = "embed.weight"
-    pack_floats = lambda tensor: cpu.pack_floats(tensor.load().to(dtype))
-    pack_rounded = lambda how, tensor: quantized.round_weight(tensor.load(), *how).pack()
-    packers = dict.fromkeys(names, (8 * dtype.itemsize, pack_floats))
+def choose_packers(model, matches, rounding, dtype, on_gpu):
+    """{weight name: (bits per number, StoredTensor -> a part for `cpu.put` or `gpu.put`)} of the
+    layers to replace: those that are quantised, unless dtype is float32, or rounded, on a CPU all
+    layers."""
+    packers = {}
+    pack = (lambda weight: weight) if on_gpu else quantized.pack
+    if not on_gpu:
+        names = [f"{name}.weight" for name, layer in model.named_modules()
+                 if type(layer) in cpu.LAYERS]
+        if model.config.tied:
+            names[names.index("head.weight")] = "embed.weight"
+        pack_floats = lambda tensor: cpu.pack_floats(tensor.load().to(dtype))
+        packers = dict.fromkeys(names, (8 * dtype.itemsize, pack_floats))
     for name, stacked in matches.items():
         if all(tensor.bits for _, tensor in stacked) and dtype != torch.float32:
-            packers[name] = max(tensor.bits for _, tensor in stacked), StoredTensor.pack
+            bits = max(tensor.quantized_bits if on_gpu else tensor.bits for _, tensor in stacked)
+            packers[name] = bits, StoredTensor.quantized if on_gpu else StoredTensor.packed
+    pack_rounded = lambda how, tensor: pack(quantized.round_weight(tensor.load(), *how))
     for name, how in rounding.items():
         packers[name] = how[0], partial(pack_rounded, how)
     if model.config.unit_head:  # read_weights normalises its rows first
@@ -198,16 +215,16 @@ def choose_packers(model, matches, rounding, dtype):
     return packers
 
 
-def read_weights(model, matches, group, rounding, packers):
+def read_weights(model, matches, group, rounding, packers, put):
     """Loads the stored tensors into a model, or into this rank's shard. rounding: {name: (bits,
-    group) for `round_weight`}. packers: from `choose_packers`."""
+    group) for `round_weight`}. packers: from `choose_packers`. put: `cpu.put` or `gpu.put`."""
     parameters = dict(model.named_parameters())
     biases_first = sorted(matches, key=lambda name: len(matches[name][0][1].shape))
     for name in tqdm(biases_first, "reading the weights", leave=False, delay=PATIENCE,
                      disable=group.rank > 0 or None):  # None: only on a terminal
         if name in packers:
             _, pack = packers[name]
-            put_packed(model, name.removesuffix(".weight"), [pack(x) for _, x in matches[name]])
+            put(model, name.removesuffix(".weight"), [pack(x) for _, x in matches[name]])
             continue
         for start, tensor in matches[name]:
             value = tensor.load()
@@ -217,18 +234,6 @@ def read_weights(model, matches, group, rounding, packers):
     if model.config.unit_head:
         for rows in parameters["head.weight"].split(4096):  # chunks, as float32 takes memory
             rows.copy_(torch.nn.functional.normalize(rows.float(), dim=-1))
-
-
-def put_packed(model, name, parts):
-    """Replaces the layer `name` by a packed layer made of `cpu.PackedWeight`s."""
-    layer = model.get_submodule(name)
-    weight = cpu.stack(parts, getattr(layer, "bias", None))
-    if name != "embed":
-        model.set_submodule(name, cpu.LAYERS[type(layer)](weight))
-    elif model.config.tied:
-        model.head = cpu.PackedLMHead(weight)  # also serves as the embeddings
-    else:
-        model.embed = cpu.PackedEmbedding(cpu.PackedLinear(weight), model.dtype)
 
 
 def copy_shard(target, value, start, shard):

@@ -19,6 +19,7 @@ from hf.families import family_of, value_of
 from hf.paths import gguf_parts
 from hf.splits import PIECE_IS_TOKEN, byte_level_spec, sentencepiece_spec
 from hf.tensors import StoredTensor
+from kernels import Quantized
 from model import InputError, expect, one_of, warn
 
 ARCHITECTURES = "llama", "qwen2", "qwen3", "gemma3", "phi3", "smollm3"
@@ -48,6 +49,13 @@ NUMBERS = {  # of the metadata, as the module struct calls them
     GGUFValueType.UINT64: "Q", GGUFValueType.INT8: "b", GGUFValueType.INT16: "h",
     GGUFValueType.INT32: "i", GGUFValueType.INT64: "q", GGUFValueType.FLOAT32: "f",
     GGUFValueType.FLOAT64: "d", GGUFValueType.BOOL: "?"}
+
+
+ONE, ZERO = b"\0\x3c", b"\0\0"  # as float16
+UNIT_SCALES = {  # type: where a block's scales are, and those with which its values are integers
+    "Q4_0": (0, ONE), "Q4_1": (0, ONE + ZERO), "Q5_0": (0, ONE), "Q5_1": (0, ONE + ZERO),
+    "Q8_0": (0, ONE), "Q6_K": (192, bytes([1] * 16) + ONE)} | dict.fromkeys(
+    ("Q4_K", "Q5_K"), (0, ONE + ZERO + bytes([1] * 4 + [0] * 4 + [1] * 4)))
 
 
 class Tensor(NamedTuple):
@@ -249,7 +257,9 @@ class GGUFFile:
         if per_block == 1 or len(tensor.shape) != 2:
             return stored
         bits = 8 * size / per_block if kind.name in cpu.FORMATS else 8
-        return stored._replace(bits=bits, read_packed=partial(self.read_packed, tensor))
+        return stored._replace(bits=bits, read_packed=partial(self.read_packed, tensor),
+                               read_quantized=partial(self.read_quantized, tensor),
+                               quantized_bits=4 + 32 / 32 if kind.name.startswith("Q4") else 8 + 1)
 
     def read_values(self, tensor):
         """A tensor's values as a folder stores them, but for the order of rows, float32."""
@@ -272,13 +282,25 @@ class GGUFFile:
         """Packs a tensor's rows in this order. Types without a kernel are rounded to 8 bits."""
         kind = tensor.kind
         if kind.name not in cpu.FORMATS:
-            warn(f"weights of type {kind.name} are rounded to 8 bits, as there is no kernel for "
-                 f"them; there are kernels for {', '.join(cpu.FORMATS)}")
-            values = self.read_values(tensor)
-            return quantized.round_weight(values, 8, 32).rows(order).pack()
+            return quantized.pack(self.read_rounded(tensor, order, cpu.FORMATS))
         packed = cpu.pack_blocks(kind.name, kind.value, tensor.data, tensor.shape[1], order)
         release(tensor)
         return packed
+
+    def read_quantized(self, tensor, order):
+        """A tensor's rows in this order as a `kernels.Quantized`."""
+        if tensor.kind.name not in UNIT_SCALES:
+            return self.read_rounded(tensor, order, UNIT_SCALES)
+        weight = unpack_blocks(tensor.kind, tensor.data)
+        release(tensor)
+        return quantized.select_rows(weight, order)
+
+    def read_rounded(self, tensor, order, formats):
+        """The same for types without a kernel, which are rounded to 8 bits."""
+        warn(f"weights of type {tensor.kind.name} are rounded to 8 bits, as there is no kernel for "
+             f"them; there are kernels for {', '.join(formats)}")
+        weight = quantized.round_weight(self.read_values(tensor), 8, 32)
+        return quantized.select_rows(weight, order)
 
 
 @lru_cache(maxsize=2)
@@ -304,6 +326,34 @@ def read_part(path, name):
 def dequantized(tensor):
     values = gguf.dequantize(tensor.data, tensor.kind)
     return torch.from_numpy(np.require(values, requirements="W"))
+
+
+def unpack_blocks(kind, data):
+    """A `kernels.Quantized` with the values of blocks, uint8 [N, bytes of a row]. The products of
+    K-quants' two scales are rounded to float16."""
+    N, size = len(data), gguf.GGML_QUANT_SIZES[kind][1]
+    blocks = data.reshape(-1, size)
+    half = lambda start: blocks[:, start:start + 2].view(np.float16).astype(np.float32)
+    scales, minimums = half(208 if kind.name == "Q6_K" else 0), None
+    if kind.name in ("Q4_1", "Q5_1"):
+        minimums = half(2)
+    elif kind.name in ("Q4_K", "Q5_K"):
+        factors, offsets = gguf.quants.Q4_K.get_scale_min(blocks[:, 4:16])
+        scales, minimums = scales * factors, -half(2) * offsets
+    elif kind.name == "Q6_K":
+        scales = scales * blocks[:, 192:208].view(np.int8)
+    start, ones = UNIT_SCALES[kind.name]
+    units = blocks.copy()
+    units[:, start:start + len(ones)] = np.frombuffer(ones, np.uint8)
+    q = gguf.dequantize(units.reshape(data.shape), kind)
+    if kind.name == "Q4_0":  # from -8 on
+        q += 8
+        minimums = np.full_like(scales, 8, dtype=np.uint8)
+    q = torch.from_numpy(q).to(torch.uint8 if kind.name.startswith("Q4") else torch.int8)
+    spread = lambda x: None if x is None else torch.from_numpy(
+        x.astype(x.dtype if x.dtype == np.uint8 else np.float16)).view(N, -1).T.contiguous()
+    return Quantized(quantized.pack_nibbles(q) if q.dtype == torch.uint8 else q, spread(scales),
+                     spread(minimums))
 
 
 def release(tensor):

@@ -7,8 +7,9 @@ from typing import NamedTuple
 
 import torch
 
-from backends.quantized import QuantizedWeight, largest_group
+from backends.quantized import largest_group, pack, pack_nibbles, select_rows
 from hf.tensors import FP8, StoredTensor
+from kernels import Quantized
 from model import expect, one_of
 
 AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7  # the nibble of an int32 that holds each of 8 neighbours
@@ -58,14 +59,10 @@ def read_block(path, block):
 
 
 def read_layer(what, layer, scheme, shape):
-    """Loads the tensors of a layer, {suffix: StoredTensor} -> `QuantizedWeight` [N, C]. what: its
-    name in errors."""
+    """Loads the tensors of a layer, {suffix: StoredTensor} -> `Quantized` [N, C]. what: its name in
+    errors."""
     N, C = shape
     rows, columns = (size or max(N, C) for size in scheme.block)
-    in_order = torch.arange(C) // columns
-    order = layer["g_idx"].load().long() if "g_idx" in layer else in_order
-    expect(torch.equal(order, in_order), f"{what} was quantised with act-order (desc_act), which "
-           "is not supported; use a checkpoint without it")
     stored = (layer[suffix].load() for suffix in SUFFIXES[scheme.method][:3])
     q, scales, zeros = unpack(scheme, *stored)
     expect(scales.float().isfinite().all(), f"{what}: scales are not finite; use another file")
@@ -74,8 +71,17 @@ def read_layer(what, layer, scheme, shape):
     row = torch.arange(N) // rows
     column = torch.arange(C // group)[:, None] * group // columns
     spread = lambda x: x.reshape(-(-N // rows), -(-C // columns))[row, column].contiguous()
-    minimums = None if zeros is None else -spread(zeros).float() * spread(scales).float()
-    return QuantizedWeight(q, spread(scales), minimums)
+    order = None
+    in_order = torch.arange(C) // columns
+    if "g_idx" in layer and not torch.equal(groups := layer["g_idx"].load().long(), in_order):
+        order = groups.argsort(stable=True)  # act-order
+        expect(torch.equal(groups[order], in_order), f"{what}.g_idx does not name each group "
+               f"{columns} times; download it again")
+        q = q[:, order]
+        order = order.int()
+    if q.dtype == torch.uint8:
+        q = pack_nibbles(q)
+    return Quantized(q, spread(scales), None if zeros is None else spread(zeros), order)
 
 
 def shared_columns(C, columns):
@@ -153,5 +159,8 @@ def combine_layer(stem, layer, scheme):
     expect(shared_columns(C, columns), f"{what}: {C} inputs in groups of {columns} are not "
            "supported; expected groups of 128, 64 or 32")
     weight = partial(read_layer, what, layer, scheme, (N, C))
+    rows = lambda order: select_rows(weight(), order)
+    scale_bits = 8 * layer[scales].dtype.itemsize + (scheme.bits == 4) * 8  # and a zero
+    quantized_bits = scheme.bits + scale_bits / shared_columns(C, columns)
     return StoredTensor(file, (N, C), torch.bfloat16, lambda: weight().values(), scheme.bits,
-                        lambda order: weight().rows(order).pack())
+                        lambda order: pack(rows(order)), rows, quantized_bits)

@@ -23,7 +23,10 @@ class StoredTensor(NamedTuple):
     dtype: torch.dtype | str  # a str for safetensors types that torch lacks
     read: Callable            # () -> the stored values, memory-mapped if possible
     bits: float | None = None            # bits per number, if quantised
-    read_packed: Callable | None = None  # row order -> `cpu.PackedWeight`, if quantised
+    # row order -> its values as they are quantised in the file, if they are
+    read_packed: Callable | None = None     # as a `cpu.PackedWeight`
+    read_quantized: Callable | None = None  # as a `kernels.Quantized`,
+    quantized_bits: float | None = None     # which has this many bits per number
     order: torch.Tensor | None = None    # which stored row comes where, int64 [N]; None: in order
 
     def load(self):
@@ -31,9 +34,11 @@ class StoredTensor(NamedTuple):
         values = self.read()
         return values if self.order is None else values[self.order]
 
-    def pack(self):
-        """Its values as a `cpu.PackedWeight`, as they are quantised in the file."""
+    def packed(self):
         return self.read_packed(self.order)
+
+    def quantized(self):
+        return self.read_quantized(self.order)
 
     def rows(self, order):
         """The tensor with its rows in this order, int64 [N]; None: as they are."""

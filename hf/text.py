@@ -57,14 +57,28 @@ def read_objects(file, parse, expected):
 
 
 def messages_of(value):
-    """The messages of an object in OpenAI's format ("messages") or ShareGPT's ("conversations")."""
+    """The messages of an object in OpenAI's format ("messages") or ShareGPT's ("conversations"),
+    whose turns may also be OpenAI's."""
     messages = value.get("messages")
     if messages is None and isinstance(value.get("conversations"), list):
         turns = [{"from": "system", "value": value["system"]}] if value.get("system") else []
-        messages = [dict(role=ROLES.get(turn.get("from"), turn.get("from")),
-                         content=turn.get("value")) for turn in turns + value["conversations"]]
+        messages = [turn if "role" in turn else from_sharegpt(turn)
+                    for turn in turns + value["conversations"]]
     expect(isinstance(messages, list), 'its "messages" are not a list')
     return list(map(message_of, messages))
+
+
+def tools_of(value):
+    """{"tools": [...]}, variables for the chat template, of an object whose tools are a list or a
+    string with one; {} without any."""
+    tools = value.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) and tools else tools
+    return dict(tools=tools) if tools else {}
+
+
+def from_sharegpt(turn):
+    role = turn.get("from")
+    return dict(role=ROLES.get(role, role), content=turn.get("value"))
 
 
 def message_of(message):

@@ -17,7 +17,7 @@ from model import InputError, expect
 
 class Encoding:
     """A tokenizer made of the contents of a tokenizer.json (spec). special_tokens: {text: id} of
-    all added tokens. control_ids: those marked special, which no answer contains; <think> is not.
+    all added tokens. control_ids: those marked special, but <think> or [THINK]: no answer has them.
     prefix: ids to put before a prompt. hash: 16 hex digits of the vocabulary, the same in a GGUF
     file, whose converter adds tokens [PADn] of id n and writes some ▁ as spaces."""
 
@@ -32,7 +32,8 @@ class Encoding:
         self.package = Tokenizer.from_str(json.dumps(spec))
         vocab = self.package.get_vocab(with_added_tokens=True)
         self.special_tokens = {token["content"]: vocab[token["content"]] for token in added}
-        self.control_ids = {vocab[token["content"]] for token in added if token["special"]}
+        self.control_ids = {vocab[token["content"]] for token in added
+                            if token["special"] and "think" not in token["content"].lower()}
         self.ids = set(vocab.values())
         self.n_vocab = max(self.ids) + 1
         encoded = self.package.encode("a")

@@ -26,8 +26,11 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
+from backends import gpu
+from bench import size_config
 from clover import CloverHeads
 from generate import Decoder, Policy
+from kernels import Quantized
 from model import GPT, InputError
 from tools.flags import DEMO
 
@@ -99,7 +102,20 @@ def demo():
     """demo/ and its heads on the meta device, in bfloat16, the default on CUDA."""
     model = GPT.from_pretrained(DEMO, BF16, "cpu", packed=False)
     heads = CloverHeads.from_pretrained(DEMO / "clover", model)
-    return model.to("meta"), heads.to("meta")
+    for module in (model, heads):
+        gpu.apply(module.to("meta"))
+    return model, heads
+
+
+def sized(name):
+    """A model of `bench.MODEL_SIZES` on the meta device, in bfloat16."""
+    config = size_config(name)
+    with torch.device("meta"):
+        model = GPT(config).to(BF16).requires_grad_(False)
+        model.rotations = torch.empty(config.block_size, 2, config.head_size, dtype=BF16)
+    model.window_rotations = model.slopes = model.embed_scale = None
+    gpu.apply(model)
+    return model
 
 
 def print_launches(tree_sizes=(1, 5, 16, 64)):
@@ -114,6 +130,9 @@ def print_launches(tree_sizes=(1, 5, 16, 64)):
                 counts = rows[tree_size, name] = step_launches(model, *used, tree_size, capacity=512)
                 most = ", ".join(f"{n} {operation}" for operation, n in counts.most_common(6))
                 print(f"| {tree_size} | {name} | {counts.total()} | {most} |")
+    for size in ("135m", "8b"):
+        rows[size] = step_launches(sized(size), capacity=512)
+        print(f"\n{size}, plain: {rows[size].total()} launches")
     return rows
 
 
@@ -129,7 +148,9 @@ SLOTS = dict(slots="B int64 ?")
 TENSORS = dict(
     tree_attention=dict(q="B T Hq D real", k_cache="N Hkv S D real", v_cache="N Hkv S D real", lengths="N int32",
                         ancestors="B T int64", slopes="Hq float32 ?", **SLOTS),
-    project_topk=HEAD | dict(vocab_ids="n int32 ?"), project_sample=HEAD | PLACE | MASKS,
+    linear_rows=dict(x="M C real", weight="2N C real", bias="2N real ?", norm="C real ?", residual="M N real ?"),
+    dequantize=dict(weight="N C real", rows="M int64 ?"),
+    project_topk=HEAD | dict(vocab_ids="V int32 ?"), project_sample=HEAD | PLACE | MASKS,
     commit_path=dict(kv="L 2 N Hkv S D real", lengths="N int32", path="B P int64", count="B int32", **SLOTS),
     add_norm=dict(x="3 C real", delta="3 C real ?", weight="C real ?", bias="C real ?"),
     rope_cache=dict(qkv="B T H D real", rope="B T 2 D real ?", kv="2 N Hkv S D real", lengths="N int32",
@@ -149,10 +170,19 @@ DIMENSIONS = dict(B=2, L=2, M=3, T=3, H=12, Hq=8, Hkv=2, S=4096, C=4096, V=32000
                   temperature=0.8, seed=0, top_k=0, top_p=0.9, min_p=0.0, m=15, modes=2, SOURCES=kernels.SOURCES)
 
 
-def arguments(name, dtype=BF16, present="", aligned=True, device="meta", **given):
-    """Arguments for a kernels.py function. given: sizes and others. present: optional tensors. aligned: to 16 bytes."""
+def quantized_weight(N, K, kind, group, minimums=None, device="meta"):
+    """A `Quantized` weight of zeros [N, K]. kind, minimums: dtypes; uint8: 4 bits."""
+    zeros = lambda dtype, *shape: torch.zeros(*shape, dtype=getattr(torch, dtype), device=device)
+    return Quantized(zeros(kind, N, K // 2 if kind == "uint8" else K), zeros("float16", K // group, N),
+                     zeros(minimums, K // group, N) if minimums else None)
+
+
+def arguments(name, dtype=BF16, present="", aligned=True, device="meta", quantized=None, **given):
+    """Arguments for a kernels.py function. given: sizes and others. present: optional tensors. aligned: to 16 bytes.
+    quantized: as in `quantized_weight`."""
     function = getattr(kernels, name)
     scope = DIMENSIONS | given
+    scope["2N"] = scope.get("N", 0) * (2 if scope.get("activation") else 1)
     scope |= {"2C": 2 * scope["C"], "1+m": 1 + scope["m"], "3P+2": 3 * scope.get("P", 0) + 2,
               "words": -(-scope["V"] // 32)}
     scope.setdefault("N", scope["B"])
@@ -164,6 +194,10 @@ def arguments(name, dtype=BF16, present="", aligned=True, device="meta", **given
         if argument in ("k_cache", "v_cache", "weight") and not aligned:
             x = x.new_empty(*shape[:-2], shape[-1], shape[-2] + 1).mT[..., :-1, :]
         made[argument] = None if spec.endswith("?") and argument not in present.split() else x
+    if quantized:
+        made["weight"] = quantized_weight(*made["weight"].shape, *quantized, device=device)
+    if name == "dequantize":
+        made["dtype"] = dtype
     if "noise" in present.split():
         made["noise"] = [torch.zeros(scope["M"], dtype=dtype, device=device) for dtype in (FP32, *[torch.int64] * 3)]
     int64, int32 = (partial(torch.zeros, dtype=kind, device=device) for kind in (torch.int64, torch.int32))
@@ -189,6 +223,8 @@ def launches_of(name, dtype=BF16, present="", aligned=True, multiprocessors=132,
 
 HEAD_SIZES = [16, 32, 64, 256, 128]  # others use the tile of the next power of two, with masks
 ROWS = [8, 32, 64, 128, 512]
+QUANTIZED = [("int8", 4096), ("float8_e4m3fn", 128), ("int8", 16), ("int8", 32, "float16"), ("uint8", 128, "uint8"),
+             ("uint8", 32, "float16")]
 GATE = dict(  # every shape class that kernels.py chooses; lists are alternatives; float16 compiles like bfloat16
     tree_attention=[
         dict(T=[2, 8, 32, 16], D=HEAD_SIZES, present=["slopes", ""]),  # tiles of 16 to 128 query rows
@@ -198,13 +234,21 @@ GATE = dict(  # every shape class that kernels.py chooses; lists are alternative
         dict(T=5, D=128, dtype=[BF16, FP32], aligned=[True, False]),
         dict(T=2, D=[16, 128, 256], S=[400, 65536], present=["", "slots"]),  # few splits to combine, and many
         dict(T=[2, 16], D=128, S=64, window=[0, 40])],  # one split
+    linear_rows=[
+        dict(M=[1, 17, 256], N=14336, activation="silu", present="norm", quantized=[None, *QUANTIZED]),
+        dict(M=[1, 17, 64], N=[576, 4096, 128256], present="residual", quantized=[None, *QUANTIZED[::2]]),
+        dict(M=[1, 64], N=14336, activation="gelu", present="norm bias", dtype=[FP16, FP32]),
+        dict(M=[1, 64], N=4096, C=[576, 111], present="bias norm", dtype=[BF16, FP32])],
+    dequantize=[dict(N=4096, quantized=QUANTIZED, present=["", "rows"])],
     project_sample=[
         dict(M=ROWS, dtype=[BF16, FP32]), dict(M=ROWS, aligned=False), dict(M=ROWS, V=8192),
-        dict(M=[8, 512], temperature=0.0), dict(M=ROWS, present="masks"), dict(M=8, temperature=0.0, present="masks")],
+        dict(M=[8, 512], temperature=0.0), dict(M=ROWS[:-1], quantized=QUANTIZED[1:]),
+        dict(M=ROWS, present="masks"), dict(M=8, temperature=0.0, present="masks")],
     project_topk=[
-        dict(M=ROWS, k=[4, 8, 32], V=[8192, 32000], n=8192, present=["", "vocab_ids"]), dict(M=8, k=1),
-        dict(M=8, C=4112), dict(M=ROWS, k=8, n=8192, present="vocab_ids noise"),  # masked channels; sampled drafts
+        dict(M=ROWS, k=[4, 8, 32], V=[8192, 32000], present=["", "vocab_ids"]), dict(M=8, k=1),
+        dict(M=8, C=4112), dict(M=ROWS, k=8, V=8192, present="vocab_ids noise"),  # masked channels; sampled drafts
         dict(M=ROWS, k=[4, 8, 32], V=[8192, 32000], present="noise"),
+        dict(M=ROWS[:-1], k=8, V=[8192, 32000], quantized=QUANTIZED[2:], present=["", "noise"]),
         dict(M=ROWS, k=32, dtype=FP32), dict(M=ROWS, k=32, aligned=False),
         dict(M=8, k=[1, 32], V=128256, multiprocessors=[1, 4, 16, 256])],  # how many lists to merge
     commit_path=[dict(P=64, D=256, present=["", "slots"], dtype=[BF16, FP32])],

@@ -261,6 +261,17 @@ def test_states_in_bfloat16_are_the_decoders(shape):
         assert torch.equal(hidden, want)
 
 
+@torch.inference_mode()
+def test_heads_in_c_read_no_row_before_the_first():
+    """Bug: a server dies of a prompt of one token, which has no committed row, in its first slot."""
+    decoder = filled_decoder(cpu.CompiledDecoder, *packed_toy(name="clover"), True, 5, lengths=(0, 13))
+    rows = torch.zeros(1 + decoder.hidden_rows.shape[:2].numel(), decoder.hidden_rows.shape[2])
+    rows[0] = math.nan
+    decoder.struct.hidden_rows = rows[1:].data_ptr()
+    decoder.draft(5, 4)
+    assert decoder.slots.heads_cache.kv.isfinite().all()
+
+
 @pytest.mark.parametrize("shape, name, lookup, T, vocabulary, grammars", [
     *((shape, "clover", True, 9, [], shape == "qk-norm") for shape in SHAPES),
     *(("llama", name, True, 63, vocabulary, bool(vocabulary)) for name in PRESETS for vocabulary in ([], TOKENS)),

@@ -97,12 +97,13 @@ def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
     select = lambda part, key: [row for row in rows if row["part"] == part and key in row]
     steps, plain = select("steps", "step_ms"), {}
     for row in steps:
-        assert plain.setdefault(row["batch_size"], row)["tree_size"] == 1
-        assert row["over_plain"] == pytest.approx(row["step_ms"] / plain[row["batch_size"]]["step_ms"], rel=1e-3)
-        assert row["verify_ms"] > 0
-    assert len(steps) == 2 * len(plain) == 2 * 2
+        base = plain.setdefault((row["products"], row["batch_size"]), row)
+        assert base["tree_size"] == 1 and row["verify_ms"] > 0
+        assert row["over_plain"] == pytest.approx(row["step_ms"] / base["step_ms"], rel=1e-3)
+    assert [*plain] == [("cublas", 1), ("linear_rows", 1), ("linear_rows", 2), ("8 bits", 1), ("4 bits", 1)]
+    assert len(steps) == 2 * len(plain)
     assert {row["kernel"] for row in select("kernels", "us")} == {
-        "ngram_lookup", "best_tree", "prompt_chain", "accept_path", "filtered_sample", "tree_attention",
+        "linear_rows", "ngram_lookup", "best_tree", "prompt_chain", "accept_path", "filtered_sample", "tree_attention",
         "project_topk", "project_sample"}
     assert all(row["us"] == pytest.approx(1000 / operations.COPIES, rel=1e-3) for row in select("kernels", "us"))
     first = select("kernels", "prefix")[0]  # 16 + 4 rows of 2 heads of 16, and 4 x 4 queries in and out

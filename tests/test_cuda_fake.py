@@ -23,10 +23,13 @@ from torch.utils._pytree import tree_leaves
 import generate
 import kernels
 import model as models
+from backends import gpu
+from backends.quantized import round_weight
 from backends.tensor_parallel import Group
 from bench import timing
 from conftest import SHAPES, Operations, ToyGrammar, toy_model
 from generate import GREEDY, Decoder, Engine, Policy, Sampling, capture
+from kernels import Quantized
 from test_clover import random_heads
 from test_generate import Cycling
 from train_heads import Run
@@ -248,19 +251,27 @@ MIXED = (1, 0), (5, 4), (6, 0), (13, 4)
 @pytest.fixture
 def start(request):
     """A function that makes a model and heads with real values, since heads read the LM head's scale, and moves them to
-    a fake GPU: returns (world, model, heads)."""
-    def make(name="llama", kind="clover", dtype=torch.bfloat16, **switches):
+    a fake GPU: returns (world, model, heads). bits: quantises the layers."""
+    def make(name="llama", kind="clover", dtype=torch.bfloat16, bits=None, **switches):
         model = toy_model(block_size=2048, **SHAPES[name])
         heads = random_heads(model, kind, **switches) if kind else None
         modules = [module.to(dtype) for module in (model, heads) if module is not None]
+        weights = {} if bits is None else {layer: round_weight(model.get_parameter(f"{layer}.weight"), bits, 32)
+                                           for layer in ("embed", *LAYERS)}
         world = request.getfixturevalue("world")
         with patch.object(torch.__future__, "get_overwrite_module_params_on_conversion", lambda: True):
             for module in modules:
                 module._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device="cuda"))
+        for layer, weight in weights.items():
+            fake = [x if x is None else torch.empty(x.shape, dtype=x.dtype) for x in weight]
+            gpu.put(model, layer, [Quantized(*fake)])
+        for module in modules:
+            gpu.apply(module)
         return world, model, heads
     return make
 
 
+LAYERS = [f"blocks.{i}.{layer}" for i in (0, 1) for layer in ("attn.qkv", "attn.proj", "mlp.up", "mlp.down")]
 PROMPTS = [1, 2, 3], [4], [*range(40)] * 15, [5, 6], [7] * 30
 
 
@@ -277,6 +288,7 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 @pytest.mark.parametrize("name, dtype, kind, switches", [
     ("llama", FP32, "clover", {}), ("alibi", FP16, "clover2", {}), ("gemma", BF16, "hydra", {}),
     ("llama", BF16, "medusa", {}), ("llama", BF16, None, {}), ("llama", BF16, "clover", dict(vocabulary=20)),
+    ("llama", BF16, "clover", dict(bits=4, vocabulary=20)), slow("untied-biased", FP16, "clover2", dict(bits=8)),
     slow("alibi", FP32, "clover", {}), slow("gpt2", BF16, "clover", {}), slow("qk-norm", FP16, "clover", {}),
     slow("olmo", FP32, "clover", {})], ids=str)
 def test_every_model_decodes_on_a_fake_gpu(name, dtype, kind, switches, start, prefilled):

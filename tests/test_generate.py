@@ -147,9 +147,9 @@ def test_the_slot_of_an_ended_sequence_stays_idle(toy):
                                      dict(temperature=1.0, top_p=0.7)], ids=["temperature", "top-k", "top-p"])
 def test_samples_follow_the_models_own_distribution(options):
     """Bug: noise or acceptance that favours drafted tokens. Chi-squared test over 1,200 samples of 11 tokens."""
-    model, prompt = toy_model(vocab_size=11, scale=2.0), [3, 1, 4]
+    model, prompt = toy_model(vocab_size=11, scale=2.0), [3]  # longer ones need a pass each
     heads, given = random_heads(model), [prompt] * 1200
-    texts = generate(model, given, 2, heads, tree_size=6, batch_size=400, seed=11, **options).tokens
+    texts = generate(model, given, 2, heads, tree_size=6, batch_size=100, seed=11, **options).tokens
     first = Counter(text[0] for text in texts).most_common(1)[0][0]
     for given in ([], [first]):
         seen = Counter(text[len(given)] for text in texts if text[:len(given)] == given)

@@ -108,12 +108,6 @@ def test_a_template_renders_and_encodes_as_transformers_does(source, chats, opti
         assert [ours.render(messages, **options), encoding.chat(messages, **options)] == want
 
 
-def test_only_a_text_can_be_continued(tmp_path):
-    tk.write(tmp_path, {"chat_template.jinja": TOOLS})
-    refusal(lambda: chat.load_chat_template(tmp_path).render(TURNS[:2], continue_final_message=True),
-            "continue_final_message needs a text")
-
-
 def test_a_developer_is_the_system_where_the_template_knows_no_other(tmp_path):
     for source, role in (("{{ messages[0].role }}", "system"), ("{{ messages[0].role }} {# developer #}", "developer")):
         tk.write(tmp_path, {"chat_template.jinja": source})
@@ -132,6 +126,7 @@ DEEPSEEK = """{% for m in messages %}{% if m['content'] is none %}
 @pytest.mark.parametrize("source, arguments, want", [
     (SMOLLM2, '{"a": 1}', "<|im_start|>assistant\n<|im_end|>"), (ITERATES, '{"a": "é"}', 'a="é"'),
     (DUMPS, '{"a": "é"}', '{"a": "é"}'), (DUMPS, "{no", '"{no"'), (DUMPS, {"a": 1}, '{"a": 1}'),
+    pytest.param(DUMPS, "[" * 10**5, f'"{"[" * 10**5}"', id="depth"),
     (DEEPSEEK, '{"a":1}', '<call>{"a":1}')])
 def test_tool_calls_of_openais_format_reach_every_kind_of_template(source, arguments, want, tmp_path):
     """Bug: string arguments are an error or escaped twice, a null content beside them is an error."""

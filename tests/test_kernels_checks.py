@@ -13,7 +13,8 @@ from test_kernels import INTERPRETED, as_int64, plain
 
 GIVEN = dict(  # arguments of each function, optional tensors included
     tree_attention=dict(B=2, N=4, T=3, Hq=4, Hkv=2, D=16, S=10, present="slopes slots"),
-    project_topk=dict(M=2, C=8, V=9, n=5, k=2, present="vocab_ids"),
+    linear_rows=dict(M=2, C=8, N=9, present="bias norm residual"),
+    project_topk=dict(M=2, C=8, V=9, k=2, present="vocab_ids"),
     project_sample=dict(M=2, C=8, V=9, present="masks"),
     commit_path=dict(L=1, B=2, N=4, Hkv=1, S=10, D=16, P=3, present="slots"), glu=dict(C=8),
     cosine_mix=dict(C=8, n_head=2), add_norm=dict(C=8, present="delta weight bias"),
@@ -62,7 +63,8 @@ def lists(**changed):
 
 FURTHER = dict(  # more invalid arguments: changed sizes, or functions of the valid arguments
     tree_attention=[dict(T=65, S=99), dict(D=8), dict(D=257), dict(Hq=3), dict(S=2), dict(window=-1)],
-    project_topk=[dict(k=0), dict(k=6), dict(V=50, n=50, k=33), dict(n=0)],
+    linear_rows=[dict(activation="relu"), lambda _: dict(activation="silu")],
+    project_topk=[dict(k=0), dict(k=10), dict(V=50, k=33), dict(V=0)],
     project_sample=[lambda _: dict(temperature=torch.ones(3)), lambda _: dict(seed=torch.ones(2).int()),
                     lambda _: dict(masks=torch.ones(2, 2).int())],
     commit_path=[dict(P=65), lambda made: dict(kv=made["kv"][:, :1])],
@@ -109,6 +111,7 @@ def far_apart(x, dim):
 @pytest.mark.parametrize("name, changed, given, dims", [
     ("tree_attention", "q", dict(B=3, Hkv=4), 3), ("tree_attention", "q", dict(Hkv=1), 3),
     ("tree_attention", "k_cache v_cache", dict(B=3, Hkv=4, S=70), 3), ("project_topk", "weight", dict(present=""), 1),
+    ("linear_rows", "x", dict(M=4), 1), ("linear_rows", "weight", {}, 1),
     ("project_sample", "hidden", dict(M=4), 1), ("commit_path", "kv", dict(L=3, B=3, Hkv=3), 5),
     ("rope_cache", "qkv", dict(B=3), 3), ("rope_cache", "kv", dict(B=3, H=8, Hkv=3), 4),
     ("select_candidates", "logprobs", dict(B=3, W=3, w=3), 2)], ids=str)
@@ -134,7 +137,7 @@ def test_offsets_have_64_bits(name, changed, given, dims):
 
 @pytest.mark.parametrize("name, wanted", [
     *((name, None) for name in NAMES), ("tree_attention", "q"), ("rope_cache", "qkv"), ("rope_cache", "kv"),
-    ("add_norm", "delta"), ("cosine_mix", "kv"), ("glu", "x")])
+    ("linear_rows", "bias"), ("add_norm", "delta"), ("cosine_mix", "kv"), ("glu", "x")])
 def test_dispatch(name, wanted, monkeypatch):
     """Bug: kernels run on a CPU, or the interpreter tests run the reference; signatures differ; a kernel runs although
     a tensor requires a gradient."""

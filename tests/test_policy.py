@@ -77,7 +77,8 @@ def test_costs_on_a_gpu_are_guessed_as_they_were_measured(record, size, weights,
     with torch.device("meta"):
         head = Head(CloverConfig(), base).bfloat16()
     model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, config=base, group=None,
-                            weight_bytes=lambda: weights)
+                            weight_bytes=lambda: weights,
+                            modules=lambda: [SimpleNamespace(in_features=1, out_features=weights / 2)])
     heads = SimpleNamespace(config=CloverConfig(vocabulary=8192), draft_head=lambda i: head)
     times = StepTimes(*guessed_costs(model, heads))
     rows = [json.loads(line) for line in (RESULTS / f"{record}.jsonl").read_text().splitlines()]

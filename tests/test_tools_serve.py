@@ -22,8 +22,9 @@ import torch
 from backends.tensor_parallel import Group
 from conftest import edit_json, toy_model, write_tokenizer
 from generate import generate
-from hf.chat import SAMPLING_KEYS, ChatTemplate
+from hf.chat import SAMPLING_KEYS
 from hf.tokenizer import encode_prompt
+from model import InputError
 from tools.flags import parse_serve
 from tools.load import load
 
@@ -36,7 +37,7 @@ from tools.metrics import Metrics  # noqa: E402
 
 ROOT = Path(__file__).parent.parent
 TEMPLATE = """{% for m in messages %}{{ raise_exception("no dogs") if m.role == "dog" }}{{ m.content }}
-{%- for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}{{ m.tool_call_id }}{% endfor %}
+{%- for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}{{ m.tool_call_id }}{% endfor %}
 {{- "think " if enable_thinking }}{{ "a:" if add_generation_prompt }}"""
 
 
@@ -264,7 +265,8 @@ def test_a_grammar_that_explodes_fails_alone(thinker):
         assert answer.status_code == 400 and says in answer.json()["error"]["message"]
 
 
-CALL = dict(role="assistant", tool_calls=[dict(id="c1", type="function", function=dict(name="sum", arguments="{}"))])
+FUNCTION = dict(name="sum", arguments='{"a": 1}')
+CALL = dict(role="assistant", tool_calls=[dict(id="c1", type="function", function=FUNCTION)])
 ask = lambda **fields: dict(prompt="a", max_tokens=4) | fields
 say = lambda *messages: ("/v1/chat/completions", dict(messages=list(messages), max_tokens=4))
 BAD = {
@@ -279,7 +281,6 @@ BAD = {
     "an unknown id": (ask(prompt=[[1], [258]], stream=True), 400, "prompt 1 has token ids outside 0..257"),
     "another model": (("/v1/models/x", None), 404, "'toy', not 'x'"), "no name": (ask(model=["\ud800"]), 404, "'toy'"),
     "a large body": (b" " * (4 * 2**20 + 1), 413, "4194304 bytes"),
-    "a book": (ask(prompt="a" * 10**6), 400, "has at least"),
     "no messages": (say(), 400, "messages must be"),
     "an image": (say(SAID, dict(role="user", content=[dict(type="image_url")])), 400,
                  "messages[1].content: a part of type 'image_url' is not supported"),
@@ -300,11 +301,13 @@ def test_bad_requests_get_a_one_line_error(served, case):
     error = answer.json()["error"]
     assert (answer.status_code, error["type"]) == (status, "invalid_request_error") and says in error["message"]
     assert str(served.args.model) not in error["message"] and len(error["message"]) <= 1000
+    of_a_file = served.app.as_error(InputError(f"{served.args.model}: no"))  # as of GGUF
+    assert of_a_file["error"]["message"] == "toy: no"
 
 
 @pytest.mark.parametrize("path, body", [
-    ("/v1/completions", dict(prompt="a" * 4 * 10**6)), ("/v1/completions", dict(prompt=[[]] * 10**6)),
-    ("/v1/chat/completions", dict(messages=[SAID] * 80_000)), ("/v1/completions", dict(prompt=[0] * 10**6))],
+    ("/v1/completions", dict(prompt="a" * 10**5)), ("/v1/completions", dict(prompt=[[]] * 10**4)),
+    ("/v1/chat/completions", dict(messages=[SAID] * 1000)), ("/v1/completions", dict(prompt=[0] * 10**4))],
     ids=["a book", "prompts", "messages", "ids"])
 def test_a_large_body_is_refused_before_it_is_encoded_or_checked_on_the_event_loop(served, monkeypatch, path, body):
     """Bug: /health and all streams stand still while one request is read, or its prompt is encoded to be refused."""
@@ -312,14 +315,9 @@ def test_a_large_body_is_refused_before_it_is_encoded_or_checked_on_the_event_lo
     monkeypatch.setattr(serve.fields, "read", lambda *args: threads.append(threading.current_thread()) or read(*args))
     monkeypatch.setattr(served.loaded.encoding, "encode", lambda *args, **options: 1 / 0)
     answer = served.post(body, path)
-    assert answer.status_code == 400 and "up to" in answer.json()["error"]["message"]
+    said = answer.json()["error"]["message"]
+    assert answer.status_code == 400 and ("has at least" if "aaa" in str(body) else "up to") in said
     assert len(threads) == 1 and served.thread not in threads
-
-
-def test_a_long_stop_text_takes_no_time(served):
-    """Bug: each token is compared with millions of its beginnings."""
-    body = ask(prompt="abcabc", max_tokens=20)
-    assert served.post(body | dict(stop="x" * 10**6)).json()["choices"] == served.post(body).json()["choices"]
 
 
 REFUSED = dict(
@@ -349,10 +347,10 @@ CALLED = [CALL | dict(content=None), dict(role="tool", tool_call_id="c1", conten
 
 
 @pytest.mark.parametrize("body, prompt", [
-    (dict(messages=[SAID], chat_template_kwargs=dict(enable_thinking=True)), "hi éthink a:"),
+    (dict(messages=[SAID], chat_template_kwargs=dict(enable_thinking=True, messages=[])), "hi éthink a:"),
     (dict(messages=[SAID], add_generation_prompt=False), "hi é"),
     (dict(messages=[SAID, dict(role="assistant", content="so")], continue_final_message=True), "hi éso"),
-    (dict(messages=[CALL, *CALLED]), "sumsum5c1a:")])
+    (dict(messages=[CALL, *CALLED]), '{"a": 1}{"a": 1}5c1a:')])
 def test_the_template_gets_the_request(served, body, prompt):
     """Bug: tool calls, variables or an unfinished message do not reach the template."""
     more = dict(max_tokens=20, temperature=1, seed=5)
@@ -360,27 +358,6 @@ def test_the_template_gets_the_request(served, body, prompt):
     want = served.post(dict(prompt=prompt) | more).json()
     assert said["choices"][0]["message"]["content"] == want["choices"][0]["text"]
     assert all(said["usage"][name] == want["usage"][name] for name in ("prompt_tokens", "completion_tokens"))
-
-
-WIRE = dict(role="assistant", content=None, tool_calls=[dict(id="c1", type="function", function=dict(
-    name="sum", arguments='{"a": "é"}'))])  # as OpenAI's API sends it back
-CALLS = "{% for m in messages %}{% for c in m.tool_calls or [] %}{{ ARGUMENTS }}{% endfor %}{% endfor %}"
-
-
-@pytest.mark.parametrize("source, prompt", [
-    ("{% for m in messages %}{{ m.role + m.content }};{% endfor %}", "userhi é;assistant;"),  # as SmolLM2's
-    ("{% for m in messages %}{{ m.tool_calls[0].id if m.content is none else m.role + m.content }};{% endfor %}",
-     "userhi é;c1;"),  # as DeepSeek-R1's
-    (CALLS.replace("ARGUMENTS", "c.function.arguments | tojson"), '{"a": "é"}'),
-    (CALLS.replace("{{ ARGUMENTS }}", "{% for k, v in c.function.arguments.items() %}{{ k + v }}{% endfor %}"), "aé"),
-    (CALLS.replace("ARGUMENTS", "'json: ' + c.function.arguments"), 'json: {"a": "é"}')],
-    ids=["content", "no content", "tojson", "items", "concatenated"])
-def test_tool_calls_reach_every_kind_of_template(served, monkeypatch, source, prompt):
-    """Bug: 400 for an answer that a client sends back, arguments that are escaped twice, calls that get lost."""
-    monkeypatch.setitem(served.loaded.encoding.__dict__, "template", ChatTemplate(Path("x"), source, {}))
-    said = served.post(dict(messages=[SAID, WIRE], max_tokens=9), "/v1/chat/completions").json()
-    assert said["choices"][0]["message"]["content"] == served.want(ask(prompt=prompt, max_tokens=9))[0][0]
-    assert said["usage"]["prompt_tokens"] == len(served.loaded.encoding.encode(prompt))
 
 
 def test_prompts_and_stops_may_be_token_ids(served):
@@ -592,34 +569,34 @@ def test_an_error_in_a_step_fails_only_its_requests(served, monkeypatch, error, 
         assert says in said["message"] and said["type"] == "server_error"
 
 
-@pytest.mark.parametrize("signals", [1, 2])
-def test_sigterm_lets_requests_end_and_a_second_one_does_not(signals):
+def test_sigterm_lets_requests_end_and_a_second_one_does_not():
     """Bug: a restart cuts off running requests, or the server cannot be stopped."""
     command = [sys.executable, "-m", "tools.serve", "--device", "cpu", "--threads", "1", "--port", "0"]
-    process = subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
-    address = next(line.split()[-1] for line in process.stderr if "http://" in line)
+    start = lambda: subprocess.Popen(command, cwd=ROOT, stderr=subprocess.PIPE, text=True)
     body = dict(prompt="def f(", max_tokens=80, temperature=0.7, n=8, stream=True)
-    with process, httpx.stream("POST", address + "/v1/completions", json=body, timeout=60) as answer:
-        first = next(lines := answer.iter_lines())
-        process.send_signal(signal.SIGTERM)
-        with pytest.raises(httpx.TransportError):  # no new requests
-            while True:
-                httpx.get(address + "/health")
-        if signals == 2:
+    for process, code in ((start(), 0), (start(), 143)):
+        address = next(line.split()[-1] for line in process.stderr if "http://" in line)
+        with process, httpx.stream("POST", address + "/v1/completions", json=body, timeout=60) as answer:
+            first = next(lines := answer.iter_lines())
             process.send_signal(signal.SIGTERM)
-        else:
-            texts, reasons = joined(events([first, *lines]))
-            assert len(texts) == 8 and None not in reasons
-        assert process.wait(60) == {1: 0, 2: 143}[signals]
+            with pytest.raises(httpx.TransportError):  # no new requests
+                while True:
+                    httpx.get(address + "/health")
+            if code:
+                process.send_signal(signal.SIGTERM)
+            else:
+                texts, reasons = joined(events([first, *lines]))
+                assert len(texts) == 8 and None not in reasons
+            assert process.wait(60) == code
 
 
-def test_startup_errors_are_one_line(folder, monkeypatch, capsys):
+def test_startup_errors_are_one_line(monkeypatch, capsys):
     """Bug: a traceback, or an error only after loading the model."""
+    with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit, match="2"):
+        serve.main(parse_serve(["--port", str(taken.getsockname()[1])]))
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "cannot listen on 127.0.0.1" in said
     monkeypatch.setattr("tools.flags.find_spec", lambda name: name != "uvicorn")
     with pytest.raises(SystemExit, match="2"):
         parse_serve([])
     assert "pip install starlette uvicorn" in capsys.readouterr().err.splitlines()[-1]
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        command = [sys.executable, "-m", "tools.serve", "--port", str(taken.getsockname()[1])]
-        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 2 and done.stderr.count("\n") == 1 and "serve: cannot listen on 127.0.0.1" in done.stderr

@@ -27,6 +27,8 @@ from test_clover import random_heads
 from test_hf_tokenizer import added
 from test_training_data import FAMILIES, messages, save_family
 from tools.errors import command
+from tools.flags import parse_generate
+from tools.run import main as generate_main
 from training import data, evaluate, runs, writing
 from training.data import load_tokens
 from training.flags import RunConfig, parse_heads
@@ -360,7 +362,7 @@ def test_heads_train_on_answers_to_prompts_of_ones_own(checkpoint, tmp_path, unm
 
 
 @pytest.mark.parametrize("name", FAMILIES)
-def test_chat_models_of_today_train_from_nothing(name, tmp_path, monkeypatch, unmeasured):
+def test_chat_models_of_today_train_from_nothing(name, tmp_path, monkeypatch, capsys, unmeasured):
     """Bug: no answer of a model that reasons is kept, a chat is refused since its template does not render a prompt
     again, answers are encoded to other ids than were generated, thinking cannot be switched off."""
     monkeypatch.setattr(writing, "LONGEST", dict(user=8, assistant=12))
@@ -391,9 +393,11 @@ def test_chat_models_of_today_train_from_nothing(name, tmp_path, monkeypatch, un
     turns = lambda i: [("user", f"q{i}"), ("assistant", f"<think>\nr\n</think>\n\n{i} plus {i}")] * 2
     chats = write_lines(tmp_path / "chats.jsonl", [messages(turns(i)) for i in range(200)])
     train(*flags, "--data", chats, "--out", tmp_path / "chats")
-    model, prompts = GPT.from_pretrained(base, device="cpu"), random_prompts([9, 20])
-    heads = CloverHeads.from_pretrained(tmp_path / "chats", model, encoding.hash)
-    assert generate(model, prompts, 20, heads, tree_size=9).tokens == generate(model, prompts, 20).tokens
+    for heads in ("self", "chats"):
+        compare = "--device cpu --chat --prompt q --max-new-tokens 20 --compare --json --quiet".split()
+        generate_main(parse_generate(["--model", str(base), "--heads", str(tmp_path / heads), *compare]))
+        result = json.loads(capsys.readouterr().out.splitlines()[-1])
+        assert result["difference"] is None and len(result["tokens"][0]) > 0
 
 
 def test_heads_are_measured_on_the_data_of_their_training(checkpoint, texts, tmp_path, unmeasured):

@@ -23,10 +23,6 @@ CHATML = ChatTemplate("chatml", (
     "{% for m in messages %}{% if m.role == 'refused' %}{{ raise_exception('no such role') }}{% endif %}"
     "<|im_start|>{{ m.role }}\n{{ m.content }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"), {})
-FORGETFUL = ChatTemplate("forgetful", (  # like Qwen3's: reasoning is kept in the last message only
-    "{% for m in messages %}<|im_start|>{{ m.role }}\n"
-    "{{ m.content if loop.last else m.content.split('</think>')[-1] }}<|im_end|>\n{% endfor %}"
-    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"), {})
 DEEPSEEK = {"<｜begin▁of▁sentence｜>": 261, "<｜end▁of▁sentence｜>": 262}
 THINK = {EOT: 261, "<|im_start|>": 262, "<|im_end|>": 263, "<think>": 264, "</think>": 265}
 FAMILIES = {  # name: (added tokens, a template that treats reasoning as the model's own does)
@@ -55,9 +51,10 @@ TURNS = [("system", "be he"), ("user", "hello"), ("assistant", "<think>ll</think
          ("assistant", "he")]
 
 
-def save(folder, added):
-    """A tokenizer of GPT-2's 256 bytes, five merges, and added tokens, {text: id}, all special but <think>s."""
-    special = [dict(id=index, content=text, special="think" not in text) for text, index in added.items()]
+def save(folder, added, special_thoughts=False):
+    """A tokenizer of GPT-2's 256 bytes, five merges, and added tokens, {text: id}, all special but perhaps <think>s."""
+    special = [dict(id=index, content=text, special=special_thoughts or "think" not in text)
+               for text, index in added.items()]
     return load_encoding(tk.save(folder, tk.tiny_spec() | dict(added_tokens=special)))
 
 
@@ -144,7 +141,7 @@ def test_a_json_file_is_read_as_lines_are(tmp_path):
     """Bug: a JSON array, a byte order mark or ShareGPT's role names are trained on as raw text."""
     turns = [("human", "q\u2028"), ("gpt", "a")]
     shared = {"conversations": [{"from": role, "value": text} for role, text in turns]}
-    chats = [CHAT, shared, shared | {"system": "s"}, PAIR]
+    chats = [{"conversations": CHAT["messages"]}, shared, shared | {"system": "s"}, PAIR]
     same = [("system", "s"), ("user", "q\u2028"), ("assistant", "a")]
     write(tmp_path, {"a.jsonl": jsonl([CHAT, messages(same[1:]), messages(same), PAIR]), "lines.json": jsonl(chats),
                      "array.json": json.dumps(chats, indent=1), "b.txt": "\ufefftext",
@@ -197,24 +194,19 @@ def test_messages_without_a_template_odd_templates_and_damaged_files_are_refused
         refusal(lambda: documents_in([tmp_path / "a.jsonl.gz"]), tmp_path / "a.jsonl.gz")
 
 
-@pytest.mark.parametrize("template, turns, counted, forgotten", [
-    (CHATML, TURNS, (2, 4), None),
-    (CHATML, [*TURNS, ("user", "bye")], (2, 4), None),  # an unanswered message is dropped
-    (CHATML, [("assistant", "a greeting"), *TURNS[1:]], (2, 4), None),
-    (FORGETFUL, TURNS, (4,), 2),  # its first answer was cut: not in the loss
-    (FORGETFUL, TURNS[:3], (2,), None),
-], ids="two trailing-user greeting forgetful forgetful-one".split())
-def test_exactly_what_the_assistant_says_counts(template, turns, counted, forgotten, chatty, tmp_path):
-    """Catches heads trained on the user's text, the template's, or an answer that the template cuts later."""
+@pytest.mark.parametrize("turns", [TURNS, [*TURNS, ("user", "bye")], [("assistant", "a greeting"), *TURNS[1:]]],
+                         ids="two trailing-user greeting".split())
+def test_exactly_what_the_assistant_says_counts(turns, chatty, tmp_path):
+    """Catches heads trained on the user's text or the template's. An unanswered message is dropped."""
     write(tmp_path, {"a.jsonl": jsonl([messages(turns)])})
-    [record] = data.read_records([tmp_path / "a.jsonl"], template)
+    [record] = data.read_records([tmp_path / "a.jsonl"], CHATML)
     ids, loss_mask = data.encode_record(record, chatty)
     expected = [], []
     for i, (role, content) in enumerate(turn for turn in turns if turn[1] != "bye"):
         opening = [262, *chatty.encode(f"{role}\n")]
-        said = [*chatty.encode("hell" if i == forgotten else content), 263, *chatty.encode("\n")]
+        said = [*chatty.encode(content), 263, *chatty.encode("\n")]
         expected[0].extend(opening + said)
-        expected[1].extend([False] * len(opening) + [i in counted] * len(said))
+        expected[1].extend([False] * len(opening) + [i in (2, 4)] * len(said))
     assert (ids.tolist(), loss_mask.tolist()) == expected and sum(expected[1]) >= 3
 
 
@@ -248,21 +240,27 @@ def test_tools_their_calls_and_contents_in_parts_reach_the_template(tmp_path, ca
     texts = documents_in([tmp_path / "a.jsonl"], template=tool)
     assert texts[0] == texts[1] and texts[0].startswith('[{"name": "f"}]<|im_start|>user\nqr<|im_end|>\n')
     assert texts[2].startswith("null") and not capsys.readouterr().err
-    assert len(documents_in([tmp_path / "a.jsonl"], template=CHATML)) == 3
-    assert "line 1" in (said := capsys.readouterr().err) and said.count("\n") == 1
+    deaf = ChatTemplate(tmp_path / "deaf", CHATML.source, {})
+    assert len(documents_in([tmp_path / "a.jsonl"], template=deaf)) == 3
+    assert "deaf: the chat template ignores tools" in (said := capsys.readouterr().err) and said.count("\n") == 1
     with_image = {"messages": [dict(role="user", content=[dict(type="image_url")])] * 2}
     for bad in (with_image, {"messages": [dict(role="user", content=None)]}):
         write(tmp_path, {"b.jsonl": jsonl([CHAT, bad])})
         refusal(lambda: documents_in([tmp_path / "b.jsonl"], template=CHATML), "line 2")
 
 
-def test_a_prompt_that_a_template_refuses_is_named_by_its_line(tmp_path, capsys):
+def test_a_prompt_that_a_template_refuses_is_named_by_its_line(tmp_path):
     """Bug: an error hours later, or one that names no line; tools of prompts that are dropped without a word."""
-    lines = [CHAT | {"tools": [{"name": "f"}]}, messages([("refused", "q")])]
-    write(tmp_path, {"a.jsonl": "\n" + jsonl(lines[:1]), "b.jsonl": "\n" + jsonl(lines)})
-    assert read_prompt_file(tmp_path / "a.jsonl", template=CHATML) == [(CHAT["messages"], None)]
-    assert capsys.readouterr().err.count("tools") == 1
+    tools = [{"name": "f"}]
+    lines = [CHAT | {"tools": tools}, dict(prompt="q", tools=json.dumps(tools)), CHAT | {"tools": ""}]
+    write(tmp_path, {"a.jsonl": jsonl(lines), "b.jsonl": "\n" + jsonl([CHAT, messages([("refused", "q")])]),
+                     "c.jsonl": jsonl([dict(prompt="q"), lines[1]]), "d.jsonl": jsonl([CHAT, CHAT | {"tools": "{"}])})
+    found = read_prompt_file(tmp_path / "a.jsonl", template=CHATML)
+    said = [CHAT["messages"], [dict(role="user", content="q")], CHAT["messages"]]
+    assert found == list(zip(said, (dict(tools=tools), dict(tools=tools), {}), [None] * 3))
     refusal(lambda: read_prompt_file(tmp_path / "b.jsonl", template=CHATML), "line 3", "no such role")
+    refusal(lambda: read_prompt_file(tmp_path / "c.jsonl", "--chat"), "line 2", "tools need --chat")
+    refusal(lambda: read_prompt_file(tmp_path / "d.jsonl", template=CHATML), "line 2")
 
 
 def test_a_prompt_is_not_left_within_a_name(tmp_path):
@@ -364,7 +362,7 @@ def test_stored_tokens_are_used_again_until_what_they_are_of_changes(paths, chat
     os.utime(paths[0] / "001.txt", ns=(0, 0))
     store(file, paths, chatty)
     store(file, paths[:1], chatty)
-    chatty.template = FORGETFUL
+    chatty.template = ChatTemplate("other", CHATML.source + " ", {})
     store(file, paths[:1], chatty)
     chatty.prefix = [7]
     assert store(file, paths, chatty)["train"].ids[0] == 7 and len(calls) == 4

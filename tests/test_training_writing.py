@@ -8,8 +8,9 @@ from types import SimpleNamespace
 import pytest
 
 from conftest import refusal, toy_model
+from hf.chat import ChatTemplate
 from model import InputError
-from test_training_data import CHATML, EOT, save, save_family
+from test_training_data import CHATML, EOT, THINK, save, save_family
 from training import writing
 
 END = 263  # <|im_end|>
@@ -42,7 +43,7 @@ class Scripted:
             raise InputError("the caches have no room")
         return self
 
-    def add(self, prompt, longest, sampling, stop, index, grammar):
+    def add(self, prompt, longest, sampling, stop, encoding, index, grammar):
         self.grammars.append(grammar)
         text = self.encoding.decode(prompt)
         self.calls.append((text, sampling, index))
@@ -110,9 +111,10 @@ def test_a_chat_model_asks_and_answers_and_what_is_no_good_is_dropped(encoding, 
     assert answered == set(writing.TEMPERATURES)
 
 
-def test_answers_may_reason_and_users_may_not(tmp_path, monkeypatch):
-    """Bug: all that Qwen3 and SmolLM3 write is dropped, since <think> is an added token."""
-    thinks = save(tmp_path, {EOT: 261, "<|im_start|>": 262, "<|im_end|>": END, "<think>": 264, "</think>": 265})
+@pytest.mark.parametrize("special", [False, True])
+def test_answers_may_reason_and_users_may_not(special, tmp_path, monkeypatch):
+    """Bug: all that Qwen3 or SmolLM3 writes is dropped: <think> is an added token, in some models a special one."""
+    thinks = save(tmp_path, THINK, special)
 
     def says(text, sampling, index):
         return f"<think>\n{sampling.seed}" + "</think>hell" * index if text.endswith("assistant\n") else "<think>he"
@@ -123,16 +125,23 @@ def test_answers_may_reason_and_users_may_not(tmp_path, monkeypatch):
     assert all(chat[1].startswith("<think>") for chat in chats) and made.dropped["special tokens"] >= 8
 
 
-@pytest.mark.parametrize("name, want", [("Qwen3", {263}), ("DeepSeek-R1-Distill", {264}), ("DeepSeek-LLM", set())])
-def test_a_users_message_ends_where_the_templates_next_token_begins(name, want, tmp_path, monkeypatch):
-    """Bug: the users' messages of R1's distillations run on into answers, and are all dropped."""
-    family, stops = save_family(tmp_path, name), []
-    made, script = writer(tmp_path / "self", family, monkeypatch, lambda *_: "hell", family.template)
-    add = script.add
-    script.add = lambda prompt, longest, sampling, stop, index, grammar: stops.append(stop) or add(
-        prompt, longest, sampling, stop, index, grammar)
+MISTRAL = ChatTemplate("Mistral", "{% for m in messages %}[INST] {{ m.content }} [/INST]{% endfor %}", {})
+
+
+@pytest.mark.parametrize("name, end", [("Qwen3", END), ("DeepSeek-R1-Distill", 264), ("DeepSeek-LLM", "Assistant:"),
+                                       ("Mistral", 264)])
+def test_a_users_message_ends_where_the_template_goes_on(name, end, tmp_path, monkeypatch):
+    """Bug: the users' messages of R1's distillations and DeepSeek-LLM run on into answers, and are all dropped."""
+    added = {EOT: 261, "[INST]": 262, "<|im_end|>": END, "[/INST]": 264}
+    family = save(tmp_path, added) if name == "Mistral" else save_family(tmp_path, name)
+    says = lambda text, sampling, _: f"he {sampling.seed}\n\n" + f"{end} hell" * text.endswith("User: ")
+    made, script = writer(tmp_path / "self", family, monkeypatch, says, family.template or MISTRAL)
+    add, stops = script.add, []
+    script.add = lambda *args, **rest: stops.append(args[3]) or add(*args, **rest)
     made.write(1)
-    assert {frozenset(stop) for stop in stops} == {frozenset({END, 261}), frozenset({END, 261} | want)}
+    assert {frozenset(stop) for stop in stops} == {frozenset({END, 261}), frozenset({END, 261, end})}
+    asked = [chat[0] for chat in conversations(made.folder) if not chat[0].startswith("Say")]
+    assert len(asked) == 8 and all(re.fullmatch(r"he \d+", message) for message in asked)
 
 
 def test_a_drawn_message_may_quote_the_answer_of_the_chat_before(encoding, tmp_path, monkeypatch):
@@ -186,28 +195,32 @@ def test_texts_of_another_model_or_prompts_are_not_continued(encoding, tmp_path,
     """Catches heads that learn from another model's text, and an endless search for usable text."""
     silent, _ = writer(tmp_path / "self", encoding, monkeypatch, lambda *_: "")
     refusal(lambda: silent.write(1), "give --data")
-    refusal(lambda: writer(tmp_path / "self", encoding, monkeypatch, prompts=[[dict(role="user", content="a")]]),
-            "other prompts")
+    prompts = [([dict(role="user", content="a")], {}, None)]
+    refusal(lambda: writer(tmp_path / "self", encoding, monkeypatch, prompts=prompts), "other prompts")
     (tmp_path / "self" / writing.ABOUT).write_text('{"model": "0123"}')
     refusal(silent.claim, "another model")
 
 
 def test_prompts_are_answered_once_at_each_temperature(encoding, tmp_path, monkeypatch):
     """Catches text of other prompts, a prompt left out, answers without end, and long prompts cut off."""
-    prompts = [[dict(role="user", content=f"{i} " * (1 if i else 450))] for i in range(5)]  # 900 tokens: too many
+    user = lambda i: [dict(role="user", content=f"{i} " * (1 if i else 450))]  # 900 tokens: too many
+    grammars = [*[None] * 4, ("regex", "h.*")]
+    prompts = [(user(i), dict(tools=[i]) if i == 3 else {}, grammars[i]) for i in range(5)]
     says = lambda text, sampling, index: f"hell {sampling.temperature}"
-    for template in (CHATML, None):
+    for template in (ChatTemplate("tools", "{{ tools }}" + CHATML.source, {}), None):
         logged = []
         made, script = writer(tmp_path / f"{template}", encoding, monkeypatch, says, template, prompts=prompts,
-                              log=logged.append, grammars=[*[None] * 4, ("regex", "h.*")])
+                              log=logged.append)
         compile = lambda *source: SimpleNamespace(for_prompt=lambda prompt: source)
         made.grammar_tokenizer = SimpleNamespace(compile=compile)
         made.write(10**6)
-        assert [*filter(None, script.grammars)] == [("regex", "h.*")] * 4
+        assert [*filter(None, script.grammars)] == grammars[4:] * 4
         assert made.dropped == {"too long": 4} and len(script.calls) == 16 and "prompts are answered" in logged[-1]
         want = [f"hell {t}" for t in writing.TEMPERATURES for _ in range(4)]
         if template:
             assert [chat[1] for chat in conversations(made.folder)] == want
+            assert [text[0] for text, *_ in script.calls].count("[") == 4
+            assert [line.get("tools") for line in lines(made.folder)] == [None, None, [3], None] * 4
         else:
             assert [line["completion"] for line in lines(made.folder)] == want
             assert {line["prompt"] for line in lines(made.folder)} == {f"{i} " for i in range(1, 5)}

@@ -72,11 +72,14 @@ def add_model_flags(parser, default=str(DEMO)):
     parser.add_argument("--device", help="default: cuda if there is a GPU, else cpu")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"),
                         help="default: bfloat16 if device and checkpoint support it, else float32")
+    parser.add_argument("--template-kwargs", type=json_object, metavar="JSON",
+                        default={} if default == str(DEMO) else default, help="variables of the "
+                        "chat template, such as '{\"enable_thinking\": false}' for Qwen 3")
 
 
 def add_quantize_flag(parser):
     parser.add_argument("--quantize", choices=("int8", "int4"),
-                        help="round the weights while loading, on a CPU; the LM head to int8")
+                        help="round the weights while loading; the LM head to int8")
 
 
 # --------------------------------------------------------------------------------------------------
@@ -100,7 +103,6 @@ def parse_generate(argv=None):
     one_of("--regex", metavar="REGEX", help="write text that matches this regular expression")
     one_of("--grammar", metavar="FILE", help="write text of this grammar, in Lark's or llama.cpp's "
            "notation")
-    add_kwargs_flag(add)
     add_sampling_flags(parser, new_tokens=128)
     add_drafting_flags(parser)
     add = parser.add_argument_group("output").add_argument
@@ -141,7 +143,6 @@ def parse_serve(argv=None):
         "default: only localhost and IP addresses; repeatable")
     add("--allow-origin", action="append", default=[], metavar="ORIGIN",
         help="web pages that may send requests, such as http://localhost:3000, or *; repeatable")
-    add_kwargs_flag(add)
     add_sampling_flags(parser, new_tokens=1024, seed=None)
     add_drafting_flags(parser)
     add_machine_flags(parser, "sequences decoded together; default: 8", batch_size=8)
@@ -151,11 +152,6 @@ def parse_serve(argv=None):
     if not (find_spec("starlette") and find_spec("uvicorn")):
         parser.error("the server needs two more packages: pip install starlette uvicorn")
     return args
-
-
-def add_kwargs_flag(add, default={}):
-    add("--template-kwargs", type=json_object, default=default, metavar="JSON", help="variables of "
-        "the chat template, such as '{\"enable_thinking\": false}' for Qwen 3")
 
 
 def add_sampling_flags(parser, new_tokens, seed=0):

@@ -18,17 +18,22 @@ from hf.chat import SAMPLING_KEYS, load_chat_template, not_applied, sampling_def
 from hf.files import part_file, read_config
 from hf.grammar import GrammarTokenizer
 from hf.paths import default_heads, find_model
-from hf.text import OBJECTS, decode, messages_of, read_lines, read_objects, read_text
+from hf.text import OBJECTS, decode, messages_of, read_lines, read_objects, read_text, tools_of
 from hf.tokenizer import Encoding, encode_prompt, load_encoding
 from model import GPT, InputError, check, expect, pick_device, warn
 
 
 def load_model(args, group=None, packed=None, dtype=None):
-    """Loads the GPT of --model, --device, --dtype and --quantize, and its tokenizer. group, packed:
-    as in `checkpoint.load`. dtype: used without --dtype."""
+    """Loads the GPT of --model, --device, --dtype and --quantize, and its tokenizer, whose chat
+    template gets the variables of --template-kwargs. group, packed: as in `checkpoint.load`. dtype:
+    used without --dtype."""
     device = pick_device((group and group.device) or args.device)
     read_config(args.model)  # a path that is no model fails here, not for lack of a tokenizer
     encoding = load_encoding(args.model)
+    if args.template_kwargs:
+        expect(encoding.template, f"{args.model}: has no chat template; leave out "
+               "--template-kwargs")
+        encoding.template.variables |= args.template_kwargs
     dtype = getattr(torch, args.dtype) if args.dtype else dtype
     return checkpoint.load(args.model, dtype, device, group, args.quantize, packed), encoding
 
@@ -36,6 +41,7 @@ def load_model(args, group=None, packed=None, dtype=None):
 class Prompt(NamedTuple):
     """A conversation, and what the answer must match."""
     messages: list
+    tools: dict = {}              # as of `tools_of`
     grammar: tuple | None = None  # arguments of `GrammarTokenizer.compile`
 
 
@@ -47,7 +53,6 @@ class Loaded:
     heads: CloverHeads | None
     sampling: dict  # fields of a `Sampling`
     stop: list      # token ids and strings that end a sequence
-    template_kwargs: dict  # variables of the chat template
     group: tensor_parallel.Group
 
     @cached_property
@@ -59,10 +64,11 @@ class Loaded:
         """Token ids of each `Prompt`, or without --chat of its last message. Runs on rank 0, since
         a template may read the clock."""
         def tokens(number, prompt):
-            messages, grammar = prompt
-            kwargs = dict(enable_thinking=False) if grammar else {}
+            messages, options, grammar = prompt
+            if grammar:
+                options = without_thinking(self.encoding.template) | options
             try:
-                return (self.encoding.chat(messages, **kwargs | self.template_kwargs) if args.chat
+                return (self.encoding.chat(messages, **options) if args.chat
                         else encode_prompt(self.encoding, messages[-1]["content"]))
             except InputError as error:
                 source = f"{args.prompts}, prompt {number}: " if args.prompts else ""
@@ -113,7 +119,7 @@ def load_alone(args, group):
                          f"{'+'.join(sorted(args.draft))} needs them; train them with "
                          "train_heads.py, give --heads, or use --draft lookup")
     stop = [*stop_tokens(args.model, encoding), *filter(None, args.stop)]
-    return Loaded(model, encoding, heads, sampling, stop, args.template_kwargs, group)
+    return Loaded(model, encoding, heads, sampling, stop, group)
 
 
 def drafts(args, drafter):
@@ -188,7 +194,8 @@ def read_prompts(args):
         found = [from_user(decode(sys.stdin.buffer.read(), "standard input") if text == "-"
                            else text) for text in args.prompt or []]
     own = read_grammar(args)
-    return [Prompt([*opening(args), *messages], grammar or own) for messages, grammar in found]
+    return [Prompt([*opening(args), *messages], tools, grammar or own)
+            for messages, tools, grammar in found]
 
 
 def read_grammar(args):
@@ -203,33 +210,35 @@ def read_grammar(args):
 
 def read_prompt_file(file, missing=None, template=None):
     """The `Prompt`s of a file: its lines, or the objects of a .jsonl or .json file with a "prompt"
-    or "messages", and maybe a "json_schema". missing: what messages need and do not have. template:
-    renders each, so that an error names the line."""
+    or "messages", and maybe a "json_schema". missing: what messages and tools need and do not have.
+    template: renders each, so that an error names the line."""
     file = Path(file)
 
     def parse(value):
+        tools = tools_of(value)
         schema = value.get("json_schema")
         expect(isinstance(schema, dict | None), "its json_schema is no object")
-        grammar = schema and ("json_schema", schema)
-        if isinstance(value.get("prompt"), str) and value.get("messages") is None:
-            return from_user(value["prompt"], grammar), None
-        messages = messages_of(value)
+        is_text = isinstance(value.get("prompt"), str) and value.get("messages") is None
+        messages = from_user(value["prompt"]).messages if is_text else messages_of(value)
         expect(messages, "it has no message")
-        expect(not missing, f"messages need {missing}")
+        expect(is_text and not tools or not missing, f"messages and tools need {missing}")
         if template:
-            template.render(messages)
-        return Prompt(messages, grammar), value.get("tools")
+            template.render(messages, **tools)
+        return Prompt(messages, tools, schema and ("json_schema", schema))
     if file.name.endswith(OBJECTS):
         expected = 'an object with a "prompt" string or "messages"'
-        pairs = [pair for _, pair in read_objects(file, parse, expected)]
-        found = [prompt for prompt, _ in pairs]
-        if any(tools for _, tools in pairs):
-            warn(f"{file}: the tools of its prompts are not given to the model")
+        found = [prompt for _, prompt in read_objects(file, parse, expected)]
     else:
         found = list(map(from_user, read_lines(file)))
     expect(found, f"{file}: contains no prompts")
     return found
 
 
-def from_user(text, grammar=None):
-    return Prompt([dict(role="user", content=text)], grammar)
+def from_user(text):
+    return Prompt([dict(role="user", content=text)])
+
+
+def without_thinking(template):
+    """Options for which a chat template does not open <think>, unless --template-kwargs decides."""
+    is_set = template is None or "enable_thinking" in template.variables
+    return {} if is_set else dict(enable_thinking=False)

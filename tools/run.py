@@ -56,9 +56,10 @@ def converse(args, loaded):
             continue
         turn = [*messages, dict(role="user", content=line)]
         try:
-            prompts = loaded.encode([Prompt(turn, grammar)], args)
+            given = [Prompt(turn, grammar=grammar)]
+            prompts = loaded.encode(given, args)
             check_prompt(loaded.model, prompts[0])
-            grammars = loaded.compile([Prompt(turn, grammar)], prompts)
+            grammars = loaded.compile(given, prompts)
         except InputError as error:  # for example, the conversation is too long
             hint = "; /clear starts over" if messages != opening(args) else ""
             print(f"{error}{hint}", file=sys.stderr)

@@ -43,7 +43,7 @@ from hf.tokenizer import encode_prompt
 from model import InputError, expect, warn
 from tools import fields
 from tools.errors import command, error_line
-from tools.load import load, make_engine
+from tools.load import load, make_engine, without_thinking
 from tools.metrics import Metrics
 from tools.printer import step_record
 
@@ -75,8 +75,8 @@ class Job:
         self.stop = [*app.loaded.stop, *body["stop"], *body["stop_token_ids"]]
         self.encoding = app.loaded.encoding
         self.chat = chat
-        thinks = dict(enable_thinking=False) if body["grammar"] else {}
-        self.template_kwargs = (thinks | app.loaded.template_kwargs | body["chat_template_kwargs"]
+        thinks = without_thinking(self.encoding.template) if body["grammar"] else {}
+        self.template_kwargs = (thinks | body["chat_template_kwargs"]
                                 | select("add_generation_prompt", "continue_final_message"))
         self.inputs = [body["messages"]] if chat else body["prompt"]
         self.count = body["n"] * len(self.inputs)  # choices
@@ -307,7 +307,7 @@ class App:
         """An error object as in OpenAI's API. Hides the model's path."""
         message = getattr(error, "detail", None) or error_line(error)
         message = message or f"{type(error).__name__} in a step; see the server's log"
-        message = message.replace(f"{find_model(self.args.model)}/", f"{self.name}/")
+        message = message.replace(str(find_model(self.args.model)), self.name)
         message = message.encode(errors="replace").decode()  # it may quote a lone surrogate
         kind = "invalid_request_error" if status < 500 else "server_error"
         return dict(error=dict(message=message[:1000], type=kind, param=None,

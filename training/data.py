@@ -4,7 +4,6 @@ from them: training windows and prompts."""
 import contextlib
 import hashlib
 import itertools
-import json
 import os
 import re
 import sysconfig
@@ -16,7 +15,7 @@ import numpy as np
 import torch
 
 from hf.chat import end_of_text
-from hf.text import OBJECTS, messages_of, read_objects, read_text
+from hf.text import OBJECTS, messages_of, read_objects, read_text, tools_of
 from model import InputError, expect, warn
 from training.runs import STATE_FILE, load_file, save_file, saving
 
@@ -74,7 +73,6 @@ def read_records(paths, template=None, key=None):
     InputError for a path without documents, a malformed line, and if more than MOST_REFUSED of the
     chats are refused."""
     chats = 0
-    ignored = False
     refused = []
     for path in paths:
         empty = True
@@ -83,9 +81,6 @@ def read_records(paths, template=None, key=None):
                 if record.kind == "chat":
                     expect(template, f"{file}, {where}: messages need a model with a chat template")
                     chats += 1
-                    if record.parts[1] and "tools" not in template.source and not ignored:
-                        ignored = True
-                        warn(f"{file}, {where}: the chat template ignores the tools")
                     try:
                         record = Record(chat_parts(*record.parts, template), "chat")
                     except InputError as error:
@@ -105,7 +100,7 @@ def read_records(paths, template=None, key=None):
 
 def read_file(file, key=None):
     """Yields (position, `Record`) for each document of a file; nothing if it is not UTF-8 text. The
-    parts of a chat are its messages and its tools (or None), not rendered yet."""
+    parts of a chat are its messages and its `tools_of`, not rendered yet."""
     if not file.name.endswith(OBJECTS):
         with contextlib.suppress(InputError):
             yield "", Record(((read_text(file), True),))
@@ -128,9 +123,7 @@ def parse_record(key, value):
     elif prompt is not None and completion is not None:
         record = Record(((prompt, False), (completion, True)), "completion")
     else:
-        tools = value.get("tools")
-        tools = json.loads(tools) if isinstance(tools, str) else tools
-        return Record((messages_of(value), tools or None), "chat")
+        return Record((messages_of(value), tools_of(value)), "chat")
     valid = all(isinstance(part, str) for part, _ in record.parts)
     expect(valid, f"its {record.kind} is not a string")
     return record
@@ -141,7 +134,7 @@ def chat_parts(messages, tools, template):
     assistant's turns: each from where the text is no longer that of the prompt for it."""
     # skip an assistant's first message: many templates refuse the empty chat before it
     turns = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
-    render = partial(template.render, tools=tools)
+    render = partial(template.render, **tools)
     # if the template drops the reasoning of earlier turns, only the last turn is as generated
     for answers in (turns, turns[-1:]):
         parts = []

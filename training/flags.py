@@ -4,7 +4,7 @@ import argparse
 import os
 from dataclasses import dataclass, field, fields
 
-from tools.flags import DEMO, Parser, add_kwargs_flag, add_model_flags, add_quantize_flag, at_least
+from tools.flags import DEMO, Parser, add_model_flags, add_quantize_flag, at_least
 
 SELF = "self"  # --data self: text that the model generates
 SWITCHES = ("n_draft", "augment_layers", "mix", "mix_before", "projector", "shared")
@@ -70,7 +70,6 @@ def parse_heads(argv=None):
                         "model's answers to these: a prompt per line, or .jsonl objects with a "
                         '"prompt" or "messages"')
     add = run.add_argument
-    add_kwargs_flag(add, argparse.SUPPRESS)
     count = dict(type=at_least(1), metavar="N")
     add("--self-tokens", **count, help="tokens that the model writes; default: steps x batch size "
         "x block size, for one pass")

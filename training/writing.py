@@ -39,16 +39,14 @@ QUOTED = range(200, 1200)            # lengths of answers to quote as {text}, in
 
 class Writer:
     """Writes files of texts to a folder, each with its token ids, since rendering and encoding it
-    again may give others. stop: token ids that end a text. prompts: conversations (lists of
-    messages) to answer, once per temperature; None: the model's own text. grammars: of their
-    answers, arguments of `GrammarTokenizer.compile` or None each.
+    again may give others. stop: token ids that end a text. prompts: `Prompt`s to answer, once per
+    temperature; None: the model's own text.
 
     A file is the work of PER_FILE tasks, generators that write one or two texts each and yield the
     sequences that they wait for. Task n depends on the seed and n only, and its duplicates are
     dropped when its file is saved, in order: a killed writer continues to the same texts."""
 
-    def __init__(self, folder, model, encoding, stop, seed=0, prompts=None, log=print,
-                 grammars=()):
+    def __init__(self, folder, model, encoding, stop, seed=0, prompts=None, log=print):
         self.folder = Path(folder)
         self.model = model
         self.encoding = encoding
@@ -57,7 +55,6 @@ class Writer:
         self.stop = set(stop)
         self.seed = seed
         self.prompts = prompts
-        self.grammars = grammars if any(grammars) else [None] * len(prompts or ())
         self.log = log
         self.grammar = read_json(GRAMMAR)
         self.seen = set()         # the first words of all turns in the files so far
@@ -68,8 +65,9 @@ class Writer:
         """Creates the folder. Raises InputError if it has texts of another model, or answers to
         other prompts."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        about = repr(self.prompts) + (repr(self.grammars) if any(self.grammars) else "")
-        prompts = hashlib.sha256(about.encode()).hexdigest()
+        # without their grammars where there are none, as records have no others
+        prompts = self.prompts and [prompt[:2 + bool(prompt[2])] for prompt in self.prompts]
+        prompts = hashlib.sha256(repr(prompts).encode()).hexdigest()
         about = dict(model=model_hash(self.model), prompts=prompts, format=self.format)
         file = self.folder / ABOUT
         expect(not file.exists() or read_json(file) == about, f"{self.folder}: another model wrote "
@@ -141,17 +139,18 @@ class Writer:
     @cached_property
     def capacity(self):
         """Most tokens of a chat; more than CAPACITY if prompts need it."""
-        needed = [len(self.prompt("assistant", messages)) + LONGEST["assistant"]
-                  for messages in self.prompts or ()]
+        needed = [len(self.prompt("assistant", messages, tools)) + LONGEST["assistant"]
+                  for messages, tools, _ in self.prompts or ()]
         return min(max([CAPACITY, *needed]), self.model.config.block_size)
 
     @cached_property
-    def after_user(self):
-        """{the added token that the template writes after a user's message}, such as R1's
-        <｜Assistant｜>; empty if text follows."""
-        rest = self.template.render([dict(role="user", content=MARK)]).rpartition(MARK)[2]
-        added = self.encoding.special_tokens.values()
-        return {*self.encoding.encode(rest, allowed_special="all")[:1]} & {*added}
+    def user_stop(self):
+        """What ends a user's message: stop, and the first added token that the template writes
+        after one, such as R1's <｜Assistant｜>, or else the text."""
+        rest = self.template.render([dict(role="user", content=MARK)]).rpartition(MARK)[2].strip()
+        ids = self.encoding.encode(rest, allowed_special="all")
+        added = [token for token in ids if token in self.encoding.special_tokens.values()]
+        return self.stop.union(added[:1] or filter(None, [rest]))
 
     def save(self, path, texts):
         """Writes a file, without the turns that repeat earlier ones -> its number of tokens."""
@@ -191,14 +190,15 @@ class Writer:
         turn, i = divmod(number, len(self.prompts))
         if turn >= len(TEMPERATURES):  # the last file may have tasks to spare
             return []
-        messages = self.prompts[i]
+        messages, tools, source = self.prompts[i]
         answer, ids = yield from self.say("assistant", messages, number, TEMPERATURES[turn],
-                                          source=self.grammars[i])
+                                          tools=tools, source=source)
         if not answer:
             return []
         if not self.template:
             return [dict(prompt=messages[-1]["content"], completion=answer, ids=ids)]
-        return [dict(messages=[*messages, dict(role="assistant", content=answer)], ids=ids)]
+        messages = [*messages, dict(role="assistant", content=answer)]
+        return [dict(messages=messages, ids=ids) | tools]
 
     def text(self, number):
         """Writes a text of a base model."""
@@ -223,7 +223,7 @@ class Writer:
                     message, _ = yield from self.say("user", chat, number, USER_TEMPERATURE, index)
                 if not message:
                     break
-                asked = [*chat, dict(role="user", content=message)]
+                asked = [*chat, dict(role="user", content=message.strip())]
                 answer, said = yield from self.say("assistant", asked, number, temperature, index)
                 if not answer:
                     break
@@ -241,10 +241,10 @@ class Writer:
     def grammar_tokenizer(self):
         return GrammarTokenizer(self.encoding, self.model.config.vocab_size, self.stop)
 
-    def say(self, role, messages, number, temperature, index=0, source=None):
+    def say(self, role, messages, number, temperature, index=0, tools={}, source=None):
         """Lets the model write a role's next message -> (its text, or None if it is unusable,
         [prompt, token ids with the stop token])."""
-        prompt = self.prompt(role, messages)
+        prompt = self.prompt(role, messages, tools)
         longest = min(LONGEST[role], self.model.config.block_size // 4)
         if len(prompt) + longest > self.capacity:
             self.dropped["too long"] += 1
@@ -252,15 +252,17 @@ class Writer:
         sampling = Sampling(temperature, seed=self.seed * 1_000_003 + number)
         stop, banned = self.stop, self.encoding.control_ids
         if role == "user":
-            stop = stop | self.after_user
+            stop = self.user_stop
             banned = set(self.encoding.special_tokens.values())  # only answers may reason
         grammar = None
         if source:
             grammar = self.grammar_tokenizer.compile(*source).for_prompt(prompt)
-        sequence = self.engine.add(prompt, longest, sampling, stop, index=index, grammar=grammar)
+        sequence = self.engine.add(prompt, longest, sampling, stop, encoding=self.encoding,
+                                   index=index, grammar=grammar)
         yield sequence
         tokens = [token for token in sequence.tokens if token not in stop]
-        text = self.encoding.decode(tokens)
+        stream = self.encoding.stream(stop)
+        text = stream.feed(tokens) + stream.finish()
         grams = list(zip(*(tokens[start:] for start in range(4))))
         flaws = {
             "empty": not text.strip(),
@@ -273,13 +275,13 @@ class Writer:
                 return None, []
         return text, [prompt, sequence.tokens]
 
-    def prompt(self, role, messages):
+    def prompt(self, role, messages, tools={}):
         """The prompt, token ids, for a role's next message."""
         if not self.template:
             text = messages[-1]["content"] if messages else ""
             return encode_prompt(self.encoding, text) or [end_of_text(self.encoding)]
         if role == "assistant":
-            return self.encoding.chat(messages)
+            return self.encoding.chat(messages, **tools)
         user = dict(role="user", content=MARK)
         text, found, _ = self.template.render([*messages, user]).rpartition(MARK)
         expect(found, f"{self.template.file}: does not render user messages; give --data")

@@ -1,0 +1,154 @@
+"""CUDA inference with `kernels.linear_rows`: a block's products with the operations around them
+inside, and quantised weights. `apply` replaces the blocks of a model or of draft heads, once; `put`
+replaces a layer by a quantised one."""
+
+import torch
+import torch.nn as nn
+import torch.nn.functional as F
+
+from backends.quantized import select_rows, stack
+from kernels import HAS_TRITON, INTERPRETED, Quantized, dequantize, linear_rows
+from model import Block, Blocks, InputError, LMHead, NoNorm, TreeMask
+
+MAX_ROWS = 64             # of a product with float weights: cuBLAS is as fast for more
+MAX_QUANTIZED_ROWS = 256  # of one with quantised weights: more pay for dequantising a layer
+
+
+def apply(module):
+    """Replaces the blocks of a `GPT` or of `CloverHeads`, in place, by blocks that decode with
+    `linear_rows`. They have the same layers, and call them for everything else."""
+    for name, blocks in list(module.named_modules()):
+        if type(blocks) is Blocks:
+            module.set_submodule(name, FusedBlocks(blocks))
+
+
+def is_usable(device):
+    """Whether Triton's kernels run on this device."""
+    return HAS_TRITON and device.type == "cuda" or INTERPRETED.value
+
+
+# --------------------------------------------------------------------------------------------------
+# Blocks
+
+class FusedBlocks(Blocks):
+
+    def __init__(self, blocks):
+        super().__init__(FusedBlock(block) if can_fuse(block) else block for block in blocks)
+        self.is_packed = any(isinstance(layer, QuantizedLinear) for layer in self.modules())
+
+    def prepare(self, module):
+        apply(module)
+
+
+class FusedBlock(Block):
+    """A block with the layers of another. For a tree of few rows it takes six or seven launches."""
+
+    def __init__(self, block):
+        nn.Module.__init__(self)
+        for name, layer in block.named_children():
+            setattr(self, name, layer)
+
+    def forward(self, hidden, residual, rope, mask, cache=None):
+        attn, mlp = self.attn, self.mlp
+        few = hidden[..., 0].numel() <= min(map(max_rows, (attn.qkv, attn.proj, mlp.up, mlp.down)))
+        if residual is not None or not isinstance(mask, TreeMask) or not few:
+            return super().forward(hidden, residual, rope, mask, cache)
+        qkv = product(attn.qkv, hidden, self.attn_norm)
+        hidden = product(attn.proj, attn.attend(qkv, rope, mask, cache), residual=hidden)
+        inner = product(mlp.up, hidden, self.mlp_norm, activation=mlp.config.activation)
+        return product(mlp.down, inner, residual=hidden), None
+
+
+def product(layer, x, norm=None, **others):
+    """`linear_rows` of a layer. norm: the `Norm` before it."""
+    if norm is not None:
+        others |= dict(norm=norm.weight, eps=norm.eps)
+    return linear_rows(x, layer.weight, layer.bias, **others)
+
+
+def can_fuse(block):
+    """Whether `FusedBlock` can run a block: RMSNorms before its parts and none after them, a gated
+    MLP, all layers in this process. In float16 the product before the norm may overflow."""
+    attn, mlp = block.attn, block.mlp
+    norms = block.attn_norm, block.mlp_norm
+    no_norms = block.attn_post_norm, block.mlp_post_norm
+    return (all(type(layer) in (nn.Linear, QuantizedLinear)
+                for layer in (attn.qkv, attn.proj, mlp.up, mlp.down))
+            and not any(isinstance(norm, NoNorm) or norm.bias is not None for norm in norms)
+            and all(isinstance(norm, NoNorm) for norm in no_norms)
+            and mlp.config.gated and block.attn_norm.weight.dtype != torch.float16)
+
+
+def max_rows(layer):
+    return MAX_QUANTIZED_ROWS if isinstance(layer, QuantizedLinear) else MAX_ROWS
+
+
+# --------------------------------------------------------------------------------------------------
+# Layers with quantised weights
+
+class QuantizedLinear(nn.Module):
+    """nn.Linear with a `kernels.Quantized` weight. It only decodes."""
+
+    def __init__(self, weight, bias=None):
+        super().__init__()
+        self.weight = weight
+        self.bias = bias
+        self.out_features, self.in_features = weight.shape
+        self.nbytes = weight.nbytes
+
+    def refuse(self, *_, **__):
+        raise InputError("this layer is quantised: it cannot be trained, moved, copied or saved; "
+                         "load the model with packed=False")
+
+    _apply = _save_to_state_dict = __reduce_ex__ = refuse
+
+    def forward(self, x):
+        if x[..., 0].numel() <= MAX_QUANTIZED_ROWS:
+            return linear_rows(x, self.weight, self.bias)
+        return F.linear(x, dequantize(self.weight, x.dtype), self.bias)
+
+
+class QuantizedHead(QuantizedLinear):
+    """`model.LMHead` with a quantised weight, which the LM head's kernels read as it is."""
+    filtered_sample = staticmethod(LMHead.filtered_sample)
+    topk = LMHead.topk
+    sample = LMHead.sample
+    logits = LMHead.logits
+
+    def __init__(self, weight, dtype):
+        super().__init__(weight)
+        self.dtype = dtype
+
+    def select(self, tokens):
+        return QuantizedHead(select_rows(self.weight, tokens.long()), self.dtype)
+
+    def embedding(self, tokens):
+        return dequantize(self.weight, self.dtype, tokens)
+
+
+class QuantizedEmbedding(nn.Module):
+    """nn.Embedding that reads the rows of a `Quantized` weight, such as the LM head's."""
+
+    def __init__(self, weight, dtype):
+        super().__init__()
+        self.weight = weight
+        self.dtype = dtype
+
+    def forward(self, tokens):
+        return dequantize(self.weight, self.dtype, tokens)
+
+
+def put(model, name, parts):
+    """Replaces the layer `name` by one with a quantised weight. parts: the `Quantized` weights that
+    it stacks, on the CPU."""
+    weight = Quantized(*(None if x is None else x.to(model.device) for x in stack(parts)))
+    layer = model.get_submodule(name)
+    is_head = isinstance(layer, LMHead) or name == "embed" and model.config.tied
+    new = QuantizedHead(weight, model.dtype) if is_head else QuantizedLinear(weight)
+    if name == "embed":
+        model.embed = QuantizedEmbedding(weight, model.dtype)
+        if is_head:
+            model.head = new
+    else:
+        new.bias = layer.bias
+        model.set_submodule(name, new)
