@@ -869,7 +869,8 @@ class Decoder:
 
     def make_mask_tensors(self):
         sizes = READ_SIZES if self.reads_in_steps else (1,)
-        B, nodes = self.batch_size, self.batch_size * max(self.policy.largest, *sizes)
+        B = self.batch_size
+        nodes = B * max(self.policy.largest, *sizes)
         words = -(-self.model.config.vocab_size // 32)
         self.on_host = dict(forced=torch.zeros(B, 1 + MAX_CHAIN, dtype=torch.int64),
                             first_masks=torch.zeros(B, words, dtype=torch.int32),  # of the roots
