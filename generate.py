@@ -242,7 +242,7 @@ class Policy:
         if option[0] is None and self.all_forced:
             option = None, 0
         if option[0] is None and (is_due or option != self.last):
-            seconds = [self.seconds(B, T, option[1]) for T in range(1, LARGEST + 1)]
+            seconds = [self.expected_seconds(B, T, option[1]) for T in range(1, LARGEST + 1)]
             self.step_seconds[1:] = torch.tensor(seconds).cummax(0).values
         self.last = option
         if not self.all_forced:
@@ -256,7 +256,7 @@ class Policy:
         expected = self.expected_tokens(B)
         reading = sorted(n for n in unread if n)
         sums = list(accumulate((n ** READ_VALUE for n in reading), initial=0))
-        seconds = lambda option: self.seconds(B, *option)
+        seconds = lambda option: self.expected_seconds(B, *option)
 
         def rate(option):
             T, depths = option
@@ -317,14 +317,14 @@ class Policy:
         recent_tokens, recent_time = self.sums.get((option, self.masked), (0, 0))
         return (PRIOR * tokens + recent_tokens) / (PRIOR * time + recent_time)
 
-    def seconds(self, B, T, depths):
-        """Expected seconds of a step, masks included."""
+    def expected_seconds(self, B, T, depths):
+        """Of a step, masks included."""
         masks = self.mask_seconds * T * len(self.chains)
         return self.times.seconds(B, T, depths) + masks
 
     def plain_steps(self, B, T, depths):
         """The time relative to that of a plain step."""
-        return self.seconds(B, T, depths) / self.seconds(B, 1, 0)
+        return self.expected_seconds(B, T, depths) / self.expected_seconds(B, 1, 0)
 
     def update(self, step, results):
         """Learns from a `StepRun` and its `StepResult`s."""
