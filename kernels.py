@@ -860,7 +860,8 @@ def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(Non
     multiprocessors = _gpu(hidden.device).multi_processor_count
     blocks = _project_blocks(
         M, k, hidden.dtype, _aligned(hidden, tensors[0]),
-        small_vocabulary=V < 128 * multiprocessors, noisy=noise[0] is not None)
+        small_vocabulary=V < 128 * multiprocessors, noisy=noise[0] is not None,
+        masked=masks is not None)
     m_tiles = triton.cdiv(M, blocks["BLOCK_M"])
     tiles = triton.cdiv(V, blocks["BLOCK_V"])
     at_once = min(max(2 * multiprocessors // m_tiles, 1), 512)  # the merge takes up to 512 lists
@@ -1140,7 +1141,7 @@ PROJECT_TILES = {
 }
 
 
-def _project_blocks(M, k, dtype, aligned, small_vocabulary, noisy):
+def _project_blocks(M, k, dtype, aligned, small_vocabulary, noisy, masked):
     """Tile sizes and launch options; `pytest -m static` compiles every case."""
     rows = max(16, triton.next_power_of_2(M))
     case = "vocabulary"
@@ -1155,7 +1156,7 @@ def _project_blocks(M, k, dtype, aligned, small_vocabulary, noisy):
     BLOCK_M = min(rows, most_rows)
     if BLOCK_M == 64 and case != "slow loads":
         num_stages -= 1  # for the hidden states of 64 rows
-    maxnreg = 168 if case == "slow loads" else 255 if BLOCK_M < 64 else None
+    maxnreg = 168 if case == "slow loads" and not masked else 255 if BLOCK_M < 64 else None
     most_k = 4 if noisy and rows > 64 else 8
     if maxnreg is None and BLOCK_M * BLOCK_V <= 8192 and 1 < k <= most_k:
         maxnreg = 128  # two programs of 8 warps share a multiprocessor; more entries would spill
