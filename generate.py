@@ -205,15 +205,11 @@ class Policy:
         self.captured = {False: set(), True: set()}
         self.steps = 0
         self.masked = False
+        self.all_forced = False  # whether all sequences of the step go on with forced text
         self.batch = self.best = self.last = None
         self.last_use = Counter()  # (option, masked) -> step
         self.trial = []  # options to try in the next steps
         self.elapsed = self.trial_seconds = 0.0
-
-    @property
-    def all_forced(self):
-        """Whether all sequences of the step go on with forced text, of which heads know no more."""
-        return self.masked and all(self.chains)
 
     def select(self, B, behind=lambda: 0, unread=(), chains=()):
         """The option of the next step, of a batch of B. behind(): how many committed rows the heads
@@ -223,6 +219,7 @@ class Policy:
         self.steps += 1
         self.chains = chains
         self.masked = len(chains) > 0
+        self.all_forced = len(chains) == B and all(chains)
         if any(unread):
             return self.select_reading(B, unread)
         if not (self.depth or self.lookup or self.masked):  # a schema alone needs a grammar
@@ -238,9 +235,10 @@ class Policy:
             rate = partial(self.rate, B, self.expected_tokens(B))
             self.best = max(self.possible(B, self.options), key=rate)
             self.begin_trial(B, behind)
-        option = self.trial.pop() if self.trial else self.best
-        if option[0] is None and self.all_forced:
-            option = None, 0
+        if self.all_forced and self.best[0] is None:
+            option = None, 0  # heads know no more about forced text
+        else:
+            option = self.trial.pop() if self.trial else self.best
         if option[0] is None and (is_due or option != self.last):
             seconds = [self.expected_seconds(B, T, option[1]) for T in range(1, LARGEST + 1)]
             self.step_seconds[1:] = torch.tensor(seconds).cummax(0).values
@@ -714,13 +712,13 @@ class Decoder:
         if not self.constraints:
             verify()
             return finish()
-        on_host = [x.to("cpu", non_blocking=True) for x in (tree.tokens, tree.parents,
-                                                            tree.ancestors)]
+        columns = tree.tokens, tree.parents, tree.ancestors
+        columns = [x.to("cpu", non_blocking=True) for x in columns]
         copied = timestamp(self.device)
         verify()
         start = timestamp(self.device)
         seconds_between(copied, copied)  # waits
-        self.fill_masks(tree, *(x.tolist() for x in on_host))
+        self.fill_masks(tree, *(x.tolist() for x in columns))
         self.pause = start, timestamp(self.device)
         return finish()
 

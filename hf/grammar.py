@@ -63,7 +63,7 @@ class Grammar:
         self.begin = begin
         self.mask = np.empty(tokenizer.words, np.int32)
         fill_mask(matcher, self.mask)
-        expect(not matcher.is_error(), first_line(matcher))
+        expect(not matcher.is_error(), f"the grammar cannot be used: {first_line(matcher)}")
 
     def start(self):
         """The `Matcher` of a sequence."""

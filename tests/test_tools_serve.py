@@ -321,7 +321,7 @@ def test_a_large_body_is_refused_before_it_is_encoded_or_checked_on_the_event_lo
 
 
 REFUSED = dict(
-    ignore_eos=True, min_tokens=3, repetition_penalty=1.1, guided_json=5, guided_choice=[1], bad_words=["a"],
+    ignore_eos=True, min_tokens=3, repetition_penalty=1.1, guided_json=5, guided_choice=[], bad_words=["a"],
     structured_outputs=dict(structural_tag="a"), response_format=dict(type="xml"), guided_regex=["a"],
     prompt_logprobs=0, logprobs=0, tool_choice="required", best_of=2,
     tools=[dict(type="function")], logit_bias={"1": 5}, presence_penalty=0.5, suffix="a", echo=True, x="é",

@@ -110,7 +110,8 @@ def source_of(kind, read=text):
     return lambda name, value: (kind, read(name, value))
 
 
-choice = list_of(str, "a list of strings")
+choice = must_be("a list of at least one string",
+                 lambda value: type(value) is list and {*map(type, value)} == {str})
 STRUCTURED = dict(json=json_schema, json_object=any_object, regex=source_of("regex"),
                   choice=source_of("choice", choice), grammar=source_of("grammar"))
 
