@@ -861,7 +861,7 @@ def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(Non
     blocks = _project_blocks(
         M, k, hidden.dtype, _aligned(hidden, tensors[0]),
         small_vocabulary=V < 128 * multiprocessors, noisy=noise[0] is not None,
-        masked=masks is not None)
+        unpacks=isinstance(weight, Quantized), masked=masks is not None)
     m_tiles = triton.cdiv(M, blocks["BLOCK_M"])
     tiles = triton.cdiv(V, blocks["BLOCK_V"])
     at_once = min(max(2 * multiprocessors // m_tiles, 1), 512)  # the merge takes up to 512 lists
@@ -1137,18 +1137,19 @@ PROJECT_TILES = {
     "vocabulary": (64, 128, 64, 4),         # 16 kB of weights
     "small vocabulary": (64, 64, 64, 6),    # 8 kB, so that all multiprocessors have a tile
     "many rows": (128, 128, 64, 3),         # compute-bound
-    "many rows, narrow": (128, 64, 64, 3),  # faster for argmax of 128; noise would spill (A100)
+    "many rows, narrow": (128, 64, 64, 3),  # faster for argmax of 128; noise, unpacking would spill
 }
 
 
-def _project_blocks(M, k, dtype, aligned, small_vocabulary, noisy, masked):
-    """Tile sizes and launch options; `pytest -m static` compiles every case."""
+def _project_blocks(M, k, dtype, aligned, small_vocabulary, noisy, unpacks, masked):
+    """Tile sizes and launch options; `pytest -m static` compiles every case. unpacks: quantised
+    weights, which takes registers, as masks do."""
     rows = max(16, triton.next_power_of_2(M))
     case = "vocabulary"
     if dtype == torch.float32 or not aligned:
         case = "slow loads"
     elif rows > 64:
-        narrow = small_vocabulary or noisy or (k == 1 and rows == 128)
+        narrow = small_vocabulary or noisy or unpacks or (k == 1 and rows == 128)
         case = "many rows, narrow" if narrow else "many rows"
     elif small_vocabulary or (noisy and rows == 64 and 1 < k <= 8):  # noise would spill
         case = "small vocabulary"
@@ -1156,7 +1157,9 @@ def _project_blocks(M, k, dtype, aligned, small_vocabulary, noisy, masked):
     BLOCK_M = min(rows, most_rows)
     if BLOCK_M == 64 and case != "slow loads":
         num_stages -= 1  # for the hidden states of 64 rows
-    maxnreg = 168 if case == "slow loads" and not masked else 255 if BLOCK_M < 64 else None
+    maxnreg = 255 if BLOCK_M < 64 or unpacks else None
+    if case == "slow loads" and not masked:
+        maxnreg = 168
     most_k = 4 if noisy and rows > 64 else 8
     if maxnreg is None and BLOCK_M * BLOCK_V <= 8192 and 1 < k <= most_k:
         maxnreg = 128  # two programs of 8 warps share a multiprocessor; more entries would spill

@@ -236,20 +236,19 @@ GATE = dict(  # every shape class that kernels.py chooses; lists are alternative
         dict(T=[2, 16], D=128, S=64, window=[0, 40])],  # one split
     linear_rows=[
         dict(M=[1, 17, 256], N=14336, activation="silu", present="norm", quantized=[None, *QUANTIZED]),
-        dict(M=[1, 17, 64], N=[576, 4096, 128256], present="residual", quantized=[None, *QUANTIZED[::2]]),
-        dict(M=[1, 64], N=14336, activation="gelu", present="norm bias", dtype=[FP16, FP32]),
-        dict(M=[1, 64], N=4096, C=[576, 111], present="bias norm", dtype=[BF16, FP32])],
-    dequantize=[dict(N=4096, quantized=QUANTIZED, present=["", "rows"])],
+        dict(M=[1, 64], N=[576, 128256], present="residual", quantized=[None, *QUANTIZED[3:]]),
+        dict(M=[1, 64], N=4096, C=[576, 111], activation="gelu", present="bias norm", dtype=[FP16, FP32])],
+    dequantize=[dict(N=4096, quantized=QUANTIZED, present="rows")],
     project_sample=[
         dict(M=ROWS, dtype=[BF16, FP32]), dict(M=ROWS, aligned=False), dict(M=ROWS, V=8192),
-        dict(M=[8, 512], temperature=0.0), dict(M=ROWS[:-1], quantized=QUANTIZED[1:]),
+        dict(M=[8, 512], temperature=0.0), dict(M=ROWS[:-1], quantized=QUANTIZED[::5]),
         dict(M=ROWS, present="masks", dtype=[BF16, FP32]), dict(M=8, temperature=0.0, present="masks"),
-        dict(M=ROWS, aligned=False, present="masks"), dict(M=ROWS[:-1], quantized=QUANTIZED[1:], present="masks")],
+        dict(M=ROWS, aligned=False, present="masks"), dict(M=ROWS[:-1], quantized=QUANTIZED[::5], present="masks")],
     project_topk=[
         dict(M=ROWS, k=[4, 8, 32], V=[8192, 32000], present=["", "vocab_ids"]), dict(M=8, k=1),
         dict(M=8, C=4112), dict(M=ROWS, k=8, V=8192, present="vocab_ids noise"),  # masked channels; sampled drafts
         dict(M=ROWS, k=[4, 8, 32], V=[8192, 32000], present="noise"),
-        dict(M=ROWS[:-1], k=8, V=[8192, 32000], quantized=QUANTIZED[2:], present=["", "noise"]),
+        dict(M=ROWS[:-1], k=8, quantized=QUANTIZED[2::3], present=["", "noise"]),
         dict(M=ROWS, k=32, dtype=FP32), dict(M=ROWS, k=32, aligned=False),
         dict(M=8, k=[1, 32], V=128256, multiprocessors=[1, 4, 16, 256])],  # how many lists to merge
     commit_path=[dict(P=64, D=256, present=["", "slots"], dtype=[BF16, FP32])],

@@ -32,10 +32,19 @@ def test_a_launch_of_every_kernel_compiles_without_spills(target):
     check_figures(launches, (static.usage(target, launch) for launch in launches))
 
 
-@pytest.mark.parametrize("target", [pytest.param("cuda:90", marks=pytest.mark.static),
-                                    *(pytest.param(f"cuda:{n}", marks=pytest.mark.slow) for n in (80, 89))])
-def test_every_launch_compiles_without_spills(target):
+@pytest.mark.static
+def test_every_launch_compiles_without_spills():
     launches = static.all_launches()
+    check_figures(launches, static.compile_all("cuda:90", launches))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("target", ["cuda:80", "cuda:89"])
+def test_products_compile_for_older_gpus(target):
+    """Bug: unpacked weights that spill, FP8 that only a newer GPU converts."""
+    launches = [launch for launch in static.all_launches() if any(
+        getattr(kernels, launch[0]).arg_names[i] == "GROUP" and (value or "linear" in launch[0])
+        for i, value in launch[2])]
     check_figures(launches, static.compile_all(target, launches))
 
 
