@@ -55,8 +55,8 @@ SIZES = dict(  # name=(value, value with --dry-run)
     rows=((1, 32, 512), (1, 3)),                 # of the LM head's product
     products=((1, 16, 64), (1, 3)),              # rows of a layer's
     matmul=(8192, 64),                           # rows and columns of a large product
-    tests=(("-n", "12", "-m", "gpu", "--continue-on-collection-errors"),
-           ("-m", "not gpu", "tests/test_model.py")))
+    tests=(("-n", "12", "--dist", "load", "-m", "gpu", "--continue-on-collection-errors"),
+           ("-n", "0", "-m", "not gpu", "tests/test_model.py")))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -560,7 +560,7 @@ def test_other_processors_compute_the_same(flags, tmp_path):
         libraries = [subprocess.run(["cc", f"-print-file-name=lib{name}.so"], capture_output=True, text=True).stdout
                      for name in ("asan", "ubsan")]
         environment |= dict(LD_PRELOAD=" ".join(map(str.strip, libraries)), ASAN_OPTIONS="detect_leaks=0")
-    code = "import pytest, sys; sys.exit(pytest.main(['-q', '-x', *sys.argv[1:]]))"
+    code = "import pytest, sys; sys.exit(pytest.main(['-q', '-x', '-n', '0', *sys.argv[1:]]))"
     functions = "product or rounded" if "PLAIN" in flags else FUNCTIONS  # only these differ
     done = run_with(environment, code, "tests/test_backends_cpu.py", "-k", functions)
     assert "passed" in done.stdout and "skipped" not in done.stdout
