@@ -87,7 +87,8 @@ def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
     monkeypatch.setitem(gpu.SIZES, "prompts", (None, 4))
     monkeypatch.setenv("CLOVER_COMMIT", "abc123")
     (tmp_path / "test_one.py").write_text("def test_one(): pass")
-    monkeypatch.setitem(gpu.SIZES, "tests", (None, ("-n", "0", "-p", "no:cacheprovider", str(tmp_path / "test_one.py"))))
+    chosen = "-n", "0", "-p", "no:cacheprovider", str(tmp_path / "test_one.py")
+    monkeypatch.setitem(gpu.SIZES, "tests", (None, chosen))
     out = tmp_path / "out"
     bench.main(bench.parse(["gpu", "--dry-run", "--out", str(out)]))
     rows = rows_of(out)
