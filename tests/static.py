@@ -242,10 +242,10 @@ GATE = dict(  # every shape class that kernels.py chooses; lists are alternative
     project_sample=[
         dict(M=ROWS, dtype=[BF16, FP32]), dict(M=ROWS, aligned=False), dict(M=ROWS, V=8192),
         dict(M=[8, 512], temperature=0.0), dict(M=ROWS[:-1], quantized=QUANTIZED[::5]),
-        dict(M=ROWS, present="masks", dtype=[BF16, FP32]), dict(M=8, temperature=0.0, present="masks"),
-        dict(M=ROWS, aligned=False, present="masks"), dict(M=ROWS[:-1], quantized=QUANTIZED[::5], present="masks")],
+        dict(M=ROWS, present="masks"), dict(M=8, temperature=0.0, present="masks"),
+        dict(M=[8, 512], dtype=FP32, present="masks"), dict(M=[32, 64], quantized=QUANTIZED[-1:], present="masks")],
     project_topk=[
-        dict(M=ROWS, k=[4, 8, 32], V=[8192, 32000], present=["", "vocab_ids"]), dict(M=8, k=1),
+        dict(M=ROWS, k=[4, 8, 32], V=[8192, 32000]), dict(M=8, k=1, present="vocab_ids"),
         dict(M=8, C=4112), dict(M=ROWS, k=8, V=8192, present="vocab_ids noise"),  # masked channels; sampled drafts
         dict(M=ROWS, k=[4, 8, 32], V=[8192, 32000], present="noise"),
         dict(M=ROWS[:-1], k=8, quantized=QUANTIZED[2::3], present=["", "noise"]),
