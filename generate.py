@@ -131,7 +131,7 @@ PACE = 0.3      # share of a prediction's error that is put down to the machine'
 UNUSED = 64     # steps after which an option is tried for two steps
 TRIAL_TIME = 0.01  # largest share of the time that trials may take
 # (accepted, proposed) tokens of lookup assumed at the start, by match length 0 to 4, and of schemas
-LOOKUP_PRIOR = (0, 1), (0.5, 2.5), (1, 3), (1.5, 3.5), (2, 4), (9, 10)
+CHAIN_PRIOR = (0, 1), (0.5, 2.5), (1, 3), (1.5, 3.5), (2, 4), (9, 10)
 WINDOW = 64     # of running means, in steps
 PRIOR = 2       # weight of an option's rate before its first use, in steps
 MEMORY = 256, 64  # window of the acceptance counts: head nodes per bin, lookup tokens per length
@@ -398,11 +398,11 @@ def falling(bins):
 
 def known_counts(heads):
     """The initial counts, float32 [2, SOURCES, 2]: (accepted, proposed). Heads: 4 proposals in each
-    bin, accepted with its probability, plus the counts in heads.json. Chains: LOOKUP_PRIOR."""
+    bin, accepted with its probability, plus the counts in heads.json. Chains: CHAIN_PRIOR."""
     counts = torch.zeros(2, SOURCES, 2)
     counts[:, :BINS, 1] = 4.0
     counts[:, :BINS, 0] = 4.0 * torch.exp(-(torch.arange(BINS) + 0.5) / 4)
-    counts[:, BINS:] = torch.tensor(LOOKUP_PRIOR)
+    counts[:, BINS:] = torch.tensor(CHAIN_PRIOR)
     if heads and (tables := heads.info.get("acceptance")):
         counts[:, :BINS] += torch.tensor([tables["greedy"], tables["sampled"]])
     return counts

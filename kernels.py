@@ -340,17 +340,18 @@ def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None
 # RMSNorm multiplies a row by one number, and so does the product: the loop multiplies x by the
 # norm's weight, sums the squares of x beside it, and the result is scaled at the end.
 #
-# Bytes: N * K elements of weight as they are stored, read once per 64 rows. FLOPs: 2 * M * N * K.
+# N: outputs. Bytes: N * C elements of weight as they are stored, read once per 64 rows. FLOPs: 2 *
+# M * N * C.
 # The weight is the first operand, whose tile has 16 to 64 outputs: as many as leave a program for
 # each multiprocessor. Neither it nor the order of sums depends on M, so the bits of a row do not
-# depend on what is computed beside it. Hence nothing is split over K.
+# depend on what is computed beside it. Hence nothing is split over C.
 
 class Quantized(NamedTuple):
-    """A weight [N, K] = q * scale + minimum. K / G inputs of a row share a scale."""
-    q: torch.Tensor       # int8 or float8_e4m3 [N, K]; uint8 [N, K / 2]: two of 4 bits, low first
+    """A weight [N, C] = q * scale + minimum. C / G inputs of a row share a scale."""
+    q: torch.Tensor       # int8 or float8_e4m3 [N, C]; uint8 [N, C / 2]: two of 4 bits, low first
     scales: torch.Tensor  # [G, N], any float
     minimums: torch.Tensor | None = None  # [G, N]; uint8 or int8: zeros, minimum = -zero * scale
-    order: torch.Tensor | None = None     # int32 [K]: the channel of x for each input
+    order: torch.Tensor | None = None     # int32 [C]: the channel of x for each input
 
     @property
     def shape(self):
@@ -366,18 +367,13 @@ class Quantized(NamedTuple):
         """Inputs that share a scale."""
         return self.shape[1] // len(self.scales)
 
-    @property
-    def nbytes(self):
-        return sum(x.nbytes for x in self if x is not None)
-
     def values(self, dtype=torch.float32, rows=None):
         """`dequantize` by the formula."""
         select = lambda x: x if x is None or rows is None else x[..., rows]
         scales, minimums = (select(x) for x in (self.scales, self.minimums))
         scales = scales.float().movedim(0, -1)[..., None]  # (N, G, 1)
         q = self.q if rows is None else self.q[rows]
-        if self.per_byte == 2:
-            q = torch.stack((q & 15, q >> 4), dim=-1).flatten(-2)
+        q = unpack_nibbles(q) if self.per_byte == 2 else q
         values = q.float().unflatten(-1, (-1, self.group)) * scales  # (N, G, group)
         if minimums is not None:
             factor = 1 if minimums.is_floating_point() else -scales
@@ -386,6 +382,11 @@ class Quantized(NamedTuple):
         if self.order is None:
             return values
         return torch.empty_like(values).index_copy_(-1, self.order.long(), values)
+
+
+def unpack_nibbles(x):
+    """uint8 [..., n] -> its numbers of 4 bits, uint8 [..., 2 n], low ones first."""
+    return torch.stack((x & 15, x >> 4), dim=-1).flatten(-2)
 
 
 @triton.jit
@@ -403,39 +404,39 @@ def _numbers(q, PER_BYTE: tl.constexpr):
 
 @triton.jit
 def _scaled(
-    numbers, scales_ptr, minimums_ptr, n, start, N, K: tl.constexpr, GROUP: tl.constexpr,
+    numbers, scales_ptr, minimums_ptr, n, start, N, C: tl.constexpr, GROUP: tl.constexpr,
 ):
-    """Numbers [BLOCK_N, BLOCK_K] times their scales plus their minimums."""
+    """Numbers [BLOCK_N, BLOCK_C] times their scales plus their minimums."""
     BLOCK_N: tl.constexpr = numbers.shape[0]
-    BLOCK_K: tl.constexpr = numbers.shape[1]
+    BLOCK_C: tl.constexpr = numbers.shape[1]
     # of the tile; a single group may have any size
-    GROUPS: tl.constexpr = BLOCK_K // GROUP if GROUP < min(K, BLOCK_K) else 1
-    group = tl.minimum(start // GROUP + tl.arange(0, GROUPS), (K - 1) // GROUP)
+    GROUPS: tl.constexpr = BLOCK_C // GROUP if GROUP < min(C, BLOCK_C) else 1
+    group = tl.minimum(start // GROUP + tl.arange(0, GROUPS), (C - 1) // GROUP)
     places = group.to(tl.int64)[None, :] * N + n[:, None]
     scales = tl.load(scales_ptr + places).to(tl.float32)  # [BLOCK_N, GROUPS]
-    numbers = tl.reshape(numbers, [BLOCK_N, GROUPS, BLOCK_K // GROUPS]) * scales[:, :, None]
+    numbers = tl.reshape(numbers, [BLOCK_N, GROUPS, BLOCK_C // GROUPS]) * scales[:, :, None]
     if minimums_ptr is not None:
         minimums = tl.load(minimums_ptr + places).to(tl.float32)
         if minimums_ptr.dtype.element_ty.is_int():
             minimums *= -scales
         numbers += minimums[:, :, None]
-    return tl.reshape(numbers, [BLOCK_N, BLOCK_K])
+    return tl.reshape(numbers, [BLOCK_N, BLOCK_C])
 
 
 @triton.jit
 def _load_weight(
     weight_ptr, scales_ptr, minimums_ptr, stride_n, stride_k, n, start, N, dtype: tl.constexpr,
-    K: tl.constexpr, GROUP: tl.constexpr, PER_BYTE: tl.constexpr, BLOCK_K: tl.constexpr,
+    C: tl.constexpr, GROUP: tl.constexpr, PER_BYTE: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
-    """The tile of weights [BLOCK_N, BLOCK_K] of outputs n and inputs start, start + 1, ... N: all
+    """The tile of weights [BLOCK_N, BLOCK_C] of outputs n and inputs start, start + 1, ... N: all
     outputs. GROUP: inputs that share a scale; 0 if the weight is not quantised."""
-    inputs = (start // PER_BYTE + tl.arange(0, BLOCK_K // PER_BYTE)).to(tl.int64)[None, :]
-    inside = (inputs < K // PER_BYTE) | (K % BLOCK_K == 0)
-    # [BLOCK_N, BLOCK_K / PER_BYTE]
+    inputs = (start // PER_BYTE + tl.arange(0, BLOCK_C // PER_BYTE)).to(tl.int64)[None, :]
+    inside = (inputs < C // PER_BYTE) | (C % BLOCK_C == 0)
+    # [BLOCK_N, BLOCK_C / PER_BYTE]
     weight = tl.load(weight_ptr + n.to(tl.int64)[:, None] * stride_n + inputs * stride_k,
                      mask=inside, other=0)
     if GROUP != 0:
-        weight = _scaled(_numbers(weight, PER_BYTE), scales_ptr, minimums_ptr, n, start, N, K,
+        weight = _scaled(_numbers(weight, PER_BYTE), scales_ptr, minimums_ptr, n, start, N, C,
                          GROUP).to(dtype)
     return weight
 
@@ -450,9 +451,9 @@ def _activate(gate, GELU: tl.constexpr):
 @triton.jit(do_not_specialize=["M"])
 def _linear_rows_kernel(
     x_ptr, norm_ptr, order_ptr, weight_ptr, scales_ptr, minimums_ptr, stride_wn, stride_wk,
-    bias_ptr, residual_ptr, out_ptr, stride_xm, stride_xk, eps, M, N, K: tl.constexpr,
+    bias_ptr, residual_ptr, out_ptr, stride_xm, stride_xk, eps, M, N, C: tl.constexpr,
     GATED: tl.constexpr, GELU: tl.constexpr, GROUP: tl.constexpr, PER_BYTE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
 ):
     """Program (tile of rows, tile of outputs). GATED: outputs N, N + 1, ... are up, others gate."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
@@ -464,12 +465,12 @@ def _linear_rows_kernel(
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     squares = tl.zeros([BLOCK_M], tl.float32)
-    for start in range(0, K, BLOCK_K):
-        inputs = start + tl.arange(0, BLOCK_K)
-        inside = (inputs < K) | (K % BLOCK_K == 0)
+    for start in range(0, C, BLOCK_C):
+        inputs = start + tl.arange(0, BLOCK_C)
+        inside = (inputs < C) | (C % BLOCK_C == 0)
         if order_ptr is not None:
             inputs = tl.load(order_ptr + inputs, mask=inside, other=0)
-        # [BLOCK_M, BLOCK_K]
+        # [BLOCK_M, BLOCK_C]
         x = tl.load(x_ptrs + inputs.to(tl.int64)[None, :] * stride_xk,
                     mask=(m < M)[:, None] & inside[None, :], other=0.0)
         if norm_ptr is not None:
@@ -477,17 +478,17 @@ def _linear_rows_kernel(
             exact = x.to(tl.float32)
             squares += tl.sum(exact * exact, 1)
             x = (exact * norm[None, :]).to(dtype)
-        # [BLOCK_N, BLOCK_M] += [BLOCK_N, BLOCK_K] @ [BLOCK_K, BLOCK_M]
+        # [BLOCK_N, BLOCK_M] += [BLOCK_N, BLOCK_C] @ [BLOCK_C, BLOCK_M]
         weight = _load_weight(weight_ptr, scales_ptr, minimums_ptr, stride_wn, stride_wk, output,
-                              start, outputs, dtype, K, GROUP, PER_BYTE, BLOCK_K)
+                              start, outputs, dtype, C, GROUP, PER_BYTE, BLOCK_C)
         acc = _dot(weight, tl.trans(x), acc)
         if GATED:
             weight = _load_weight(weight_ptr, scales_ptr, minimums_ptr, stride_wn, stride_wk,
-                                  output + N, start, outputs, dtype, K, GROUP, PER_BYTE, BLOCK_K)
+                                  output + N, start, outputs, dtype, C, GROUP, PER_BYTE, BLOCK_C)
             up = _dot(weight, tl.trans(x), up)
 
     if norm_ptr is not None:
-        scale = tl.rsqrt(squares / K + eps)[None, :]
+        scale = tl.rsqrt(squares / C + eps)[None, :]
         acc *= scale
         up *= scale
     if bias_ptr is not None:
@@ -505,26 +506,26 @@ def _linear_rows_kernel(
 
 def linear_rows(x, weight, bias=None, *, norm=None, eps=1e-5, activation=None, residual=None,
                 dtype=None):
-    """A linear layer for x [..., K], meant for up to 64 rows -> [..., N]. weight: [N, K], or a
-    `Quantized` one. bias [N]. norm [K]: the weight of an RMSNorm of x before the product.
+    """A linear layer for x [..., C], meant for up to 64 rows -> [..., N]. weight: [N, C], or a
+    `Quantized` one. bias [N]. norm [C]: the weight of an RMSNorm of x before the product.
     activation, "silu" or "gelu": weight and bias are those of gate, then up, of N outputs each, and
     the result is act(gate) * up. residual [..., N]: added at the end. dtype: the result's, default
     x's."""
-    *rows, K = x.shape
+    *rows, C = x.shape
     N = weight.shape[0] if activation is None else weight.shape[0] // 2
     outputs = "N" if activation is None else "2N"
     plain = _check_weight(weight, x)
-    _sizes(f"x ... K real, weight {outputs} K same, norm K same|float32, bias {outputs} same, "
+    _sizes(f"x ... C real, weight {outputs} C same, norm C same|float32, bias {outputs} same, "
            "residual ... N same", x, plain, norm, bias, residual)
-    _check(weight.shape == (N if activation is None else 2 * N, K)
+    _check(weight.shape == (N if activation is None else 2 * N, C)
            and activation in (None, "silu", "gelu")
            and (residual is None or residual.shape == (*rows, N)),
-           "weight [N or 2 N, K], silu or gelu, residual [..., N]", x, weight.shape, activation,
+           "weight [N or 2 N, C], silu or gelu, residual [..., N]", x, weight.shape, activation,
            residual)
     if not runs_triton(x, plain, norm, bias, residual):
         return linear_rows_reference(x, weight, bias, norm=norm, eps=eps, activation=activation,
                                      residual=residual, dtype=dtype)
-    x = x.reshape(-1, K)
+    x = x.reshape(-1, C)
     M = len(x)
     norm, bias, residual = map(_contiguous, (norm, bias, residual))
     out = torch.empty(*rows, N, dtype=dtype or x.dtype, device=x.device)
@@ -533,7 +534,7 @@ def linear_rows(x, weight, bias=None, *, norm=None, eps=1e-5, activation=None, r
     blocks = _linear_blocks(M, N, size, x.dtype, activation is not None, _gpu(x.device))
     _launch(_linear_rows_kernel,
             (triton.cdiv(M, blocks["BLOCK_M"]), triton.cdiv(N, blocks["BLOCK_N"])),
-            x, norm, order, *tensors, bias, residual, out, *_strides(x), eps, M, N, K=K,
+            x, norm, order, *tensors, bias, residual, out, *_strides(x), eps, M, N, C=C,
             GATED=activation is not None, GELU=activation == "gelu", **constants, **blocks)
     return out
 
@@ -542,7 +543,7 @@ def _check_weight(weight, x):
     """Checks a `Quantized` weight; returns another."""
     if not isinstance(weight, Quantized):
         return weight
-    _sizes("q N n packed, scales G N float, minimums G N minimum, order K int32", *weight)
+    _sizes("q N n packed, scales G N float, minimums G N minimum, order C int32", *weight)
     _check(weight.q.device == x.device, "weight and x on one device", weight.q, x)
 
 
@@ -572,38 +573,38 @@ def linear_rows_reference(x, weight, bias=None, *, norm=None, eps=1e-5, activati
 @triton.jit
 def _dequantize_kernel(
     weight_ptr, scales_ptr, minimums_ptr, stride_wn, stride_wk, order_ptr, rows_ptr, out_ptr, n, N,
-    K: tl.constexpr, GROUP: tl.constexpr, PER_BYTE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_K: tl.constexpr,
+    C: tl.constexpr, GROUP: tl.constexpr, PER_BYTE: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
 ):
     """Program (tile of rows, tile of inputs)."""
-    start = tl.program_id(1) * BLOCK_K
+    start = tl.program_id(1) * BLOCK_C
     place = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
     row = tl.minimum(place, n - 1)
     if rows_ptr is not None:
         row = tl.load(rows_ptr + row)
     values = _load_weight(weight_ptr, scales_ptr, minimums_ptr, stride_wn, stride_wk, row, start,
-                          N, out_ptr.dtype.element_ty, K, GROUP, PER_BYTE, BLOCK_K)
-    inputs = start + tl.arange(0, BLOCK_K)
-    inside = inputs < K
+                          N, out_ptr.dtype.element_ty, C, GROUP, PER_BYTE, BLOCK_C)
+    inputs = start + tl.arange(0, BLOCK_C)
+    inside = inputs < C
     if order_ptr is not None:
         inputs = tl.load(order_ptr + inputs, mask=inside, other=0)
-    tl.store(out_ptr + place[:, None] * K + inputs[None, :], values,
+    tl.store(out_ptr + place[:, None] * C + inputs[None, :], values,
              mask=(place < n)[:, None] & inside[None, :])
 
 
 def dequantize(weight, dtype, rows=None):
-    """A `Quantized` weight [N, K], or these rows of it, int64 [...] -> [N or ..., K] of this
+    """A `Quantized` weight [N, C], or these rows of it, int64 [...] -> [N or ..., C] of this
     dtype."""
-    N, K = weight.shape
+    N, C = weight.shape
     if not runs_triton(weight.q):
         return weight.values(dtype, rows)
     rows = _contiguous(rows)
     shape = (N,) if rows is None else rows.shape
-    out = torch.empty(*shape, K, dtype=dtype, device=weight.q.device)
+    out = torch.empty(*shape, C, dtype=dtype, device=weight.q.device)
     n = math.prod(shape)
     order, tensors, constants = _stored(weight)
-    _launch(_dequantize_kernel, (triton.cdiv(n, 8), triton.cdiv(K, 512)),
-            *tensors, order, rows, out, n, N, K=K, **constants, BLOCK_N=8, BLOCK_K=512, num_warps=4)
+    _launch(_dequantize_kernel, (triton.cdiv(n, 8), triton.cdiv(C, 512)),
+            *tensors, order, rows, out, n, N, C=C, **constants, BLOCK_N=8, BLOCK_C=512, num_warps=4)
     return out
 
 
@@ -856,7 +857,8 @@ def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(Non
     vocab_ids = _contiguous(vocab_ids)
     T = 1 if noise[0] is None else M // len(noise[0])
     V = weight.shape[0]
-    _, tensors, constants = _stored(weight)
+    order, tensors, constants = _stored(weight)
+    hidden = hidden if order is None else hidden[:, order.long()]
     multiprocessors = _gpu(hidden.device).multi_processor_count
     blocks = _project_blocks(
         M, k, hidden.dtype, _aligned(hidden, tensors[0]),
@@ -1116,17 +1118,17 @@ MOST_MEMORY = 96 * 1024  # bytes of shared memory that a program may have on any
 
 def _linear_blocks(M, N, size, dtype, gated, gpu):
     """Tile sizes and launch options; `pytest -m static` compiles every case. size: bytes of a
-    weight's number. BLOCK_N and BLOCK_K do not depend on M."""
+    weight's number. BLOCK_N and BLOCK_C do not depend on M."""
     BLOCK_M = min(max(16, triton.next_power_of_2(M)), 64)
     unpacks_twice = gated and size < dtype.itemsize  # takes registers, so it gets smaller tiles
-    BLOCK_K = 32 if dtype == torch.float32 else 64 if unpacks_twice else 128
+    BLOCK_C = 32 if dtype == torch.float32 else 64 if unpacks_twice else 128
     fills = lambda BLOCK_N: 10 * triton.cdiv(N, BLOCK_N) >= 9 * gpu.multi_processor_count
     BLOCK_N = next(filter(fills, (32,) if unpacks_twice else (64, 32)), 16)
     # as many stages as leave room for all programs at once
     programs = triton.cdiv(triton.cdiv(N, BLOCK_N), gpu.multi_processor_count)
     memory = gpu.shared_memory_per_multiprocessor // (programs if programs <= 4 else 2)
-    stage = BLOCK_K * (BLOCK_N * (1 + gated) * size + BLOCK_M * dtype.itemsize)
-    return dict(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_K=BLOCK_K,
+    stage = BLOCK_C * (BLOCK_N * (1 + gated) * size + BLOCK_M * dtype.itemsize)
+    return dict(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_C=BLOCK_C,
                 num_warps=8 if gated and BLOCK_M > 16 else 4,
                 num_stages=min(max(int(min(memory, MOST_MEMORY) // stage), 2), 6))
 

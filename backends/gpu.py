@@ -94,7 +94,7 @@ class QuantizedLinear(nn.Module):
         self.weight = weight
         self.bias = bias
         self.out_features, self.in_features = weight.shape
-        self.nbytes = weight.nbytes
+        self.nbytes = sum(x.nbytes for x in weight if x is not None)
 
     def refuse(self, *_, **__):
         raise InputError("this layer is quantised: it cannot be trained, moved, copied or saved; "

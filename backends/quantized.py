@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 
 from backends import cpu
-from kernels import Quantized
+from kernels import Quantized, unpack_nibbles
 from model import expect
 
 GROUPS = 128, 64, 32  # channels that share a scale
@@ -16,10 +16,6 @@ CHUNK_ROWS = 4096     # rows that are rounded at once, which bounds the memory
 def pack_nibbles(q):
     """Numbers from 0 to 15, uint8 [N, C] -> two per byte, uint8 [N, C / 2]."""
     return q[:, ::2] | q[:, 1::2] << 4
-
-
-def unpack_nibbles(q):
-    return torch.stack((q & 15, q >> 4), dim=-1).flatten(-2)
 
 
 def select_rows(weight, index):

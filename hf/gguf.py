@@ -259,7 +259,7 @@ class GGUFFile:
         bits = 8 * size / per_block if kind.name in cpu.FORMATS else 8
         return stored._replace(bits=bits, read_packed=partial(self.read_packed, tensor),
                                read_quantized=partial(self.read_quantized, tensor),
-                               quantized_bits=4 + 32 / 32 if kind.name.startswith("Q4") else 8 + 1)
+                               quantized_bits=5 if kind.name.startswith("Q4") else 9)  # at most
 
     def read_values(self, tensor):
         """A tensor's values as a folder stores them, but for the order of rows, float32."""
@@ -345,15 +345,17 @@ def unpack_blocks(kind, data):
     start, ones = UNIT_SCALES[kind.name]
     units = blocks.copy()
     units[:, start:start + len(ones)] = np.frombuffer(ones, np.uint8)
-    q = gguf.dequantize(units.reshape(data.shape), kind)
+    q = torch.from_numpy(gguf.dequantize(units.reshape(data.shape), kind))
+    spread = lambda x: torch.from_numpy(x.astype(np.float16)).view(N, -1).T.contiguous()
+    scales = spread(scales)
     if kind.name == "Q4_0":  # from -8 on
         q += 8
-        minimums = np.full_like(scales, 8, dtype=np.uint8)
-    q = torch.from_numpy(q).to(torch.uint8 if kind.name.startswith("Q4") else torch.int8)
-    spread = lambda x: None if x is None else torch.from_numpy(
-        x.astype(x.dtype if x.dtype == np.uint8 else np.float16)).view(N, -1).T.contiguous()
-    return Quantized(quantized.pack_nibbles(q) if q.dtype == torch.uint8 else q, spread(scales),
-                     spread(minimums))
+        minimums = torch.full_like(scales, 8, dtype=torch.uint8)
+    elif minimums is not None:
+        minimums = spread(minimums)
+    is_4_bits = kind.name.startswith("Q4")
+    q = quantized.pack_nibbles(q.to(torch.uint8)) if is_4_bits else q.to(torch.int8)
+    return Quantized(q, scales, minimums)
 
 
 def release(tensor):

@@ -9,7 +9,7 @@ import torch
 
 from backends.quantized import largest_group, pack, pack_nibbles, select_rows
 from hf.tensors import FP8, StoredTensor
-from kernels import Quantized
+from kernels import Quantized, unpack_nibbles
 from model import expect, one_of
 
 AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7  # the nibble of an int32 that holds each of 8 neighbours
@@ -108,7 +108,7 @@ def unpack(scheme, values, scales, zeros=None):
 def unpack_int32(x, bits):
     """Unpacks int32 [M, n] to uint8 [M, n * 32 / bits], lowest bits first."""
     x = x.contiguous().view(torch.uint8)
-    return x if bits == 8 else torch.stack((x & 15, x >> 4), dim=-1).flatten(1)
+    return x if bits == 8 else unpack_nibbles(x)
 
 
 def combine(path, tensors, scheme):

@@ -1,6 +1,6 @@
 """What the kernels need, without a GPU.
 
-    python -m tests.static   # the launches of a step, for trees of several sizes
+    python -m tests.static   # the launches of a step, for trees of several sizes; registers of linear_rows
 
 Triton launches are recorded instead of run. In a step on the meta device they are counted together with the torch
 operations that are not views: a lower bound, as an operation may take several. Launches are compiled for their
@@ -319,5 +319,20 @@ def compile_all(target, launches):
         yield from pool.map(partial(usage, target), launches, chunksize=4)
 
 
+def print_usage():
+    """Prints what linear_rows compiles to for sm_90, at the sizes of Llama 3 8B."""
+    up, proj = dict(N=14336, activation="silu", present="norm"), dict(N=4096, present="residual")
+    layers = {"up, 2 x 14336 x 4096": up, "proj, 4096 x 4096": proj}
+    names = "16 bits", "8 bits, groups of 32", "FP8", "4 bits, groups of 32"
+    print("\n| layer | weights | M = 1: registers, kB | M = 32 | M = 64 |\n| --- | --- | --- | --- | --- |")
+    weights = zip(names, (None, QUANTIZED[3], QUANTIZED[1], QUANTIZED[5]))
+    for (layer, sizes), (kind, quantized) in product(layers.items(), weights):
+        launches = [launches_of("linear_rows", M=M, quantized=quantized, **sizes)[0] for M in (1, 32, 64)]
+        used = [usage("cuda:90", signature(name, args, named)) for name, _, args, named in launches]
+        cells = (f"{figures['registers']}, {figures['shared'] // 1024}" for figures in used)
+        print(f"| {layer} | {kind} | {' | '.join(cells)} |")
+
+
 if __name__ == "__main__":
     print_launches()
+    print_usage()

@@ -1,10 +1,6 @@
 """The layers of a GPU: fused blocks and quantised weights. They run here on the kernels' references, in one case under
 Triton's interpreter."""
 
-import os
-import subprocess
-import sys
-
 import pytest
 import torch
 from gguf import GGMLQuantizationType as Type
@@ -17,11 +13,12 @@ from generate import Sampling, generate
 from hf import checkpoint
 from hf.gguf import Reader
 from hf.quantization import unpack_int32
+from test_backends_cpu import run_with
 from test_clover import random_heads
 from test_hf_checkpoint import theirs_of
 from test_hf_gguf import random_blocks, write
 from test_hf_quantization import KINDS, write_quantised
-from test_kernels import BF16, FP32, ROOT, records
+from test_kernels import BF16, FP32, records
 from test_lossless import without_ties
 
 LLAMA_CPP = {  # the types that it gives the tensors of a file
@@ -72,9 +69,6 @@ def write_file(path, kind, **sizes):
     return write(path / "m.gguf", "llama", theirs, convert=convert)
 
 
-MODELS = [*KINDS, "int4", "int8", *LLAMA_CPP]
-
-
 def loaded(kind, path):
     """(a model with quantised layers in bfloat16, the same with plain ones in float64)"""
     quantize = kind if kind.startswith("int") else None
@@ -86,7 +80,7 @@ def loaded(kind, path):
             checkpoint.load(path, BF16, "cpu", quantize=quantize, packed=False).double())
 
 
-@pytest.mark.parametrize("kind", MODELS)
+@pytest.mark.parametrize("kind", [*KINDS, "int4", "int8", *LLAMA_CPP])
 def test_a_quantised_model_is_its_dequantised_one(kind, tmp_path):
     """Bug: a layer left out or put in the wrong place, parts of unequal types mixed up, embeddings of another row."""
     model, plain = loaded(kind, tmp_path)
@@ -127,7 +121,7 @@ def test_act_order_permutes_the_inputs(tmp_path):
 
     def shuffle(tensors):
         for name in list(tensors):
-            if name.endswith("q_proj.g_idx") or name.endswith("k_proj.g_idx") or name.endswith("v_proj.g_idx"):
+            if name.endswith(("q_proj.g_idx", "k_proj.g_idx", "v_proj.g_idx")):
                 tensors[name] = tensors[name][order]
                 stem = name.removesuffix("g_idx")
                 q = unpack_int32(tensors[stem + "qweight"].T, 4)[:, order]
@@ -176,7 +170,5 @@ print(*(generate(model, [[3, 1, 3]], 4, lookup=lookup, tree_size=T).tokens for l
 def test_the_same_by_the_kernels(tmp_path):
     """Bug: arguments that the references take and the kernels do not."""
     file = write_file(tmp_path, "Q4_1", hidden_size=64, intermediate_size=96, num_hidden_layers=1)
-    run = subprocess.run([sys.executable, "-c", CODE, str(file)], cwd=ROOT, capture_output=True, text=True,
-                         env=os.environ | dict(TRITON_INTERPRET="1"))
-    plain, drafted = run.stdout.strip().split("]] [[")
-    assert plain.strip("[]") == drafted.strip("[]"), run.stderr
+    plain, drafted = run_with(dict(TRITON_INTERPRET="1"), CODE, file).stdout.strip("[]\n").split("]] [[")
+    assert plain == drafted
