@@ -199,6 +199,7 @@ class Policy:
             costs = self.group.broadcast(costs)  # ranks hold unequal parts
         self.times = StepTimes(*costs)
         self.step_seconds = torch.ones(LARGEST + 1)  # of T nodes, for the next step's heads and B
+        self.tables = {}  # heads that draft -> `step_seconds`, until the next update
         # share of the model's blocks that heads run over each committed row
         self.augmenting = len(heads.augment_blocks) / model.config.n_layer if self.heads else 0
         # (B, *option) that `Decoder.capture_all` captured, by `masked`; none: any will do
@@ -206,7 +207,7 @@ class Policy:
         self.steps = 0
         self.masked = False
         self.all_forced = False  # whether all sequences of the step go on with forced text
-        self.batch = self.best = self.last = None
+        self.batch = self.best = None
         self.last_use = Counter()  # (option, masked) -> step
         self.trial = []  # options to try in the next steps
         self.elapsed = self.trial_seconds = 0.0
@@ -231,6 +232,7 @@ class Policy:
         if is_due or (self.masked and self.options[0][0]):  # a T fixed here depends on chains
             if batch != self.batch:
                 self.trial = []
+            self.tables = {}
             self.batch = batch
             rate = partial(self.rate, B, self.expected_tokens(B))
             self.best = max(self.possible(B, self.options), key=rate)
@@ -239,13 +241,17 @@ class Policy:
             option = None, 0  # heads know no more about forced text
         else:
             option = self.trial.pop() if self.trial else self.best
-        if option[0] is None and (is_due or option != self.last):
-            seconds = [self.expected_seconds(B, T, option[1]) for T in range(1, LARGEST + 1)]
-            self.step_seconds[1:] = torch.tensor(seconds).cummax(0).values
-        self.last = option
+        if option[0] is None:
+            self.set_step_seconds(B, option[1])
         if not self.all_forced:
             self.last_use[option, self.masked] = self.steps
         return option
+
+    def set_step_seconds(self, B, depths):
+        if depths not in self.tables:
+            seconds = [self.expected_seconds(B, T, depths) for T in range(1, LARGEST + 1)]
+            self.tables[depths] = torch.tensor(seconds).cummax(0).values
+        self.step_seconds[1:] = self.tables[depths]
 
     def select_reading(self, B, unread):
         """The option with the most tokens per second, where n tokens of a prompt count as
