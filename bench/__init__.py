@@ -56,14 +56,14 @@ def cell(value):
     return "-" if value is None else str(round(value, 3) if isinstance(value, float) else value)
 
 
-def finish(args, result):
-    """Prints the flags, the result and the machine as one line of JSON, and writes it to --out."""
+def finish(args, result, file):
+    """Prints the flags, the result and the machine as one line of JSON, and writes it to file."""
     from model import atomic_write  # loads torch
     flags = {flag: public(value) for flag, value in vars(args).items() if flag != "out"}
     line = json.dumps(flags | result | dict(machine=machine()))
     print(line, flush=True)
-    if args.out:
-        atomic_write(args.out, lambda tmp: Path(tmp).write_text(line + "\n"))
+    if file:
+        atomic_write(file, lambda tmp: Path(tmp).write_text(line + "\n"))
 
 
 def public(value):

@@ -14,6 +14,7 @@ def parse(argv=None):
     add = parser.add_subparsers(dest="command", required=True).add_parser
     add_decode_flags(add("decode", help="compare drafters with plain decoding"))
     add_gpu_flags(add("gpu", help="measure everything that needs a GPU"))
+    add_kinds_flags(add("kinds", help="train kinds of draft heads side by side"))
     add("draw", help="draw the pictures of README.md and docs/results.md")
     args = parser.parse_args(argv)
     if args.command == "decode":
@@ -78,8 +79,24 @@ def add_gpu_flags(parser):
     add("--dry-run", action="store_true", help="use tiny sizes, also on a CPU")
 
 
+def add_kinds_flags(parser):
+    flags.add_model_flags(parser)
+    flags.add_quantize_flag(parser)
+    add_data_flag(parser)
+    add = parser.add_argument
+    count = flags.at_least(1)
+    add("--kinds", nargs="+", required=True, metavar="KIND", help="presets of train_heads.py, each "
+        "perhaps with its switches or --lr, such as 'clover --mix none'")
+    add("--out", required=True, metavar="DIR", help="each kind gets a folder there")
+    add("--steps", type=count, default=500, metavar="N", help="default: 500")
+    add("--batch-size", type=count, default=8, metavar="N", help="sequences per step; default: 8")
+    add("--draft-vocabulary", type=flags.at_least(0, auto=True), metavar="N|auto",
+        help="default: auto: the tokens that cover 97%% of the text")
+    add("--seed", type=int, default=1, metavar="N", help="default: 1")
+
+
 def main(args):
-    from bench import decoding, draw, finish, gpu, operations
+    from bench import decoding, draw, finish, gpu, kinds, operations
     from generate import Sampling
     from model import MAX_TREE, check
     if args.command == "decode":
@@ -87,9 +104,11 @@ def main(args):
             Sampling(temperature)
         for size in filter(None, args.tree_sizes):
             check("tree size", size, 1, MAX_TREE, whole=True)
-        finish(args, (operations if args.random_weights else decoding).bench(args))
+        finish(args, (operations if args.random_weights else decoding).bench(args), args.out)
     elif args.command == "gpu":
         gpu.bench(args)
+    elif args.command == "kinds":
+        finish(args, kinds.bench(args), Path(args.out) / "kinds.json")
     else:
         draw.bench()
 

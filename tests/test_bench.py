@@ -10,7 +10,8 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from backends import cpu
+import train_heads
+from backends import cpu, tensor_parallel
 from bench import MODEL_SIZES, ROOT, Measured, decoding, draw, llama_cpp, operations, roofline, size_config, timing
 from bench import __main__ as bench
 from bench.timing import PREFIX, STAGES
@@ -19,7 +20,9 @@ from conftest import call_once, needs_compiler, refusal
 from generate import Engine, generate
 from hf.tokenizer import load_encoding
 from model import GPT, read_json
+from training import data, evaluate
 from training.data import load_tokens, prompts
+from training.flags import parse_heads
 
 DECODE = "decode --runs 1 --max-new-tokens 12".split()
 
@@ -257,6 +260,28 @@ def test_bad_flags_are_refused(flags, message, capsys):
 def test_all_values_are_checked_before_measuring():
     for flags, message in (("--tree-sizes 5 65", "tree size must be"), ("--temperatures 0 -1", "temperature must be")):
         refusal(lambda: bench.main(bench.parse(["decode", *flags.split()])), message)
+
+
+def test_kinds_side_by_side_are_those_of_train_heads(run, flags, checkpoint, tmp_path):
+    """Bug: a loss, gradient or learning rate of another kind, other batches, accuracies in another order."""
+    text, shared = tmp_path / "texts.jsonl", ["--model", str(checkpoint), "--steps", "5", "--batch-size", "4"]
+    kinds = ["clover", "hydra --lr 0.001", "clover --mix none"]
+    _, record = run("kinds", *shared, "--data", str(text), "--out", str(tmp_path), "--kinds", *kinds)
+    assert json.loads((tmp_path / "kinds.json").read_text()) == record
+    model = GPT.from_pretrained(checkpoint, device="cpu", packed=False)
+    for kind, row in zip(kinds, record["accuracy"]):
+        alone = tmp_path / f"alone-{row['kind']}"
+        args = parse_heads([*shared, "--data", str(text), "--out", str(alone), "--preset", *kind.split()])
+        args.device = "cpu"
+        config = train_heads.read_config(args, alone, group := tensor_parallel.start("cpu"))
+        trained, corpus = train_heads.prepare(config, alone, group, False)
+        assert trained.train(corpus) == 0
+        heads = CloverHeads.from_pretrained(tmp_path / row["kind"], model)
+        for one, other in zip(heads.parameters(), trained.heads.parameters(), strict=True):
+            torch.testing.assert_close(one, other.detach(), rtol=0.01, atol=1e-4)  # saved in bfloat16
+        found = evaluate.head_accuracy(trained.heads, data.open_tokens(tmp_path / data.FILE)["heldout"], 4,
+                                       trained.config.block_size)
+        assert [x for key, x in row.items() if key != "kind"] == pytest.approx(found, abs=0.02)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

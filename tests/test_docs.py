@@ -28,7 +28,7 @@ from training.flags import parse_heads
 
 ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "demo" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
-BENCH = ("decode", "gpu", "draw")
+BENCH = ("decode", "gpu", "kinds", "draw")
 FLAG = r"(?<![\w-])--[a-z][\w-]*"
 OTHERS = {"--nproc-per-node", "--no-binary", "--no-deps", "--target"}  # torchrun's, pip's
 BLOCK = re.compile(r"^```([^\n]*)\n(.*?)^```", re.M | re.S)

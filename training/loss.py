@@ -12,6 +12,8 @@ several processes can add them up.
 dtype: of matrix products, float32 or bfloat16. R: rows of a chunk. n: size of the draft
 vocabulary."""
 
+from itertools import cycle
+
 import torch
 import torch.nn.functional as F
 from torch.func import functional_call
@@ -73,18 +75,20 @@ def window_losses(heads, ids, loss_mask, documents=None, dtype=torch.float32):
 def head_losses(heads, hidden, outputs, guess_mask, dtype=torch.float32):
     """Sums over guess_mask [K, B, T] for each head -> (cross-entropy against the model's next-token
     distribution in nats, hits: top-1 is the model's greedy token), each float32 [K]. hidden:
-    [B, T + K, C] of the model; outputs: K tensors [B, T, C]; both before the final norm."""
-    K = len(outputs)
+    [B, T + K, C] of the model; outputs: K tensors [B, T, C]; both before the final norm. outputs
+    of n kinds of heads with one draft vocabulary, n K tensors, give n K results."""
+    K = len(guess_mask)
     norm = heads.model.norm
     weight = heads.model.head.weight.to(dtype)  # (V, C)
     drafted = heads.vocabulary
     drafted_weight = weight if drafted is None else weight[drafted]  # (n, C)
     teacher = norm(hidden).to(dtype).flatten(0, 1)  # (B (T + K), C)
     # head i's position t is in row t + 1 + i, as the model's prediction of the same token
-    states = [F.pad(norm(out.to(hidden.dtype)).to(dtype), (0, 0, i + 1, K - 1 - i)).flatten(0, 1)
-              for i, out in enumerate(outputs)]
-    counted = torch.stack([F.pad(mask, (i + 1, K - 1 - i)).flatten()
-                           for i, mask in enumerate(guess_mask)])  # (K, B (T + K))
+    shifts = [(i + 1, K - 1 - i) for i in range(K)]
+    states = [F.pad(norm(out.to(hidden.dtype)).to(dtype), (0, 0, *shift)).flatten(0, 1)
+              for out, shift in zip(outputs, cycle(shifts))]
+    counted = torch.stack([F.pad(mask, shift).flatten() for mask, shift in zip(guess_mask, shifts)])
+    counted = counted.repeat(len(outputs) // K, 1)  # (n K, B (T + K))
     grads = [torch.zeros_like(x) for x in states]
     wants_gradient = torch.is_grad_enabled()
     losses, hits = torch.zeros(2, *counted.shape, device=weight.device)

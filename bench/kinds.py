@@ -1,0 +1,91 @@
+"""`python -m bench kinds`: trains several kinds of draft heads side by side, on the same batches,
+whose hidden states and next-token distributions are computed once."""
+
+import re
+from pathlib import Path
+
+import torch
+
+from backends import tensor_parallel
+from bench import Table
+from clover import CloverHeads, preset
+from tools.load import load_model
+from train_heads import HEAD_WEIGHT, SHOW_EVERY, data_record, pick_block_size, product_dtype
+from training import data, runs
+from training.evaluate import BATCHES
+from training.flags import SWITCHES, RunConfig, parse_heads
+from training.loss import guess_masks, head_losses, run_heads, run_model
+
+
+class Kind:
+    """Heads in training. flags: a preset of train_heads.py, perhaps with switches or --lr."""
+
+    def __init__(self, flags, model, args):
+        own = vars(parse_heads(["--preset", *flags.split()]))
+        self.name = re.sub(r"[^\w.]+", "-", flags)
+        self.lr = own.get("lr", RunConfig.lr)
+        torch.manual_seed(args.seed)
+        switches = {name: own[name] for name in SWITCHES if name in own}
+        heads = CloverHeads(preset(own["preset"], **switches), model)
+        self.heads = heads.to(model.device, torch.float32).requires_grad_().train()
+        self.optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0,
+                                           fused=True)
+
+    def step(self, step, steps):
+        torch.nn.utils.clip_grad_norm_(self.heads.parameters(), 1.0)
+        runs.set_learning_rate(self.optimizer, self.lr, step, steps)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+
+
+def bench(args):
+    """Trains the kinds, writes each to a folder in --out, prints and returns their accuracy."""
+    model, encoding = load_model(args, packed=False, dtype=torch.float32)
+    config = RunConfig(model=args.model, device=str(model.device), dtype=args.dtype)
+    dtype = product_dtype(config, tensor_parallel.start(args.device))
+    kinds = [Kind(flags, model, args) for flags in args.kinds]
+    size = pick_block_size(config, kinds[0].heads)
+    out = Path(args.out)
+    key = data.tokens_key(args.data, encoding)
+    tokens = data.store_tokens(out / data.FILE, key, args.data, encoding, model.config.vocab_size)
+    corpus = tokens["train"]
+    log = lambda line: print(line, flush=True)
+    ids = corpus.ids[corpus.loss_mask]
+    for kind in kinds:
+        data.set_draft_vocabulary(kind.heads, ids, args.draft_vocabulary, log)
+
+    def window_losses(split, seed, step):
+        """(losses, hits) of each kind's heads, [kinds, K], and the number of guesses [K]."""
+        K = kinds[0].heads.config.n_draft
+        ids, loss_mask, documents = data.window_batch(tokens[split], args.batch_size, size, K + 1,
+                                                      seed, step, model.device)
+        hidden = run_model(model, ids, documents, dtype)
+        outputs = [output for kind in kinds
+                   for output in run_heads(kind.heads, hidden, ids, documents, dtype)]
+        guess_mask = guess_masks(ids, K, loss_mask, documents)
+        sums = head_losses(kinds[0].heads, hidden, outputs, guess_mask, dtype)
+        return *(x.view(len(kinds), K) for x in sums), guess_mask.sum(dim=(1, 2))
+
+    weights = HEAD_WEIGHT ** torch.arange(kinds[0].heads.config.n_draft, device=model.device)
+    show = runs.progress(0, args.steps, args.batch_size * size, log)
+    for step in range(args.steps):
+        losses, _, guesses = window_losses("train", args.seed, step)
+        losses = losses / guesses.clamp(min=1)
+        (losses * weights).sum().backward()
+        for kind in kinds:
+            kind.step(step, args.steps)
+        if (step + 1) % SHOW_EVERY == 0:
+            firsts = " ".join(map("{:.3f}".format, losses[:, 0].tolist()))
+            show(step + 1, f"step {step + 1}/{args.steps}  loss of head 1: {firsts}")
+    with torch.no_grad():
+        _, hits, guesses = (sum(x) for x in zip(*(window_losses("heldout", 0, step)
+                                                  for step in range(BATCHES))))
+    table = Table()
+    for kind, accuracy in zip(kinds, (hits / guesses.clamp(min=1)).tolist()):
+        training = dict(steps=args.steps, tokens=args.steps * args.batch_size * size,
+                        batch_size=args.batch_size, block_size=size, lr=kind.lr, seed=args.seed,
+                        **data_record(args.data, key))
+        kind.heads.save_pretrained(out / kind.name, encoding.hash, torch.bfloat16,
+                                   training=training, accuracy=accuracy)
+        table.add(dict(kind=kind.name) | {f"head {i}": x for i, x in enumerate(accuracy, 1)})
+    return dict(trained_on=args.steps * args.batch_size * size, accuracy=table)
