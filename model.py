@@ -128,9 +128,13 @@ def causal_attention(q, k, v, mask=None, scale=None):
     if q.is_cuda and G > 1 and (q.dtype == torch.float32 or mask is not None):
         # only flash attention takes grouped heads, and it takes neither float32 nor a mask
         k, v = (x.repeat_interleave(G, dim=1) for x in (k, v))
-    if mask is None and T < k.shape[2]:
-        from torch.nn.attention import bias  # the import takes a second
-        mask = bias.causal_lower_right(T, k.shape[2])
+    S = k.shape[2]
+    if mask is None and T < S:
+        if q.is_cuda:
+            from torch.nn.attention import bias  # takes seconds; flash attention accepts no tensor
+            mask = bias.causal_lower_right(T, S)
+        else:
+            mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
     y = F.scaled_dot_product_attention(
         q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None, scale=scale,
         enable_gqa=q.shape[2] != k.shape[1])

@@ -12,7 +12,7 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from backends import cpu, gpu, quantized, tensor_parallel
-from hf.families import family_of, llama_json, text_config
+from hf.families import family_of, llama_json
 from hf.files import read_family, read_part
 from hf.paths import find_model, gguf_parts, is_gguf
 from hf.quantization import combine, read_scheme
@@ -75,10 +75,9 @@ def read_headers(path):
     if any("language_model." in name for name in tensors):  # a multimodal model
         tensors = {name.rpartition("language_model.")[2]: tensor for name, tensor in tensors.items()
                    if "language_model." in name or name == "lm_head.weight"}
-    raw = text_config(read_part(path, "config.json"))
-    scheme = read_scheme(path, raw.get("quantization_config"))
-    expect(not (scheme and family.transposed), f"{path}: a quantised {raw['model_type']} "
-           "checkpoint is not supported; use an unquantised one")
+    scheme = read_scheme(path, family.quantization)
+    expect(not (scheme and family.transposed), f"{path}: a quantised checkpoint of this family is "
+           "not supported; use an unquantised one")
     tensors = combine(path, tensors, scheme)
     n = len(tensors)  # checked before building config.n_layer blocks
     n_layer = family.config.n_layer

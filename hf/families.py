@@ -177,14 +177,16 @@ class Family:
 
     names: the tensors of each parameter. pairs_neighbours: RoPE pairs dimensions 2i and 2i + 1
     instead of two halves. transposed: ends of the names of our parameters that are stored as
-    [inputs, outputs]. norm_offset: added to stored norm weights. Others: fields of GPTConfig."""
+    [inputs, outputs]. norm_offset: added to stored norm weights. quantization: config.json's
+    quantization_config. Others: fields of GPTConfig."""
 
     def __init__(self, names=LLAMA_NAMES, pairs_neighbours=False, transposed=(), norm_offset=0.0,
-                 **config):
+                 quantization=None, **config):
         self.names = names
         self.pairs_neighbours = pairs_neighbours
         self.transposed = transposed
         self.norm_offset = norm_offset
+        self.quantization = quantization
         self.config = GPTConfig(**config)
 
     def stacked(self, name, rows):
@@ -233,7 +235,7 @@ def family_of(raw):
     name = one_of("model_type", raw.get("model_type"), FAMILIES)
     for key in UNSUPPORTED:
         expect(not raw.get(key), f"{key} is not supported")
-    family = Family(**FAMILIES[name](raw))
+    family = Family(**FAMILIES[name](raw), quantization=raw.get("quantization_config"))
     c = family.config
     expect(c.n_head % c.n_kv_head == 0 and c.head_size % 2 == 0 and 16 <= c.head_size <= 256,
            f"expected a multiple of {c.n_kv_head} heads of even size, 16 to 256, got {c.n_head} "

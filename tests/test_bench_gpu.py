@@ -19,8 +19,10 @@ from bench import ROOT, decoding, gpu, operations, size_config, timing
 from bench import __main__ as bench
 from conftest import call_once, refusal
 from hf.tokenizer import load_encoding
+from test_tools_serve import Running
 from test_train_heads import measured
 from tools.flags import DEMO
+from training import writing
 from training.flags import parse_heads
 
 
@@ -64,15 +66,19 @@ def rows_of(folder):
 
 
 @contextmanager
-def train_here(run, log, name, *flags, elsewhere=gpu.program):
-    """gpu.program, but training runs in this process, where its evaluation is replaced."""
-    if name != "train_heads.py":
-        with elsewhere(run, log, name, *flags) as running:
+def run_here(run, log, *flags, elsewhere=gpu.program):
+    """gpu.program, but training and servers run in this process, which has loaded torch already."""
+    if flags[0] == "train_heads.py":
+        with redirect_stdout(io.StringIO()) as output:
+            code = train_heads.main(parse_heads(flags[1:]))
+        yield SimpleNamespace(wait=lambda: code), output.getvalue
+    elif flags[1] == "tools.serve":
+        server = Running(run.model, *map(str, flags[2:]))
+        yield SimpleNamespace(poll=lambda: None), lambda: f"{server.url}\n"
+        server.stop()
+    else:
+        with elsewhere(run, log, *flags) as running:
             yield running
-        return
-    with redirect_stdout(io.StringIO()) as output:
-        code = train_heads.main(parse_heads(flags))
-    yield SimpleNamespace(wait=lambda: code), output.getvalue
 
 
 def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
@@ -82,8 +88,9 @@ def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
     for module in gpu, operations:
         monkeypatch.setattr(module, "seconds", call_once)
     monkeypatch.setattr(gpu, "copy_bandwidth", lambda device: 1e9)
-    monkeypatch.setattr(gpu, "program", train_here)
+    monkeypatch.setattr(gpu, "program", run_here)
     monkeypatch.setattr(train_heads, "measure", measured)
+    monkeypatch.setattr(writing, "LONGEST", dict(assistant=64))
     monkeypatch.setitem(gpu.SIZES, "prompts", (None, 4))
     monkeypatch.setenv("CLOVER_COMMIT", "abc123")
     (tmp_path / "test_one.py").write_text("def test_one(): pass")
@@ -130,7 +137,7 @@ def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
     assert training["written_tokens_per_second"] > 0 and training["trained_tokens_per_second"] > 0
     tests = select("tests", "summary")[0]
     assert "1 passed" in tests["summary"][0] and tests["exit_code"] == 0
-    assert {*os.listdir(out)} == {"results.jsonl", "tests.log", "server.log"}
+    assert {*os.listdir(out)} == {"results.jsonl", "tests.log"}
 
 
 def test_a_model_with_a_chat_template_answers_chats(tmp_path):

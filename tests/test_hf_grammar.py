@@ -168,23 +168,31 @@ def random_grammars(tokenizer, seeds):
     return made
 
 
+@cache
+def plain_outputs(dtype, packed):
+    """Ten prompts with their grammars and samplings, and the sequence of each, decoded alone and plainly."""
+    model, _, encoding, tokenizer = load("demo", dtype, packed)
+    grammars, plain = random_grammars(tokenizer, range(10)), []
+    prompts = [encoding.encode(PROMPT) + encoding.encode(str(n)) * n for n in range(len(grammars))]
+    samplings = [way for way, _ in zip(cycle(MIXED), prompts)]
+    for index, (prompt, (*_, grammar), sampling) in enumerate(zip(prompts, grammars, samplings)):
+        engine = prepare(model, [prompt], N, tree_size=1)
+        plain.append(engine.add(prompt, N, sampling, tokenizer.stop, index=index, grammar=grammar))
+        while engine.busy:
+            engine.step()
+    return prompts, grammars, samplings, plain
+
+
 @pytest.mark.parametrize("drafter, tree_size, batch_size, dtype, decoder", WAYS)
 def test_output_is_valid_and_that_of_plain_decoding(drafter, tree_size, batch_size, dtype, decoder):
     """Bug: a mask of another node, row or slot, a guess accepted that the grammar forbids, a matcher that lags behind
     or is ahead, a token after the end, sequences with and without grammars that change each other."""
     if decoder == "c" and cpu.library() is None:
         pytest.skip("there is no C compiler")
-    model, heads, encoding, tokenizer = load("demo", dtype, packed=None if decoder == "c" else False)
-    grammars = random_grammars(tokenizer, range(len(WAYS)))
-    prompts = [encoding.encode(PROMPT) + encoding.encode(str(n)) * n for n in range(len(grammars))]
+    packed = None if decoder == "c" else False
+    model, heads, encoding, tokenizer = load("demo", dtype, packed)
+    prompts, grammars, samplings, plain = plain_outputs(dtype, packed)
     given = [grammar for *_, grammar in grammars]
-    samplings = [way for way, _ in zip(cycle(MIXED), prompts)]
-    plain = []
-    for index, (prompt, grammar, sampling) in enumerate(zip(prompts, given, samplings)):
-        engine = prepare(model, [prompt], N, tree_size=1)
-        plain.append(engine.add(prompt, N, sampling, tokenizer.stop, index=index, grammar=grammar))
-        while engine.busy:
-            engine.step()
     policy = Policy(model, heads if "heads" in drafter else None, "lookup" in drafter, tree_size, "schema" in drafter)
     engine = new_engine(model, policy=policy, batch_size=batch_size, capacity=200, reads_in_steps=decoder == "ahead")
     if decoder == "ahead":

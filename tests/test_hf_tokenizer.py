@@ -287,14 +287,14 @@ def test_every_kind_of_tokenizer_json_gives_the_packages_ids_text_and_stream(nam
 def test_other_threads_run_while_a_long_text_is_encoded(name, corpus, tmp_path):
     """Bug: the interpreter's lock, or one of ours, is held until the end, and streams of other requests stand still."""
     encoding = load_encoding(save(tmp_path, KINDS[name](corpus)))
-    text, times = "".join(random_texts(10_000, 4)), []
+    text, times = "".join(random_texts(5000, 4)), []
     with ThreadPoolExecutor(1) as pool:
         ids = pool.submit(encoding.encode, text, allowed_special="all")
         while not ids.done():
             encoding.stream().feed(encoding.context)
             times.append(time.perf_counter())
     longest_wait = max(after - before for before, after in pairwise(times))
-    assert len(ids.result()) > 10**5 and longest_wait < (times[-1] - times[0]) / 2
+    assert len(ids.result()) > 5 * 10**4 and longest_wait < (times[-1] - times[0]) / 2
 
 
 def check_tiktoken(encoding, texts):

@@ -7,7 +7,6 @@ import re
 import runpy
 import shutil
 import signal
-import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -386,14 +385,16 @@ def test_interrupted_runs_exit_with_the_signals_code(folder, capsys, monkeypatch
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
-def test_output_that_cannot_be_written(folder):
-    """Bug: a traceback, exit code 0 for a full disk, or an error because of `| head`."""
-    command = [sys.executable, "generate.py", "--model", str(folder), "--device", "cpu", "--prompt", "abc", "--quiet"]
+def test_output_that_cannot_be_written(folder, capsys, monkeypatch):
+    """Bug: a traceback, exit code 0 for a full disk, an error because of `| head`, a second error at exit."""
+    flags = "--model", folder, "--device", "cpu", "--prompt", "abc", "--quiet"
+    with open("/dev/full", "w") as full, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", full)
+        assert refusal(capsys, *flags).endswith(": [Errno 28] No space left on device\n")
+        full.write("the rest")  # is written to /dev/null
     reader, closed = os.pipe()
     os.close(reader)
-    with open("/dev/full", "w") as full:
-        disk, pipe = (subprocess.Popen(command, stdout=out, stderr=subprocess.PIPE, text=True, cwd=ROOT)
-                      for out in (full, closed))
-    os.close(closed)
-    assert (disk.communicate()[1], disk.returncode) == ("generate.py: [Errno 28] No space left on device\n", 2)
-    assert (pipe.communicate()[1], pipe.returncode) == ("", 0)
+    with open(closed, "w") as pipe, monkeypatch.context() as patch:
+        patch.setattr(sys, "stdout", pipe)
+        main(*flags)
+    assert capsys.readouterr().err == ""

@@ -150,6 +150,7 @@ def test_a_drawn_message_may_quote_the_answer_of_the_chat_before(encoding, tmp_p
         n = sampling.seed % 1_000_003
         return f"{n} {{name}} " + "".join(map(str, range(n * 8))) if text.endswith("assistant\n") else f"ask {n}"
     monkeypatch.setattr(writing, "QUOTED", range(50, 1000))
+    monkeypatch.setattr(writing, "SLOTS", dict(cpu=8))  # else many other tasks run, too
     grammar = dict(templates=["Shorten: {text}", "Plain {0-999}"], followups=["More."], words={})
     made, _ = writer(tmp_path / "self", encoding, monkeypatch, says, grammar=grammar)
     made.write(1)

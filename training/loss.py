@@ -91,9 +91,10 @@ def head_losses(heads, hidden, outputs, guess_mask, dtype=torch.float32):
     counted = counted.repeat(len(outputs) // K, 1)  # (n K, B (T + K))
     grads = [torch.zeros_like(x) for x in states]
     wants_gradient = torch.is_grad_enabled()
+    chunk_logits = CUDA_CHUNK_LOGITS if weight.is_cuda else CHUNK_LOGITS
     losses, hits = torch.zeros(2, *counted.shape, device=weight.device)
     with torch.no_grad():
-        for rows in chunks(counted.any(dim=0), chunk_rows(weight)):
+        for rows in chunks(counted.any(dim=0), max(1, chunk_logits // len(weight))):
             target, mass, greedy = teacher_targets(teacher[rows] @ weight.T, drafted)
             for i, state in enumerate(states):
                 losses[i, rows], guess, gradient = cross_entropy(state[rows] @ drafted_weight.T,
@@ -105,11 +106,6 @@ def head_losses(heads, hidden, outputs, guess_mask, dtype=torch.float32):
     slopes = torch.stack([(x * grad).sum(-1) for x, grad in zip(states, grads)]).float()
     losses = losses + (slopes - slopes.detach())  # the value of losses, and their gradient
     return (losses * counted).sum(dim=1), (hits * counted).sum(dim=1)
-
-
-def chunk_rows(weight):
-    """How many positions to process at once."""
-    return max(1, (CUDA_CHUNK_LOGITS if weight.is_cuda else CHUNK_LOGITS) // len(weight))
 
 
 def chunks(mask, n):
