@@ -28,6 +28,7 @@ from model import (
     atomic_write,
     check,
     expect,
+    one_line,
     one_of,
     read_json,
     token_positions,
@@ -393,9 +394,9 @@ class CloverHeads(nn.Module):
             tensors = load_file(path / "heads.safetensors")
             heads.load_state_dict(tensors, assign=True)
         except (OSError, SafetensorError, RuntimeError) as error:
-            reason = " ".join(str(error).split())[:200]
-            raise InputError(f"{path}/heads.safetensors: missing, truncated, or not the weights of "
-                             f"these heads ({reason}); fetch or train them again") from None
+            raise InputError(
+                f"{path}/heads.safetensors: missing, truncated, or not the weights of these heads "
+                f"({one_line(error)}); fetch or train them again") from None
         heads.info = record
         heads.hash = state_hash(tensors)
         heads.set_vocabulary(heads.vocabulary if config.vocabulary else [])

@@ -576,6 +576,11 @@ def warn(line):
     print(line, file=sys.stderr)
 
 
+def one_line(error):
+    """An error, or its text, as one line of at most 300 characters."""
+    return " ".join(str(error).split())[:300]
+
+
 def atomic_write(path, write):
     """Calls write(temporary path), then renames the file: readers see the old or the new one."""
     tmp = f"{path}.tmp{os.getpid()}"

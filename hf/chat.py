@@ -14,7 +14,7 @@ from hf.families import text_config
 from hf.files import optional_part, part_file
 from hf.paths import find_model, is_gguf
 from hf.text import read_text
-from model import InputError, expect, warn
+from model import InputError, expect, one_line, warn
 
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")  # keys of generation_config.json
 # Unsupported keys that change the output unless they are 0, null or empty (or 1: the first four)
@@ -215,5 +215,5 @@ class ChatTemplate:
             yield
         except Exception as error:  # a template can raise anything
             line = f"line {error.lineno}: " if isinstance(error, jinja2.TemplateSyntaxError) else ""
-            reason = " ".join(str(error).split())[:300] or type(error).__name__
+            reason = one_line(error) or type(error).__name__
             raise InputError(f"{self.file}: cannot render messages: {line}{reason}") from error

@@ -20,7 +20,7 @@ from hf.paths import gguf_parts
 from hf.splits import PIECE_IS_TOKEN, byte_level_spec, sentencepiece_spec
 from hf.tensors import StoredTensor
 from kernels import Quantized
-from model import InputError, expect, one_of, warn
+from model import InputError, expect, one_line, one_of, warn
 
 ARCHITECTURES = "llama", "qwen2", "qwen3", "gemma3", "phi3", "smollm3"
 KEYS = {  # metadata key after the architecture's prefix -> config.json
@@ -316,7 +316,7 @@ def read_part(path, name):
                            for part in gguf_parts(path)))
         return getattr(file, name.removesuffix(".json"), dict)()
     except Exception as error:  # struct, numpy and the package raise many types
-        reason = " ".join(str(error).split())  # names in the file may have line breaks
+        reason = one_line(error)  # names in the file may have line breaks
         if not isinstance(error, InputError):
             reason = (f"truncated, or not a GGUF file that can be read ({type(error).__name__}: "
                       f"{reason:.200}); download it again, or use another")

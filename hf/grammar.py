@@ -3,7 +3,7 @@ package llguidance compiles and matches them; it is imported when the first one 
 
 import numpy as np
 
-from model import InputError, expect
+from model import InputError, expect, one_line
 
 ROW_ITEMS = 500  # of the parser: a mask takes 12 ms at worst; by default an ambiguous grammar's 420
 FORCED_BYTES = 512  # of forced text that are tokenized at once
@@ -34,7 +34,7 @@ class GrammarTokenizer:
                                                   eos_token=self.stop)
         except ValueError as error:
             raise InputError(f"{encoding.file}: llguidance cannot use this tokenizer: "
-                             f"{' '.join(str(error).split())[:300]}") from None
+                             f"{one_line(error)}") from None
 
     def compile(self, kind, source):
         """A `Grammar`. kind: "json_schema" (source: a dict or its text), "regex", "choice" (a list
@@ -63,7 +63,7 @@ class Grammar:
         self.begin = begin
         self.mask = np.empty(tokenizer.words, np.int32)
         fill_mask(matcher, self.mask)
-        expect(not matcher.is_error(), f"the grammar cannot be used: {first_line(matcher)}")
+        expect(not matcher.is_error(), f"the grammar cannot be used: {error_of(matcher)}")
 
     def start(self):
         """The `Matcher` of a sequence."""
@@ -154,7 +154,7 @@ class Matcher:
 
     def end(self, number):
         """Ends the output after `number` tokens, or before the last of them if it failed."""
-        self.error = first_line(self.matcher)
+        self.error = error_of(self.matcher)
         self.ended = "error" if self.error else "stop"
         return number - bool(self.error)
 
@@ -163,6 +163,5 @@ def fill_mask(matcher, mask):
     matcher.unsafe_compute_mask_ptr(mask.ctypes.data, mask.nbytes)
 
 
-def first_line(matcher):
-    """llguidance's error as one line."""
-    return " ".join(matcher.get_error().removesuffix("<non-verbose/>").split())[:300]
+def error_of(matcher):
+    return one_line(matcher.get_error().removesuffix("<non-verbose/>"))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from huggingface_hub import constants, list_repo_files, snapshot_download
 
-from model import InputError, expect, warn
+from model import InputError, expect, one_line, warn
 
 PARTS = ["config.json", "generation_config.json", "tokenizer*", "vocab.json", "merges.txt",
          "added_tokens.json", "special_tokens_map.json", "chat_template.*"]
@@ -25,7 +25,7 @@ def fetch(name):
     except InputError:
         raise
     except Exception as error:  # huggingface_hub and its connection raise many types
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        reason = one_line(f"{type(error).__name__}: {error}")
         raise InputError(f"{name}: no such folder or file, and downloading "
                          f"https://huggingface.co/{repo} failed ({reason})") from error
 

@@ -9,7 +9,7 @@ from typing import NamedTuple
 import torch
 from safetensors import safe_open
 
-from model import InputError
+from model import InputError, one_line
 
 FP8 = torch.float8_e4m3fn
 DTYPES = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16,
@@ -53,9 +53,9 @@ def open_tensors(file):
     try:
         return (open_safetensors if file.suffix == ".safetensors" else open_pickle)(file)
     except Exception as error:  # safetensors and torch raise many types
-        reason = " ".join(str(error).split())[:200]
-        raise InputError(f"{file}: truncated, not a {file.suffix[1:]} file, or contains more than "
-                         f"tensors ({reason}); download it again or use safetensors") from error
+        raise InputError(
+            f"{file}: truncated, not a {file.suffix[1:]} file, or contains more than tensors "
+            f"({one_line(error)}); download it again or use safetensors") from error
 
 
 def open_safetensors(file):

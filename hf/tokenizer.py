@@ -12,7 +12,7 @@ from hf.bpe import byte_level_bpe
 from hf.chat import load_chat_template
 from hf.files import part_file, read_part
 from hf.paths import find_model
-from model import InputError, expect
+from model import InputError, expect, one_line
 
 
 class Encoding:
@@ -171,5 +171,5 @@ def load_encoding(path):
         raise InputError(f"{file}: no such file; to read {older[0]}, pip install transformers "
                          f"sentencepiece protobuf ({error})") from None
     except BaseException as error:  # a panic in Rust is no Exception
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:300]
+        reason = one_line(f"{type(error).__name__}: {error}")
         raise InputError(f"{file}: not a usable tokenizer: {reason}; download it again") from error
