@@ -391,7 +391,8 @@ def unpack_nibbles(x):
 
 @triton.jit
 def _numbers(q, PER_BYTE: tl.constexpr):
-    """The numbers of quantised weights in float32. uint8 of one per byte is float8_e4m3."""
+    """The numbers of quantised weights in float32. uint8 of one per byte is float8_e4m3, whose NaN
+    becomes 480."""
     if PER_BYTE == 2:
         numbers = tl.interleave(q & 15, q >> 4).to(tl.float32)
     elif q.dtype == tl.int8:
@@ -442,6 +443,17 @@ def _load_weight(
 
 
 @triton.jit
+def _fold(x, WIDTH: tl.constexpr):
+    """Adds neighbours of each row until `WIDTH` sums are left. The order of tl.sum depends on the
+    layout, which the compiler chooses, and not alike for all numbers of rows."""
+    for _ in tl.static_range(7):
+        if x.shape[1] > WIDTH:
+            left, right = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+            x = left + right
+    return x
+
+
+@triton.jit
 def _activate(gate, GELU: tl.constexpr):
     """SiLU, or GELU in its tanh approximation."""
     z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
@@ -464,7 +476,9 @@ def _linear_rows_kernel(
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * stride_xm
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    squares = tl.zeros([BLOCK_M], tl.float32)
+    # A thread loads 16 bytes of x, whose squares it adds up.
+    SUMS: tl.constexpr = BLOCK_C * dtype.primitive_bitwidth // 128
+    squares = tl.zeros([BLOCK_M, SUMS], tl.float32)
     for start in range(0, C, BLOCK_C):
         inputs = start + tl.arange(0, BLOCK_C)
         inside = (inputs < C) | (C % BLOCK_C == 0)
@@ -476,7 +490,7 @@ def _linear_rows_kernel(
         if norm_ptr is not None:
             norm = tl.load(norm_ptr + inputs, mask=inside, other=0.0).to(tl.float32)
             exact = x.to(tl.float32)
-            squares += tl.sum(exact * exact, 1)
+            squares += _fold(exact * exact, SUMS)
             x = (exact * norm[None, :]).to(dtype)
         # [BLOCK_N, BLOCK_M] += [BLOCK_N, BLOCK_C] @ [BLOCK_C, BLOCK_M]
         weight = _load_weight(weight_ptr, scales_ptr, minimums_ptr, stride_wn, stride_wk, output,
@@ -488,7 +502,7 @@ def _linear_rows_kernel(
             up = _dot(weight, tl.trans(x), up)
 
     if norm_ptr is not None:
-        scale = tl.rsqrt(squares / C + eps)[None, :]
+        scale = tl.rsqrt(tl.reshape(_fold(squares, 1), [1, BLOCK_M]) / C + eps)
         acc *= scale
         up *= scale
     if bias_ptr is not None:
@@ -544,14 +558,19 @@ def _check_weight(weight, x):
     if not isinstance(weight, Quantized):
         return weight
     _sizes("q N n packed, scales G N float, minimums G N minimum, order C int32", *weight)
-    _check(weight.q.device == x.device, "weight and x on one device", weight.q, x)
+    G, C = len(weight.scales), weight.shape[1]
+    _check(weight.q.device == x.device and (weight.order is None or len(weight.order) == C)
+           and (G == 1 or weight.group in (16, 32, 64, 128) and G * weight.group == C),
+           "x and weight on one device, groups of 16, 32, 64, 128 or all inputs, order [C]", x,
+           *weight)
 
 
 def _stored(weight):
     """How kernels read a weight -> (order, tensors and strides, constants)."""
     if not isinstance(weight, Quantized):
         return None, (weight, None, None, *_strides(weight)), dict(GROUP=0, PER_BYTE=1)
-    q, scales, minimums, order = weight
+    q, *others = weight
+    scales, minimums, order = map(_contiguous, others)
     if q.dtype == torch.float8_e4m3fn:  # Triton converts it only on new GPUs
         q = q.view(torch.uint8)
     constants = dict(GROUP=weight.group, PER_BYTE=weight.per_byte)
@@ -595,6 +614,7 @@ def _dequantize_kernel(
 def dequantize(weight, dtype, rows=None):
     """A `Quantized` weight [N, C], or these rows of it, int64 [...] -> [N or ..., C] of this
     dtype."""
+    _check_weight(weight, weight.q)
     N, C = weight.shape
     if not runs_triton(weight.q):
         return weight.values(dtype, rows)

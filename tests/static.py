@@ -294,8 +294,8 @@ def signature(name, args, named):
     return name, kinds, constants, multiples, tuple(options)
 
 
-def usage(target, launch):
-    """Compiles a signature without a GPU: dict of registers per thread, spilled bytes (all stack), shared bytes."""
+def compiled(target, launch):
+    """Compiles a signature without a GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -304,13 +304,19 @@ def usage(target, launch):
     kernel = getattr(kernels, name)
     source = ASTSource(kernel, dict(zip(kernel.arg_names, kinds)), {(i,): value for i, value in constants},
                        {(i,): [["tt.divisibility", 16]] for i in multiples})
-    compiled = triton.compile(source, target=GPUTarget(backend, int(arch), 32), options=dict(options))
+    return triton.compile(source, target=GPUTarget(backend, int(arch), 32), options=dict(options))
+
+
+def usage(target, launch):
+    """What a signature compiles to: dict of registers per thread, spilled bytes (all stack), shared bytes."""
+    import triton
+    kernel = compiled(target, launch)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(compiled.asm["cubin"])
+        Path(file.name).write_bytes(kernel.asm["cubin"])
         text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
     found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
-    return dict(registers=found["REG"], spilled=found["STACK"] + found["LOCAL"], shared=compiled.metadata.shared)
+    return dict(registers=found["REG"], spilled=found["STACK"] + found["LOCAL"], shared=kernel.metadata.shared)
 
 
 def compile_all(target, launches):

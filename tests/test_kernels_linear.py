@@ -38,8 +38,11 @@ def draw_quantized(N, K, kind, group, minimums, order=False):
 
 
 def on(device, weight):
-    move = lambda x: None if x is None else x.to(device)
-    return Quantized(*map(move, weight)) if isinstance(weight, Quantized) else move(weight)
+    """The same weight on a device, with scales, minimums and order that are not contiguous."""
+    if not isinstance(weight, Quantized):
+        return weight.to(device)
+    q, *others = weight
+    return Quantized(q.to(device), *(x if x is None else every_second(x.to(device)) for x in others))
 
 
 def values(weight):
