@@ -256,17 +256,16 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     [slots, Hkv, S, D] -> [B, T, Hq, D]. Cache row lengths[b] + j must hold node j; rows that no
     node sees may hold anything. ancestors: bit j of node i is set if j is i or its ancestor. A node
     that sees nothing gives zeros. scale: default D ** -0.5. slopes [Hq]: for ALiBi. window: how
-    many positions a node sees, its own included; 0: all. float64 caches take the reference. slots
-    int64 [B]: sequence b has cache and length slots[b]; None: b, of B slots."""
+    many positions a node sees, its own included; 0: all. slots int64 [B]:
+    sequence b has cache and length slots[b]; None: b, of B slots."""
     B, T, Hq, D, n_slots, Hkv, S = _sizes(
-        "q B T Hq D real, k_cache/v_cache slots Hkv S D same|float64, lengths slots int32, "
+        "q B T Hq D real, k_cache/v_cache slots Hkv S D same, lengths slots int32, "
         "ancestors B T int64, slopes Hq float32, slots B int64",
         q, k_cache, v_cache, lengths, ancestors, slopes, slots)
-    _check(T <= min(S, 64) and 16 <= D <= 256 and Hq % Hkv == 0 and window >= 0
-           and k_cache.dtype == v_cache.dtype, "T <= min(S, 64), 16 <= D <= 256, Hq % Hkv == 0, "
-           "window >= 0, caches of one dtype", q, k_cache, v_cache, window)
+    _check(T <= min(S, 64) and 16 <= D <= 256 and Hq % Hkv == 0 and window >= 0,
+           "T <= min(S, 64), 16 <= D <= 256, Hq % Hkv == 0, window >= 0", q, k_cache, window)
     _check_slots(slots, B, n_slots)
-    if not runs_triton(k_cache, v_cache, q):
+    if not runs_triton(q, k_cache, v_cache):
         return tree_attention_reference(
             q, k_cache, v_cache, lengths, ancestors, scale, slopes, window, slots)
     G = Hq // Hkv
@@ -304,12 +303,12 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
 
 def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=None,
                              window=0, slots=None):
-    """`tree_attention` by the formula, in float32, or in float64 if the caches are."""
+    """`tree_attention` by the formula, in float32 or float64."""
     B, T, Hq, D = q.shape
     if slots is not None:
         k_cache, v_cache, lengths = (x[slots] for x in (k_cache, v_cache, lengths))
     S = min(int(lengths.max()) + T, k_cache.shape[2])  # no node sees later rows
-    dtype = torch.promote_types(k_cache.dtype, torch.float32)
+    dtype = torch.promote_types(q.dtype, torch.float32)
     node = torch.arange(S, device=q.device) - lengths[:, None]  # (B, S), negative: committed
     bits = ancestors[:, :, None] >> torch.arange(64, device=q.device) & 1  # (B, T, 64)
     ancestor = bits.gather(2, node.clamp(0, 63)[:, None].expand(B, T, S))
@@ -526,16 +525,14 @@ def linear_rows(x, weight, bias=None, *, norm=None, eps=1e-5, activation=None, r
     the result is act(gate) * up. residual [..., N]: added at the end. dtype: the result's, default
     x's."""
     *rows, C = x.shape
-    N = weight.shape[0] if activation is None else weight.shape[0] // 2
-    outputs = "N" if activation is None else "2N"
+    outputs = weight.shape[0]
+    parts = 1 if activation is None else 2
+    N = outputs // parts
     plain = _check_weight(weight, x)
     _sizes(f"x ... C real, weight {outputs} C same, norm C same|float32, bias {outputs} same, "
-           "residual ... N same", x, plain, norm, bias, residual)
-    _check(weight.shape == (N if activation is None else 2 * N, C)
-           and activation in (None, "silu", "gelu")
-           and (residual is None or residual.shape == (*rows, N)),
-           "weight [N or 2 N, C], silu or gelu, residual [..., N]", x, weight.shape, activation,
-           residual)
+           f"residual ... {N} same", x, plain, norm, bias, residual)
+    _check(activation in (None, "silu", "gelu") and parts * N == outputs,
+           "silu or gelu, and weight [2 N, C], or None", activation, weight.shape)
     if not runs_triton(x, plain, norm, bias, residual):
         return linear_rows_reference(x, weight, bias, norm=norm, eps=eps, activation=activation,
                                      residual=residual, dtype=dtype)
@@ -553,16 +550,19 @@ def linear_rows(x, weight, bias=None, *, norm=None, eps=1e-5, activation=None, r
     return out
 
 
-def _check_weight(weight, x):
-    """Checks a `Quantized` weight; returns another."""
+def _check_weight(weight, x=None):
+    """Checks a `Quantized` weight, for a product with x -> None. Any other is returned as it is."""
     if not isinstance(weight, Quantized):
         return weight
     _sizes("q N n packed, scales G N float, minimums G N minimum, order C int32", *weight)
-    G, C = len(weight.scales), weight.shape[1]
-    _check(weight.q.device == x.device and (weight.order is None or len(weight.order) == C)
-           and (G == 1 or weight.group in (16, 32, 64, 128) and G * weight.group == C),
-           "x and weight on one device, groups of 16, 32, 64, 128 or all inputs, order [C]", x,
-           *weight)
+    C = weight.shape[1]
+    G = len(weight.scales)
+    _check(G == 1 or G * weight.group == C and weight.group in (16, 32, 64, 128),
+           "a scale per 16, 32, 64, 128 or all inputs", *weight)
+    _check((weight.order is None or len(weight.order) == C)
+           and (x is None or x.shape[-1] == C and x.device == weight.q.device),
+           f"x [..., {C}] on the weight's device, order [{C}]", x, *weight)
+    return None
 
 
 def _stored(weight):
@@ -614,7 +614,7 @@ def _dequantize_kernel(
 def dequantize(weight, dtype, rows=None):
     """A `Quantized` weight [N, C], or these rows of it, int64 [...] -> [N or ..., C] of this
     dtype."""
-    _check_weight(weight, weight.q)
+    _check_weight(weight)
     N, C = weight.shape
     if not runs_triton(weight.q):
         return weight.values(dtype, rows)
@@ -682,7 +682,7 @@ def _add_noise(x, temperature, low, high, tokens):
 def gumbel(seed, sequence, position, tokens):
     """Gumbel noise float32 [M, n], the same on every machine except for the logarithm's rounding.
     seed: up to 64 bits, or int64 [B]. sequence: a number per sequence, int [B]; each sequence has
-    M / B rows. position: int [M]. tokens: int [n] or [M, n]."""
+    M / B rows. position: int [M]. tokens: int [n]."""
     # mixed one by one, so that seed 1, sequence 0 differs from seed 0, sequence 1
     key = _splitmix64_torch(filled(seed, position) - 0x61C8864680B583EB)
     key = _splitmix64_torch(key + sequence.long())  # (B,)
@@ -904,12 +904,13 @@ def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(Non
 
 
 def _check_head(hidden, weight, temperature, seed, sequence, position, vocab_ids=None, masks=None):
+    V = weight.shape[0]
     M, *_ = _sizes(
-        "hidden M C real, weight V C same, sequence B int, position M int, temperature B float32, "
-        "seed B int64, vocab_ids V int32, masks M words int32", hidden,
+        f"hidden M C real, weight {V} C same, sequence B int, position M int, temperature B "
+        f"float32, seed B int64, vocab_ids {V} int32, masks M words int32", hidden,
         _check_weight(weight, hidden), sequence, position, temperature, seed, vocab_ids, masks)
     _check(sequence is None or M % len(sequence) == 0, "M / B rows per sequence", hidden, sequence)
-    _check_masks(masks, weight.shape[0])
+    _check_masks(masks, V)
 
 
 def project_topk(hidden, weight, k, vocab_ids=None, noise=None):
@@ -1327,17 +1328,16 @@ def rope_cache(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5, s
     """Applies RoPE to queries and keys and writes keys and values to cache rows lengths, lengths +
     1, ... -> the queries [B, T, Hq, D], a view of qkv. qkv [B, T, H, D]: H = Hq + 2 Hkv query, key
     and value heads in this order, overwritten. rope: as in `rotate`, or None. kv [2, B, Hkv, S, D]:
-    a layer's cache; float64 takes the reference. q_weight, k_weight [D]: RMSNorm, or None. slots:
-    as in `tree_attention`."""
+    a layer's cache. q_weight, k_weight [D]: RMSNorm, or None. slots: as in `tree_attention`."""
     B, T, H, D, n_slots, Hkv, S = _sizes(
-        "qkv B T H D real, kv 2 slots Hkv S D same|float64, rope B T 2 D same, lengths slots int, "
+        "qkv B T H D real, kv 2 slots Hkv S D same, rope B T 2 D same, lengths slots int, "
         "q_weight/k_weight D same, slots B int64",
         qkv, kv, rope, lengths, q_weight, k_weight, slots)
     _check(H > 2 * Hkv and T <= S and (rope is None or D % 2 == 0)
            and (q_weight is None) == (k_weight is None), "H > 2 Hkv, T <= S, even D for a "
            "rotation, both weights or none", qkv, kv, q_weight, k_weight)
     _check_slots(slots, B, n_slots)
-    if not runs_triton(kv, qkv):
+    if not runs_triton(qkv, kv):
         return rope_cache_reference(qkv, rope, kv, lengths, q_weight, k_weight, eps, slots)
     tables = map(_contiguous, (rope, q_weight, k_weight))
     BLOCK_D = triton.next_power_of_2((D + 1) // 2)
@@ -1363,7 +1363,7 @@ def rope_cache_reference(qkv, rope, kv, lengths, q_weight=None, k_weight=None, e
         rotated.copy_(rotate(rotated, rope))
     slots = torch.arange(B, device=kv.device) if slots is None else slots
     rows = lengths[slots, None] + torch.arange(T, device=kv.device)
-    kv.permute(1, 3, 0, 2, 4)[slots[:, None], rows] = new.to(kv.dtype)
+    kv.permute(1, 3, 0, 2, 4)[slots[:, None], rows] = new
     return queries
 
 
