@@ -403,9 +403,7 @@ def _numbers(q, PER_BYTE: tl.constexpr):
 
 
 @triton.jit
-def _scaled(
-    numbers, scales_ptr, minimums_ptr, n, start, N, C: tl.constexpr, GROUP: tl.constexpr,
-):
+def _scaled(numbers, scales_ptr, minimums_ptr, n, start, N, C: tl.constexpr, GROUP: tl.constexpr):
     """Numbers [BLOCK_N, BLOCK_C] times their scales plus their minimums."""
     BLOCK_N: tl.constexpr = numbers.shape[0]
     BLOCK_C: tl.constexpr = numbers.shape[1]
@@ -556,12 +554,11 @@ def _check_weight(weight, x=None):
         return weight
     _sizes("q N n packed, scales G N float, minimums G N minimum, order C int32", *weight)
     C = weight.shape[1]
-    G = len(weight.scales)
-    _check(G == 1 or G * weight.group == C and weight.group in (16, 32, 64, 128),
-           "a scale per 16, 32, 64, 128 or all inputs", *weight)
-    _check((weight.order is None or len(weight.order) == C)
+    groups = 1, *(C / size for size in (16, 32, 64, 128))
+    _check(len(weight.scales) in groups and (weight.order is None or len(weight.order) == C)
            and (x is None or x.shape[-1] == C and x.device == weight.q.device),
-           f"x [..., {C}] on the weight's device, order [{C}]", x, *weight)
+           f"x [..., {C}] on the weight's device, a scale per 16, 32, 64, 128 or all inputs", x,
+           *weight)
     return None
 
 

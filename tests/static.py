@@ -38,6 +38,11 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_unsafe_view"}
 
 
+def h200(multiprocessors=132):
+    """The properties of a GPU that kernels.py reads."""
+    return SimpleNamespace(multi_processor_count=multiprocessors, shared_memory_per_multiprocessor=233472)
+
+
 @contextlib.contextmanager
 def recorded(multiprocessors=132):
     """Records launches instead of running them: yields a list of (kernel name, grid, args, named)."""
@@ -51,16 +56,8 @@ def recorded(multiprocessors=132):
 
     with (patch.object(JITFunction, "run", run),
           patch.object(kernels, "runs_triton", lambda *_: True),
-          patch.object(kernels, "_gpu", lambda _: SimpleNamespace(
-              multi_processor_count=multiprocessors, shared_memory_per_multiprocessor=233472))):
+          patch.object(kernels, "_gpu", lambda _: h200(multiprocessors))):
         yield launches
-
-
-def record(function, *args, multiprocessors=132, **named):
-    """The launches of a function of kernels.py."""
-    with recorded(multiprocessors) as launches:
-        function(*args, **named)
-    return launches
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -214,8 +211,10 @@ def arguments(name, dtype=BF16, present="", aligned=True, device="meta", quantiz
 
 def launches_of(name, dtype=BF16, present="", aligned=True, multiprocessors=132, **given):
     """The launches of a function of kernels.py, with `arguments` on the meta device."""
-    return record(getattr(kernels, name), multiprocessors=multiprocessors,
-                  **arguments(name, dtype, present, aligned, **given))
+    made = arguments(name, dtype, present, aligned, **given)
+    with recorded(multiprocessors) as launches:
+        getattr(kernels, name)(**made)
+    return launches
 
 
 # ---------------------------------------------------------------------------------------------------------------------
