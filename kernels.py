@@ -2280,18 +2280,6 @@ def _check(condition, expected, *got):
         raise ValueError(f"expected {expected}, got {', '.join(got)}".replace("torch.", ""))
 
 
-@lru_cache
-def _parse(spec, dtype):
-    """Name, letters and dtypes of each tensor of a spec of `_sizes`. dtype: the first one's."""
-    parsed = []
-    for part in spec.split(", "):
-        names, *letters, dtypes = part.split()
-        dtypes = DTYPES.get(dtypes, dtypes).replace("same", str(dtype).removeprefix("torch."))
-        dtypes = [getattr(torch, name) for name in dtypes.split("|")]
-        parsed += [(name, letters, dtypes) for name in names.split("/")]
-    return parsed
-
-
 def _sizes(spec, *tensors):
     """The sizes of tensors, in the order of their letters. spec: "q B T float, k/v B S same" has
     the names, sizes and dtypes. ...: any leading sizes; same: the first tensor's dtype. A tensor
@@ -2304,11 +2292,15 @@ def _sizes(spec, *tensors):
 def _match(spec, *kinds):
     """`_sizes` of tensors with these (shape, dtype, device)."""
     _, first_dtype, first_device = kinds[0]
+    parts = [part.split() for part in spec.split(", ")]
+    parts = [(name, *part) for names, *part in parts for name in names.split("/")]
     sizes = {}
-    for (name, letters, dtypes), kind in zip(_parse(spec, first_dtype), kinds):
+    for (name, *letters, dtypes), kind in zip(parts, kinds):
         if kind is None:
             continue
         shape, dtype, device = kind
+        dtypes = DTYPES.get(dtypes, dtypes).split("|")
+        dtypes = [first_dtype if key == "same" else getattr(torch, key) for key in dtypes]
         shape = [*shape]
         if letters[0] == "...":
             leading = max(len(shape) - len(letters) + 1, 0)
