@@ -256,17 +256,16 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     [slots, Hkv, S, D] -> [B, T, Hq, D]. Cache row lengths[b] + j must hold node j; rows that no
     node sees may hold anything. ancestors: bit j of node i is set if j is i or its ancestor. A node
     that sees nothing gives zeros. scale: default D ** -0.5. slopes [Hq]: for ALiBi. window: how
-    many positions a node sees, its own included; 0: all. float64 caches take the reference. slots
-    int64 [B]: sequence b has cache and length slots[b]; None: b, of B slots."""
+    many positions a node sees, its own included; 0: all. slots int64 [B]:
+    sequence b has cache and length slots[b]; None: b, of B slots."""
     B, T, Hq, D, n_slots, Hkv, S = _sizes(
-        "q B T Hq D real, k_cache/v_cache slots Hkv S D same|float64, lengths slots int32, "
+        "q B T Hq D real, k_cache/v_cache slots Hkv S D same, lengths slots int32, "
         "ancestors B T int64, slopes Hq float32, slots B int64",
         q, k_cache, v_cache, lengths, ancestors, slopes, slots)
-    _check(T <= min(S, 64) and 16 <= D <= 256 and Hq % Hkv == 0 and window >= 0
-           and k_cache.dtype == v_cache.dtype, "T <= min(S, 64), 16 <= D <= 256, Hq % Hkv == 0, "
-           "window >= 0, caches of one dtype", q, k_cache, v_cache, window)
+    _check(T <= min(S, 64) and 16 <= D <= 256 and Hq % Hkv == 0 and window >= 0,
+           "T <= min(S, 64), 16 <= D <= 256, Hq % Hkv == 0, window >= 0", q, k_cache, window)
     _check_slots(slots, B, n_slots)
-    if not runs_triton(k_cache, v_cache, q):
+    if not runs_triton(q, k_cache, v_cache):
         return tree_attention_reference(
             q, k_cache, v_cache, lengths, ancestors, scale, slopes, window, slots)
     G = Hq // Hkv
@@ -304,12 +303,12 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
 
 def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=None,
                              window=0, slots=None):
-    """`tree_attention` by the formula, in float32, or in float64 if the caches are."""
+    """`tree_attention` by the formula, in float32 or float64."""
     B, T, Hq, D = q.shape
     if slots is not None:
         k_cache, v_cache, lengths = (x[slots] for x in (k_cache, v_cache, lengths))
     S = min(int(lengths.max()) + T, k_cache.shape[2])  # no node sees later rows
-    dtype = torch.promote_types(k_cache.dtype, torch.float32)
+    dtype = torch.promote_types(q.dtype, torch.float32)
     node = torch.arange(S, device=q.device) - lengths[:, None]  # (B, S), negative: committed
     bits = ancestors[:, :, None] >> torch.arange(64, device=q.device) & 1  # (B, T, 64)
     ancestor = bits.gather(2, node.clamp(0, 63)[:, None].expand(B, T, S))
@@ -391,7 +390,8 @@ def unpack_nibbles(x):
 
 @triton.jit
 def _numbers(q, PER_BYTE: tl.constexpr):
-    """The numbers of quantised weights in float32. uint8 of one per byte is float8_e4m3."""
+    """The numbers of quantised weights in float32. uint8 of one per byte is float8_e4m3, whose NaN
+    becomes 480."""
     if PER_BYTE == 2:
         numbers = tl.interleave(q & 15, q >> 4).to(tl.float32)
     elif q.dtype == tl.int8:
@@ -403,9 +403,7 @@ def _numbers(q, PER_BYTE: tl.constexpr):
 
 
 @triton.jit
-def _scaled(
-    numbers, scales_ptr, minimums_ptr, n, start, N, C: tl.constexpr, GROUP: tl.constexpr,
-):
+def _scaled(numbers, scales_ptr, minimums_ptr, n, start, N, C: tl.constexpr, GROUP: tl.constexpr):
     """Numbers [BLOCK_N, BLOCK_C] times their scales plus their minimums."""
     BLOCK_N: tl.constexpr = numbers.shape[0]
     BLOCK_C: tl.constexpr = numbers.shape[1]
@@ -442,6 +440,17 @@ def _load_weight(
 
 
 @triton.jit
+def _fold(x, WIDTH: tl.constexpr):
+    """Adds neighbours of each row until `WIDTH` sums are left. The order of tl.sum depends on the
+    layout, which the compiler chooses, and not alike for all numbers of rows."""
+    for _ in tl.static_range(7):
+        if x.shape[1] > WIDTH:
+            left, right = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
+            x = left + right
+    return x
+
+
+@triton.jit
 def _activate(gate, GELU: tl.constexpr):
     """SiLU, or GELU in its tanh approximation."""
     z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
@@ -464,7 +473,9 @@ def _linear_rows_kernel(
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * stride_xm
     acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
     up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    squares = tl.zeros([BLOCK_M], tl.float32)
+    # A thread loads 16 bytes of x, whose squares it adds up.
+    SUMS: tl.constexpr = BLOCK_C * dtype.primitive_bitwidth // 128
+    squares = tl.zeros([BLOCK_M, SUMS], tl.float32)
     for start in range(0, C, BLOCK_C):
         inputs = start + tl.arange(0, BLOCK_C)
         inside = (inputs < C) | (C % BLOCK_C == 0)
@@ -476,7 +487,7 @@ def _linear_rows_kernel(
         if norm_ptr is not None:
             norm = tl.load(norm_ptr + inputs, mask=inside, other=0.0).to(tl.float32)
             exact = x.to(tl.float32)
-            squares += tl.sum(exact * exact, 1)
+            squares += _fold(exact * exact, SUMS)
             x = (exact * norm[None, :]).to(dtype)
         # [BLOCK_N, BLOCK_M] += [BLOCK_N, BLOCK_C] @ [BLOCK_C, BLOCK_M]
         weight = _load_weight(weight_ptr, scales_ptr, minimums_ptr, stride_wn, stride_wk, output,
@@ -488,7 +499,7 @@ def _linear_rows_kernel(
             up = _dot(weight, tl.trans(x), up)
 
     if norm_ptr is not None:
-        scale = tl.rsqrt(squares / C + eps)[None, :]
+        scale = tl.rsqrt(tl.reshape(_fold(squares, 1), [1, BLOCK_M]) / C + eps)
         acc *= scale
         up *= scale
     if bias_ptr is not None:
@@ -512,16 +523,14 @@ def linear_rows(x, weight, bias=None, *, norm=None, eps=1e-5, activation=None, r
     the result is act(gate) * up. residual [..., N]: added at the end. dtype: the result's, default
     x's."""
     *rows, C = x.shape
-    N = weight.shape[0] if activation is None else weight.shape[0] // 2
-    outputs = "N" if activation is None else "2N"
+    outputs = weight.shape[0]
+    parts = 1 if activation is None else 2
+    N = outputs // parts
     plain = _check_weight(weight, x)
     _sizes(f"x ... C real, weight {outputs} C same, norm C same|float32, bias {outputs} same, "
-           "residual ... N same", x, plain, norm, bias, residual)
-    _check(weight.shape == (N if activation is None else 2 * N, C)
-           and activation in (None, "silu", "gelu")
-           and (residual is None or residual.shape == (*rows, N)),
-           "weight [N or 2 N, C], silu or gelu, residual [..., N]", x, weight.shape, activation,
-           residual)
+           f"residual ... {N} same", x, plain, norm, bias, residual)
+    _check(activation in (None, "silu", "gelu") and parts * N == outputs,
+           "silu or gelu, and weight [2 N, C], or None", activation, weight.shape)
     if not runs_triton(x, plain, norm, bias, residual):
         return linear_rows_reference(x, weight, bias, norm=norm, eps=eps, activation=activation,
                                      residual=residual, dtype=dtype)
@@ -539,19 +548,26 @@ def linear_rows(x, weight, bias=None, *, norm=None, eps=1e-5, activation=None, r
     return out
 
 
-def _check_weight(weight, x):
-    """Checks a `Quantized` weight; returns another."""
+def _check_weight(weight, x=None):
+    """Checks a `Quantized` weight, for a product with x -> None. Any other is returned as it is."""
     if not isinstance(weight, Quantized):
         return weight
     _sizes("q N n packed, scales G N float, minimums G N minimum, order C int32", *weight)
-    _check(weight.q.device == x.device, "weight and x on one device", weight.q, x)
+    C = weight.shape[1]
+    groups = 1, *(C / size for size in (16, 32, 64, 128))
+    _check(len(weight.scales) in groups and (weight.order is None or len(weight.order) == C)
+           and (x is None or x.shape[-1] == C and x.device == weight.q.device),
+           f"x [..., {C}] on the weight's device, a scale per 16, 32, 64, 128 or all inputs", x,
+           *weight)
+    return None
 
 
 def _stored(weight):
     """How kernels read a weight -> (order, tensors and strides, constants)."""
     if not isinstance(weight, Quantized):
         return None, (weight, None, None, *_strides(weight)), dict(GROUP=0, PER_BYTE=1)
-    q, scales, minimums, order = weight
+    q, *others = weight
+    scales, minimums, order = map(_contiguous, others)
     if q.dtype == torch.float8_e4m3fn:  # Triton converts it only on new GPUs
         q = q.view(torch.uint8)
     constants = dict(GROUP=weight.group, PER_BYTE=weight.per_byte)
@@ -595,6 +611,7 @@ def _dequantize_kernel(
 def dequantize(weight, dtype, rows=None):
     """A `Quantized` weight [N, C], or these rows of it, int64 [...] -> [N or ..., C] of this
     dtype."""
+    _check_weight(weight)
     N, C = weight.shape
     if not runs_triton(weight.q):
         return weight.values(dtype, rows)
@@ -662,7 +679,7 @@ def _add_noise(x, temperature, low, high, tokens):
 def gumbel(seed, sequence, position, tokens):
     """Gumbel noise float32 [M, n], the same on every machine except for the logarithm's rounding.
     seed: up to 64 bits, or int64 [B]. sequence: a number per sequence, int [B]; each sequence has
-    M / B rows. position: int [M]. tokens: int [n] or [M, n]."""
+    M / B rows. position: int [M]. tokens: int [n]."""
     # mixed one by one, so that seed 1, sequence 0 differs from seed 0, sequence 1
     key = _splitmix64_torch(filled(seed, position) - 0x61C8864680B583EB)
     key = _splitmix64_torch(key + sequence.long())  # (B,)
@@ -884,12 +901,13 @@ def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(Non
 
 
 def _check_head(hidden, weight, temperature, seed, sequence, position, vocab_ids=None, masks=None):
+    V = weight.shape[0]
     M, *_ = _sizes(
-        "hidden M C real, weight V C same, sequence B int, position M int, temperature B float32, "
-        "seed B int64, vocab_ids V int32, masks M words int32", hidden,
+        f"hidden M C real, weight {V} C same, sequence B int, position M int, temperature B "
+        f"float32, seed B int64, vocab_ids {V} int32, masks M words int32", hidden,
         _check_weight(weight, hidden), sequence, position, temperature, seed, vocab_ids, masks)
     _check(sequence is None or M % len(sequence) == 0, "M / B rows per sequence", hidden, sequence)
-    _check_masks(masks, weight.shape[0])
+    _check_masks(masks, V)
 
 
 def project_topk(hidden, weight, k, vocab_ids=None, noise=None):
@@ -1307,17 +1325,16 @@ def rope_cache(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5, s
     """Applies RoPE to queries and keys and writes keys and values to cache rows lengths, lengths +
     1, ... -> the queries [B, T, Hq, D], a view of qkv. qkv [B, T, H, D]: H = Hq + 2 Hkv query, key
     and value heads in this order, overwritten. rope: as in `rotate`, or None. kv [2, B, Hkv, S, D]:
-    a layer's cache; float64 takes the reference. q_weight, k_weight [D]: RMSNorm, or None. slots:
-    as in `tree_attention`."""
+    a layer's cache. q_weight, k_weight [D]: RMSNorm, or None. slots: as in `tree_attention`."""
     B, T, H, D, n_slots, Hkv, S = _sizes(
-        "qkv B T H D real, kv 2 slots Hkv S D same|float64, rope B T 2 D same, lengths slots int, "
+        "qkv B T H D real, kv 2 slots Hkv S D same, rope B T 2 D same, lengths slots int, "
         "q_weight/k_weight D same, slots B int64",
         qkv, kv, rope, lengths, q_weight, k_weight, slots)
     _check(H > 2 * Hkv and T <= S and (rope is None or D % 2 == 0)
            and (q_weight is None) == (k_weight is None), "H > 2 Hkv, T <= S, even D for a "
            "rotation, both weights or none", qkv, kv, q_weight, k_weight)
     _check_slots(slots, B, n_slots)
-    if not runs_triton(kv, qkv):
+    if not runs_triton(qkv, kv):
         return rope_cache_reference(qkv, rope, kv, lengths, q_weight, k_weight, eps, slots)
     tables = map(_contiguous, (rope, q_weight, k_weight))
     BLOCK_D = triton.next_power_of_2((D + 1) // 2)
@@ -1343,7 +1360,7 @@ def rope_cache_reference(qkv, rope, kv, lengths, q_weight=None, k_weight=None, e
         rotated.copy_(rotate(rotated, rope))
     slots = torch.arange(B, device=kv.device) if slots is None else slots
     rows = lengths[slots, None] + torch.arange(T, device=kv.device)
-    kv.permute(1, 3, 0, 2, 4)[slots[:, None], rows] = new.to(kv.dtype)
+    kv.permute(1, 3, 0, 2, 4)[slots[:, None], rows] = new
     return queries
 
 
@@ -2263,18 +2280,6 @@ def _check(condition, expected, *got):
         raise ValueError(f"expected {expected}, got {', '.join(got)}".replace("torch.", ""))
 
 
-@lru_cache
-def _parse(spec, dtype):
-    """Name, letters and dtypes of each tensor of a spec of `_sizes`. dtype: the first one's."""
-    parsed = []
-    for part in spec.split(", "):
-        names, *letters, dtypes = part.split()
-        dtypes = DTYPES.get(dtypes, dtypes).replace("same", str(dtype).removeprefix("torch."))
-        dtypes = [getattr(torch, name) for name in dtypes.split("|")]
-        parsed += [(name, letters, dtypes) for name in names.split("/")]
-    return parsed
-
-
 def _sizes(spec, *tensors):
     """The sizes of tensors, in the order of their letters. spec: "q B T float, k/v B S same" has
     the names, sizes and dtypes. ...: any leading sizes; same: the first tensor's dtype. A tensor
@@ -2287,11 +2292,15 @@ def _sizes(spec, *tensors):
 def _match(spec, *kinds):
     """`_sizes` of tensors with these (shape, dtype, device)."""
     _, first_dtype, first_device = kinds[0]
+    parts = [part.split() for part in spec.split(", ")]
+    parts = [(name, *part) for names, *part in parts for name in names.split("/")]
     sizes = {}
-    for (name, letters, dtypes), kind in zip(_parse(spec, first_dtype), kinds):
+    for (name, *letters, dtypes), kind in zip(parts, kinds):
         if kind is None:
             continue
         shape, dtype, device = kind
+        dtypes = DTYPES.get(dtypes, dtypes).split("|")
+        dtypes = [first_dtype if key == "same" else getattr(torch, key) for key in dtypes]
         shape = [*shape]
         if letters[0] == "...":
             leading = max(len(shape) - len(letters) + 1, 0)

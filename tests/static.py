@@ -38,6 +38,11 @@ FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_unsafe_view"}
 
 
+def h200(multiprocessors=132):
+    """The properties of a GPU that kernels.py reads."""
+    return SimpleNamespace(multi_processor_count=multiprocessors, shared_memory_per_multiprocessor=233472)
+
+
 @contextlib.contextmanager
 def recorded(multiprocessors=132):
     """Records launches instead of running them: yields a list of (kernel name, grid, args, named)."""
@@ -51,16 +56,8 @@ def recorded(multiprocessors=132):
 
     with (patch.object(JITFunction, "run", run),
           patch.object(kernels, "runs_triton", lambda *_: True),
-          patch.object(kernels, "_gpu", lambda _: SimpleNamespace(
-              multi_processor_count=multiprocessors, shared_memory_per_multiprocessor=233472))):
+          patch.object(kernels, "_gpu", lambda _: h200(multiprocessors))):
         yield launches
-
-
-def record(function, *args, multiprocessors=132, **named):
-    """The launches of a function of kernels.py."""
-    with recorded(multiprocessors) as launches:
-        function(*args, **named)
-    return launches
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -214,8 +211,10 @@ def arguments(name, dtype=BF16, present="", aligned=True, device="meta", quantiz
 
 def launches_of(name, dtype=BF16, present="", aligned=True, multiprocessors=132, **given):
     """The launches of a function of kernels.py, with `arguments` on the meta device."""
-    return record(getattr(kernels, name), multiprocessors=multiprocessors,
-                  **arguments(name, dtype, present, aligned, **given))
+    made = arguments(name, dtype, present, aligned, **given)
+    with recorded(multiprocessors) as launches:
+        getattr(kernels, name)(**made)
+    return launches
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -294,8 +293,8 @@ def signature(name, args, named):
     return name, kinds, constants, multiples, tuple(options)
 
 
-def usage(target, launch):
-    """Compiles a signature without a GPU: dict of registers per thread, spilled bytes (all stack), shared bytes."""
+def compiled(target, launch):
+    """Compiles a signature without a GPU."""
     import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
@@ -304,13 +303,19 @@ def usage(target, launch):
     kernel = getattr(kernels, name)
     source = ASTSource(kernel, dict(zip(kernel.arg_names, kinds)), {(i,): value for i, value in constants},
                        {(i,): [["tt.divisibility", 16]] for i in multiples})
-    compiled = triton.compile(source, target=GPUTarget(backend, int(arch), 32), options=dict(options))
+    return triton.compile(source, target=GPUTarget(backend, int(arch), 32), options=dict(options))
+
+
+def usage(target, launch):
+    """What a signature compiles to: dict of registers per thread, spilled bytes (all stack), shared bytes."""
+    import triton
+    kernel = compiled(target, launch)
     tool = Path(triton.__file__).parent / "backends/nvidia/bin/cuobjdump"
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
-        Path(file.name).write_bytes(compiled.asm["cubin"])
+        Path(file.name).write_bytes(kernel.asm["cubin"])
         text = subprocess.run([tool, "--dump-resource-usage", file.name], capture_output=True, text=True).stdout
     found = {name: int(value) for name, value in re.findall(r"\b(REG|STACK|LOCAL):(\d+)", text)}
-    return dict(registers=found["REG"], spilled=found["STACK"] + found["LOCAL"], shared=compiled.metadata.shared)
+    return dict(registers=found["REG"], spilled=found["STACK"] + found["LOCAL"], shared=kernel.metadata.shared)
 
 
 def compile_all(target, launches):

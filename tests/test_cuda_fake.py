@@ -30,12 +30,12 @@ from bench import timing
 from conftest import SHAPES, Operations, ToyGrammar, toy_model
 from generate import GREEDY, Decoder, Engine, Policy, Sampling, capture
 from kernels import Quantized
+from static import h200
 from test_clover import random_heads
 from test_generate import Cycling
 from train_heads import Run
 from training.flags import RunConfig
 
-H200 = SimpleNamespace(multi_processor_count=132, shared_memory_per_multiprocessor=233472)
 pytestmark = pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs triton")
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
 CONTIGUOUS = torch.contiguous_format
@@ -235,7 +235,7 @@ def world(monkeypatch):
         world.decoders.append(decoder)
 
     for where, name, value in (
-            *((torch.cuda, name, value) for name, value in cuda.items()), (kernels, "_gpu", lambda _: H200),
+            *((torch.cuda, name, value) for name, value in cuda.items()), (kernels, "_gpu", lambda _: h200()),
             (torch._C, "_cuda_clearCublasWorkspaces", world.clear_workspaces), (JITFunction, "run", launch),
             (torch.Tensor, "pin_memory", lambda x: x), (F, "scaled_dot_product_attention", fused_attention),
             (bias, "causal_lower_right", lambda *shape: shape), (FakeTensor, "numpy", read),

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kernels
-from static import FP32, TENSORS, arguments
+from static import FP32, TENSORS, arguments, quantized_weight
 from test_kernels import INTERPRETED, as_int64, plain
 
 GIVEN = dict(  # arguments of each function, optional tensors included
@@ -61,10 +61,18 @@ def lists(**changed):
     return dict(candidates=made._replace(**{key: change(getattr(made, key)) for key, change in changed.items()}))
 
 
+def quantized(N, C):
+    return quantized_weight(N, C, "int8", C, device="cpu")
+
+
 FURTHER = dict(  # more invalid arguments: changed sizes, or functions of the valid arguments
     tree_attention=[dict(T=65, S=99), dict(D=8), dict(D=257), dict(Hq=3), dict(S=2), dict(window=-1)],
-    linear_rows=[dict(activation="relu"), lambda _: dict(activation="silu")],
-    project_topk=[dict(k=0), dict(k=10), dict(V=50, k=33), dict(V=0)],
+    linear_rows=[dict(activation="relu"), lambda _: dict(activation="silu"), dict(C=96, quantized=("int8", 48)),
+                 dict(C=80, quantized=("int8", 32)), lambda _: dict(weight=quantized(7, 8), residual=None),
+                 lambda _: dict(weight=quantized(9, 16)),
+                 lambda _: dict(weight=quantized(9, 8)._replace(order=torch.ones(7).int()))],
+    project_topk=[dict(k=0), dict(k=10), dict(V=50, k=33), dict(V=0),
+                  lambda _: dict(weight=quantized(9, 16)), lambda _: dict(weight=quantized(7, 8))],
     project_sample=[lambda _: dict(temperature=torch.ones(3)), lambda _: dict(seed=torch.ones(2).int()),
                     lambda _: dict(masks=torch.ones(2, 2).int())],
     commit_path=[dict(P=65), lambda made: dict(kv=made["kv"][:, :1])],

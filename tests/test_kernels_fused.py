@@ -7,9 +7,9 @@ import pytest
 import torch
 
 import kernels
-from test_kernels import BF16, FP16, FP32, INTERPRETED, as_int64, device, every_second, slow_to_interpret
+from static import BF16, FP16, FP32
+from test_kernels import DTYPES, INTERPRETED, as_int64, device, every_second, glu_formula, slow_to_interpret
 
-DTYPES = pytest.mark.parametrize("dtype", [FP32, pytest.param(FP16, marks=slow_to_interpret), BF16], ids=str)
 ERROR = {FP32: 3e-6, FP16: 3e-3, BF16: 2.5e-2}  # a few roundings of numbers from about 1 to 3
 __all__ = ["device"]  # the fixture
 
@@ -56,9 +56,7 @@ def test_glu_is_the_formula(N, activation, dtype, device):
     """Bug: gate and up swapped, a column of the next row, an overflow of the exponential."""
     x = normal(2, 3, 2 * N, dtype=dtype)
     x[0, 0, 0], x[1, 2, 0] = -60, 60
-    gate, up = x.double().chunk(2, -1)
-    tanh = torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate ** 3))
-    want = (gate * torch.sigmoid(gate) if activation == "silu" else 0.5 * gate * (1 + tanh)) * up
+    want = glu_formula(*x.double().chunk(2, -1), activation)
     close(kernels.glu(every_second(x.to(device)), activation), want, dtype)
 
 

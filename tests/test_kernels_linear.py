@@ -9,9 +9,8 @@ import kernels
 from backends.quantized import pack_nibbles, round_weight, select_rows, stack
 from conftest import needs_cuda
 from kernels import Quantized, linear_rows
-from test_kernels import BF16, FP16, FP32, device, every_second, slow_to_interpret
+from test_kernels import BF16, DTYPES, FP16, FP32, device, every_second, glu_formula, slow_to_interpret
 
-DTYPES = pytest.mark.parametrize("dtype", [FP32, pytest.param(FP16, marks=slow_to_interpret), BF16], ids=str)
 ERROR = {FP32: 2e-6, FP16: 2e-3, BF16: 3e-2}  # of the largest output; the interpreter truncates bfloat16
 FORMATS = {  # name: (dtype of q, inputs that share a scale, dtype of minimums)
     "int8": (torch.int8, None, None), "int8-groups": (torch.int8, 16, None), "int8-minimums": (torch.int8, 32, FP16),
@@ -38,8 +37,11 @@ def draw_quantized(N, K, kind, group, minimums, order=False):
 
 
 def on(device, weight):
-    move = lambda x: None if x is None else x.to(device)
-    return Quantized(*map(move, weight)) if isinstance(weight, Quantized) else move(weight)
+    """The same weight on a device, with scales, minimums and order that are not contiguous."""
+    if not isinstance(weight, Quantized):
+        return weight.to(device)
+    q, *others = weight
+    return Quantized(q.to(device), *(x if x is None else every_second(x.to(device)) for x in others))
 
 
 def values(weight):
@@ -65,9 +67,7 @@ def formula(x, weight, bias, norm, activation, residual):
         x = x / (x.square().mean(-1, keepdim=True) + 1e-3).sqrt() * norm.double()
     y = x @ values(weight).T + (0 if bias is None else bias.double())
     if activation is not None:
-        gate, up = y.chunk(2, -1)
-        tanh = torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate ** 3))
-        y = (gate * torch.sigmoid(gate) if activation == "silu" else 0.5 * gate * (1 + tanh)) * up
+        y = glu_formula(*y.chunk(2, -1), activation)
     return y + (0 if residual is None else residual.double())
 
 

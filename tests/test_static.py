@@ -1,6 +1,8 @@
 """tests/static.py: what every kernel passes without a GPU, and how many launches a step needs. `pytest` compiles a
 sample, `pytest -m static` every shape class."""
 
+import re
+
 import pytest
 
 import kernels
@@ -46,6 +48,17 @@ def test_products_compile_for_older_gpus(target):
         getattr(kernels, launch[0]).arg_names[i] == "GROUP" and (value or "linear" in launch[0])
         for i, value in launch[2])]
     check_figures(launches, static.compile_all(target, launches))
+
+
+@pytest.mark.parametrize("sizes", [dict(N=14336, activation="silu"), dict(N=6144, quantized=("int8", 32))], ids=str)
+def test_the_order_of_sums_does_not_depend_on_the_number_of_rows(sizes):
+    """Bug: tl.sum, which adds as the layout is, and the compiler chose another one for 17 to 32 rows; another kind of
+    tl.dot."""
+    launches = [launches_of("linear_rows", M=M, present="norm", **sizes)[0] for M in (1, 17, 64)]
+    code = [static.compiled("cuda:90", static.signature(name, args, named)).asm["ttgir"]
+            for name, _, args, named in launches]
+    assert not any("tt.reduce" in text for text in code)
+    assert len({re.search(r"nvidia_mma<{versionMajor = .", text)[0] for text in code}) == 1
 
 
 def test_register_counts_and_spills_are_read_from_the_binary():
