@@ -1,7 +1,8 @@
 """`python -m bench draw`: the pictures of README.md and docs/results.md, as SVG: a saved run, whose
-tokens have the colours of their drafters, and throughput over batch size. Both are on a dark card
-that is readable on GitHub's white and dark pages."""
+tokens have the colours of their drafters, throughput over batch size, and speed-ups by kind of
+chat. All are on a dark card that is readable on GitHub's white and dark pages."""
 
+import contextlib
 import json
 from statistics import fmean
 from xml.sax.saxutils import escape
@@ -13,6 +14,9 @@ RUN = ROOT / "docs" / "img" / "run.json"  # from generate.py --json --show-tree
 MEASURED = ROOT / "bench" / "results" / "gpu-h200.jsonl"
 PICTURE = RUN.with_name("text.svg")
 BATCHES = RUN.with_name("batches.svg")
+CHATS = ROOT / "bench" / "results" / "spec-bench-auto-cpu.json"  # of `bench decode`
+HEADS = "smollm2"  # as it names them
+KINDS = RUN.with_name("kinds.svg")
 WIDTH = 760
 COLUMNS = 88  # characters per line
 CARD, FRAME, BRIGHT, DIM = "#161b22", "#6e7681", "#f0f6fc", "#8b949e"
@@ -81,21 +85,13 @@ def measured(record):
 
 def draw_batches(record, path):
     """Draws throughput over batch size like Figure 2 of the paper, as SVG: predicted for a model of
-    32 B parameters, and measured for SmolLM2. Returns a matplotlib Figure. Raises InputError
-    without matplotlib."""
-    try:
-        from matplotlib import style
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError("bench draw needs matplotlib; pip install matplotlib") from None
+    32 B parameters, and measured for SmolLM2. Returns a matplotlib Figure."""
     predicted = roofline.predict(*roofline.NOMINAL)
     curves = {name: [*enumerate(predicted[name][1][:LARGEST], start=1)] for name in PREDICTED}
-    with style.context(["dark_background", STYLE]):
-        figure = Figure(figsize=(7.6, 3.6), layout="constrained")
-        left, right = figure.subplots(1, 2)
-        for axes, title, lines, marker in (
-                (left, "predicted: 32 B parameters, H100", curves, ""),
-                (right, "measured: SmolLM2-135M, H200", measured(record), "o")):
+    with two_panels(path, 3.6) as panels:
+        for axes, title, lines, marker in zip(
+                panels, ("predicted: 32 B parameters, H100", "measured: SmolLM2-135M, H200"),
+                (curves, measured(record)), ("", "o")):
             axes.set(title=title, xlabel="sequences decoded together, B",
                      ylabel="tokens per second", yscale="log")
             axes.set_xscale("log", base=2)
@@ -104,11 +100,52 @@ def draw_batches(record, path):
             for label, points in lines.items():
                 axes.plot(*zip(*points), label=label, marker=marker)
             axes.legend()
+    return panels[0].figure
+
+
+@contextlib.contextmanager
+def two_panels(path, height, shared=False):
+    """Two matplotlib Axes side by side, which are saved at the end. Raises InputError without
+    matplotlib."""
+    try:
+        from matplotlib import style
+        from matplotlib.figure import Figure
+    except ImportError:
+        raise InputError("bench draw needs matplotlib; pip install matplotlib") from None
+    with style.context(["dark_background", STYLE]):
+        figure = Figure(figsize=(7.6, height), layout="constrained")
+        yield figure.subplots(1, 2, sharey=shared)
         figure.savefig(path, format="svg", metadata=dict(Date=None))
-    return figure
+
+
+def draw_kinds(record, path):
+    """Draws the speed-up over plain decoding by kind of chat, one bar per drafter, greedy and
+    sampled, of the rows with tree size "auto". Returns a matplotlib Figure."""
+    rows = [row for row in read_json(record)["decoding"] if row["tree_size"] == "auto"]
+    temperatures = sorted({row["temperature"] for row in rows})
+    kinds = [*dict.fromkeys(row["kind"] for row in rows)]
+    drafters = [*dict.fromkeys(row["drafted_by"] for row in rows)]
+    with two_panels(path, 3.2, shared=True) as panels:
+        for axes, temperature in zip(panels, temperatures):
+            axes.set_title(f"temperature {temperature:g}" if temperature else "greedy")
+            for i, drafter in enumerate(drafters):
+                bars = {row["kind"]: row["speed_up"] for row in rows
+                        if (row["drafted_by"], row["temperature"]) == (drafter, temperature)}
+                at = [kinds.index(kind) + (i - (len(drafters) - 1) / 2) / (len(drafters) + 1)
+                      for kind in bars]
+                axes.bar(at, bars.values(), 1 / (len(drafters) + 1), label=drafter.replace(HEADS, "heads"))
+            axes.axhline(1, color=BRIGHT, linewidth=1)
+            axes.set_xticks(range(len(kinds)), [kind.replace("_", " ") for kind in kinds],
+                            rotation=20, ha="right")
+            axes.set_axisbelow(True)
+            axes.tick_params(labelsize=8)
+        panels[0].set_ylabel("speed-up over plain decoding")
+        panels[1].legend()
+    return panels[0].figure
 
 
 def bench():
     PICTURE.write_text(draw_text(read_json(RUN)), encoding="utf-8")
     draw_batches(MEASURED, BATCHES)
-    print(PICTURE, BATCHES, sep="\n")
+    draw_kinds(CHATS, KINDS)
+    print(PICTURE, BATCHES, KINDS, sep="\n")
