@@ -133,7 +133,8 @@ def draw_kinds(record, path):
                         if (row["drafted_by"], row["temperature"]) == (drafter, temperature)}
                 at = [kinds.index(kind) + (i - (len(drafters) - 1) / 2) / (len(drafters) + 1)
                       for kind in bars]
-                axes.bar(at, bars.values(), 1 / (len(drafters) + 1), label=drafter.replace(HEADS, "heads"))
+                axes.bar(at, bars.values(), 1 / (len(drafters) + 1),
+                         label=drafter.replace(HEADS, "heads"))
             axes.axhline(1, color=BRIGHT, linewidth=1)
             axes.set_xticks(range(len(kinds)), [kind.replace("_", " ") for kind in kinds],
                             rotation=20, ha="right")

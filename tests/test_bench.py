@@ -294,7 +294,7 @@ def test_the_committed_picture_shows_the_committed_run():
     """Bug: run.json was replaced without running `python -m bench draw`."""
     drawn = draw.draw_text(read_json(draw.RUN))
     assert drawn == draw.PICTURE.read_text()
-    assert {*draw.PICTURE.parent.glob("*.svg")} == {draw.PICTURE, draw.BATCHES}
+    assert {*draw.PICTURE.parent.glob("*.svg")} == {draw.PICTURE, draw.BATCHES, draw.KINDS}
     picture = ElementTree.fromstring(drawn)
     assert picture[0].tag == SVG + "title" and len([*picture.iter(SVG + "text")]) >= 10
 
@@ -322,6 +322,23 @@ def test_measured_throughput_is_drawn_beside_the_prediction(tmp_path):
     assert [line.get_label() for line in predicted.lines] == list(draw.PREDICTED)
     assert list(predicted.lines[0].get_ydata()) == list(roofline.predict(*roofline.NOMINAL)["plain, T = 1"][1][:256])
     assert ElementTree.parse(tmp_path / "drawn.svg").getroot().tag == SVG + "svg"
+
+
+def test_speed_ups_are_drawn_by_kind(tmp_path):
+    """Bug: a bar of another kind, drafter, temperature or tree size."""
+    pytest.importorskip("matplotlib")
+    names = "kind", "drafted_by", "temperature", "tree_size", "speed_up"
+    rows = [("qa", "plain", 0.0, 1, 1.0), ("qa", "smollm2", 0.0, "auto", 1.5), ("qa", "smollm2", 0.0, 5, 9.0),
+            ("rag", "smollm2", 0.0, "auto", 0.9), ("qa", "lookup", 0.0, "auto", 1.2),
+            ("all", "lookup", 0.0, "auto", 1.3), ("qa", "smollm2", 0.8, "auto", 1.1)]
+    record = tmp_path / "record.json"
+    record.write_text(json.dumps(dict(decoding=[dict(zip(names, row)) for row in rows])))
+    panels = draw.draw_kinds(record, tmp_path / "drawn.svg").axes
+    assert [[bar.get_height() for bar in panel.patches] for panel in panels] == [[1.5, 0.9, 1.2, 1.3], [1.1]]
+    assert [panel.get_title() for panel in panels] == ["greedy", "temperature 0.8"]
+    centre = lambda bar: bar.get_x() + bar.get_width() / 2
+    assert [round(centre(bar)) for bar in panels[0].patches] == [0, 1, 0, 2]
+    assert [text.get_text() for text in panels[1].get_legend().get_texts()] == ["heads", "lookup"]
 
 
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
