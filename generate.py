@@ -25,6 +25,7 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import accumulate, product
+from numbers import Integral
 from typing import NamedTuple
 
 import torch
@@ -170,7 +171,8 @@ class Policy:
         if self.tree_size:
             self.options = [(self.tree_size, min(K, self.tree_size - 1))]
         elif decoder_class(model, self.heads).chooses_size:
-            self.options = [(None, depths) for depths in sorted({0, min(1, K), min(2, K), K})]
+            depths = {*range(min(K, 2) + 1), min(K, LARGEST - 1)}
+            self.options = [(None, d) for d in sorted(depths)]
         else:
             sizes = TREE_SIZES[model.device.type]
             self.options = [(1, 0), *((T, min(K, T - 1)) for T in sizes if K),
@@ -241,10 +243,9 @@ class Policy:
             option = None, 0  # heads know no more about forced text
         else:
             option = self.trial.pop() if self.trial else self.best
+            self.last_use[option, self.masked] = self.steps
         if option[0] is None:
             self.set_step_seconds(B, option[1])
-        if not self.all_forced:
-            self.last_use[option, self.masked] = self.steps
         return option
 
     def set_step_seconds(self, B, depths):
@@ -1163,9 +1164,10 @@ class Engine:
         if not any(sequence.matcher for sequence in self.running.values()):
             return []
         constraints = []
+        schema = self.policy.schema and self.policy.tree_size != 1
         for sequence in map(self.running.get, slots):
             matcher, unread = (sequence.matcher, sequence.unread) if sequence else (None, 0)
-            drafts = matcher and not unread and self.policy.schema
+            drafts = matcher and not unread and schema
             constraints.append(Constraint(matcher, unread, matcher.forced() if drafts else ()))
         return constraints
 
@@ -1246,6 +1248,7 @@ class Engine:
         """Adds the prompts, steps until all have ended and returns an `Output`; calls on_step with
         each `StepResult`. sampling, grammars: lists with one for each prompt. Raises InputError as
         `add` does, Interrupted on Ctrl-C."""
+        expect(not self.busy, "the engine runs other sequences; wait for them, or clear() it")
         output = Output(batch_size=self.decoder.batch_size)
         started = time.perf_counter()
         try:
@@ -1275,15 +1278,25 @@ def best_slot(cached_prefix, prompt):
     longest), and the index of the first token that must be read."""
     starts = {}
     for slot, tokens in cached_prefix.items():
-        same = 0
-        for cached, token in zip(tokens, prompt):
-            if cached != token:
-                break
-            same += 1
+        same = common_prefix(tokens, prompt)
         # a heads' row needs the next token to match, too; reading the last row gives their state
         starts[slot] = max(min(same - 1, len(prompt) - 2), 0)
     slot = max(starts, key=starts.get)
     return slot, starts[slot]
+
+
+def common_prefix(a, b):
+    """The length of the longest common prefix of two lists, by bisection: a loop over the tokens
+    of 64 slots would take longer than a step."""
+    low = 0
+    high = min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low
 
 
 class Sequence:
@@ -1294,8 +1307,9 @@ class Sequence:
     def __init__(self, index, prompt, max_new_tokens, context, stop, encoding, sampling=None,
                  grammar=None):
         check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
+        check("index", index, -2**63, 2**63 - 1, whole=True)
         self.index = index
-        self.prompt = prompt
+        self.prompt = list(prompt)
         self.sampling = sampling
         self.unread = 0  # prompt tokens that the steps launched so far leave unread
         self.tokens = []
@@ -1457,6 +1471,8 @@ def check_prompt(model, prompt, index=0):
     V, longest = model.config.vocab_size, model.config.block_size - 1
     if not isinstance(prompt, (list, tuple)):
         raise InputError(f"prompt {index} must be a list of token ids, not {prompt!r}")
+    expect(all(issubclass(kind, Integral) for kind in {*map(type, prompt)}),
+           f"prompt {index} must be a list of token ids, not of other values; encode the text")
     expect(1 <= len(prompt) <= longest, f"prompt {index} has {len(prompt)} tokens; give 1 to "
            f"{longest}, since the model's context must hold a new one too")
     expect(min(prompt) >= 0 and max(prompt) < V, f"prompt {index} has token ids outside 0..{V - 1},"
@@ -1491,7 +1507,7 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
         expect(len(sampling) == len(prompts) and engine.decoder.sampling == Sampling(),
                "sampling takes one for each prompt, in place of temperature, ..., seed")
     on_step = on_tokens and (lambda step: on_tokens(step.sequence.index, step.tokens))
-    grammars = grammar if isinstance(grammar, list) else [grammar] * len(prompts)
+    grammars = grammar if isinstance(grammar, (list, tuple)) else [grammar] * len(prompts)
     expect(len(grammars) == len(prompts), "grammar takes one, or a list of one for each prompt")
     return engine.generate(prompts, max_new_tokens, stop, on_step, encoding, sampling,
                            grammars=grammars)

@@ -689,6 +689,8 @@ class CompiledDecoder(Decoder):
 
     @torch.inference_mode()
     def __init__(self, model, **options):
+        expect(not options.get("reads_in_steps"), "with C kernels a prompt has passes of its own; "
+               "leave out reads_in_steps, or load the model with packed=False")
         super().__init__(model, **options)
         B = self.batch_size
         rows = B * self.policy.largest

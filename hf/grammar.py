@@ -1,6 +1,8 @@
 """Structured output: which tokens a JSON schema, a regular expression or a grammar allows next. The
 package llguidance compiles and matches them; it is imported when the first one is needed."""
 
+import json
+
 import numpy as np
 
 from model import InputError, expect, one_line
@@ -42,10 +44,16 @@ class GrammarTokenizer:
         made = self.llguidance
         try:
             if kind == "json_schema":
+                # as text: objects that are nested too deeply would crash the conversion
+                source = source if isinstance(source, str) else json.dumps(source, allow_nan=False)
                 text = made.LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE)
+            elif kind == "choice":
+                # one terminal: llguidance's own "choice" has a parser item for each text
+                texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in source)
+                text = made.grammar_from("grammar", f"start: CHOICE\nCHOICE: {texts}")
             else:
                 text = made.grammar_from(kind, source)
-        except ValueError as error:
+        except (ValueError, RecursionError) as error:
             raise InputError(f"not a {kind} that llguidance supports: {error}") from None
         limits = made.LLParserLimits(max_items_in_row=ROW_ITEMS, verbose_errors=False)
         return Grammar(self, made.LLMatcher(self.package, text, log_level=0, limits=limits))

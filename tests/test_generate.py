@@ -240,6 +240,7 @@ BAD_CALLS = {
     "no new tokens": (dict(max_new_tokens=0), "max new tokens must be a whole number from 1"),
     "a temperature below 0": (dict(temperature=-1e-40), "temperature must be a number from 0"),
     "prompts are one list of ids": (dict(prompts=[1, 2]), "prompt 0 must be a list of token ids, not 1"),
+    "a prompt of fractions": (dict(prompts=[[1, 2.5]]), "prompt 0 must be a list of token ids, not of other"),
     "top-p above 1": (dict(top_p=1.1), "top_p must be a number from 0 to 1"),
     "top-k -2": (dict(top_k=-2), "top_k must be a whole number from -1"),
     "tree of 0": (dict(tree_size=0), "tree size must be a whole number from 1 to 64"),
@@ -256,6 +257,35 @@ def test_bad_calls_are_refused_in_one_line(toy, case):
     changes, says = BAD_CALLS[case]
     options = dict(prompts=[[1, 2]], max_new_tokens=5, heads=random_heads(toy)) | changes
     refusal(lambda: generate(toy, **options), says)
+
+
+def test_a_busy_engine_and_a_bad_index_are_refused(toy):
+    """Bug: statistics of other sequences, work that is dropped, a prompt that blocks the queue."""
+    made = new_engine(toy, capacity=20)
+    refusal(lambda: made.add([1], 5, index=2**63), "index must be a whole number from")
+    sequence = made.add([1, 2], 5)
+    refusal(lambda: made.generate([[1]], 5), "the engine runs other sequences")
+    while made.busy:
+        made.step()
+    assert sequence.ended == "length"
+
+
+@needs_compiler
+def test_more_heads_than_nodes():
+    """Bug: an option for more heads than a tree of LARGEST nodes has levels."""
+    model = toy_model()
+    heads = random_heads(model, n_draft=20)
+    cpu.apply(model, heads)
+    prompts = PROMPTS[:2]
+    assert generate(model, prompts, 20, heads).tokens == generate(model, prompts, 20).tokens
+
+
+def test_common_prefixes():
+    rng = torch.Generator().manual_seed(1)
+    for _ in range(200):
+        a, b = (torch.randint(2, (int(torch.randint(12, (1,), generator=rng)),), generator=rng).tolist() for _ in "ab")
+        same = [x == y for x, y in zip(a, b)]
+        assert module.common_prefix(a, b) == (same.index(False) if False in same else len(same))
 
 
 def test_values_that_clients_send_to_disable_an_option(toy):

@@ -284,6 +284,18 @@ def test_bad_grammars_are_explained(call, says):
     refusal(lambda: call(load()[3]), says)
 
 
+def test_large_choices_and_deep_schemas():
+    """Bug: a limit of 500 texts, quotes and line breaks that are not escaped, a crash of the process."""
+    model, _, encoding, tokenizer = load()
+    texts = [f'{i} "é\n' for i in range(1000)]
+    output = generate(model, [encoding.encode("x = ")], N, grammar=tokenizer.compile("choice", texts))
+    assert output.ended == ["stop"] and encoding.decode(output.tokens[0]).removesuffix("<|endoftext|>") in texts
+    deep = {}
+    for _ in range(20_000):
+        deep = dict(items=deep)
+    refusal(lambda: tokenizer.compile("json_schema", deep), "not a json_schema that llguidance supports")
+
+
 def test_without_llguidance_the_error_says_what_to_install(monkeypatch):
     *_, encoding, _ = load()
     monkeypatch.setitem(sys.modules, "llguidance", None)
