@@ -1248,7 +1248,6 @@ class Engine:
         """Adds the prompts, steps until all have ended and returns an `Output`; calls on_step with
         each `StepResult`. sampling, grammars: lists with one for each prompt. Raises InputError as
         `add` does, Interrupted on Ctrl-C."""
-        expect(not self.busy, "the engine runs other sequences; wait for them, or clear() it")
         output = Output(batch_size=self.decoder.batch_size)
         started = time.perf_counter()
         try:

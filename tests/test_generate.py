@@ -259,12 +259,11 @@ def test_bad_calls_are_refused_in_one_line(toy, case):
     refusal(lambda: generate(toy, **options), says)
 
 
-def test_a_busy_engine_and_a_bad_index_are_refused(toy):
-    """Bug: statistics of other sequences, work that is dropped, a prompt that blocks the queue."""
+def test_a_bad_index_is_refused(toy):
+    """Bug: a prompt that fails in its first step and blocks the queue."""
     made = new_engine(toy, capacity=20)
     refusal(lambda: made.add([1], 5, index=2**63), "index must be a whole number from")
     sequence = made.add([1, 2], 5)
-    refusal(lambda: made.generate([[1]], 5), "the engine runs other sequences")
     while made.busy:
         made.step()
     assert sequence.ended == "length"
