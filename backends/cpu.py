@@ -51,17 +51,7 @@ from kernels import (
     mask_logits,
     runs_triton,
 )
-from model import (
-    MAX_TREE,
-    Blocks,
-    InputError,
-    KVCache,
-    LMHead,
-    atomic_write,
-    expect,
-    one_line,
-    warn,
-)
+from model import MAX_TREE, Blocks, InputError, KVCache, LMHead, atomic_write, expect, warn
 
 GROUP = 32      # inputs that share an activation scale; quantized weights are padded to a multiple
 MAX_HEAD = 256  # largest head size
@@ -247,7 +237,7 @@ def library():
         output = getattr(error, "stderr", None) or str(error)
         reason = next((line for line in output.splitlines() if "error" in line.lower()), output)
         warn(f"decoding runs without the C kernels, which is several times slower: {compiler} "
-             f"cannot compile them ({one_line(reason)}); install a C compiler, such "
+             f"cannot compile them ({models.one_line(reason)}); install a C compiler, such "
              "as gcc, or set CC to one")
         return None
     for name, types in header.functions.items():

@@ -9,6 +9,7 @@ import torch
 from backends import tensor_parallel
 from bench import Table
 from clover import CloverHeads, preset
+from model import check, expect
 from tools.load import load_model
 from train_heads import HEAD_WEIGHT, SHOW_EVERY, data_record, pick_block_size, product_dtype
 from training import data, runs
@@ -18,12 +19,17 @@ from training.loss import guess_masks, head_losses, run_heads, run_model
 
 
 class Kind:
-    """Heads in training. flags: a preset of train_heads.py, perhaps with switches or --lr."""
+    """Heads in training. flags: a preset of train_heads.py, perhaps with switches or --lr. Raises
+    InputError for other flags and bad values."""
 
     def __init__(self, flags, model, args):
         own = vars(parse_heads(["--preset", *flags.split()]))
+        others = {name for name in own if own[name]} - {"preset", "lr", *SWITCHES}
+        expect(not others, f"{flags!r}: a kind has a preset, its switches and --lr; give "
+               f"{', '.join(f'--{runs.flag(name)}' for name in sorted(others))} for all kinds")
         self.name = re.sub(r"[^\w.]+", "-", flags)
         self.lr = own.get("lr", RunConfig.lr)
+        check("lr", self.lr, 0, 10, above=True)
         torch.manual_seed(args.seed)
         switches = {name: own[name] for name in SWITCHES if name in own}
         heads = CloverHeads(preset(own["preset"], **switches), model)
@@ -44,8 +50,12 @@ def bench(args):
     config = RunConfig(model=args.model, device=str(model.device), dtype=args.dtype)
     dtype = product_dtype(config, tensor_parallel.start(args.device))
     kinds = [Kind(flags, model, args) for flags in args.kinds]
+    expect(len({kind.heads.config.n_draft for kind in kinds}) == 1,
+           "the kinds have different numbers of heads; give all the same --draft-heads")
     size = pick_block_size(config, kinds[0].heads)
     out = Path(args.out)
+    for kind in kinds:
+        expect(not (out / kind.name).exists(), f"{out / kind.name} exists; use another --out")
     key = data.tokens_key(args.data, encoding)
     tokens = data.store_tokens(out / data.FILE, key, args.data, encoding, model.config.vocab_size)
     corpus = tokens["train"]

@@ -268,6 +268,9 @@ def test_kinds_side_by_side_are_those_of_train_heads(run, flags, checkpoint, tmp
     kinds = ["clover", "hydra --lr 0.001", "clover --mix none"]
     _, record = run("kinds", *shared, "--data", str(text), "--out", str(tmp_path), "--kinds", *kinds)
     assert json.loads((tmp_path / "kinds.json").read_text()) == record
+    for given, says in ((["clover --steps 9"], "--steps for all"), (["hydra", "hydra --draft-heads 3"], "same --draft"),
+                        (["clover --lr 11"], "lr must be"), (["clover"], "use another --out")):
+        refusal(lambda: run("kinds", *shared, "--data", str(text), "--out", str(tmp_path), "--kinds", *given), says)
     model = GPT.from_pretrained(checkpoint, device="cpu", packed=False)
     for kind, row in zip(kinds, record["accuracy"]):
         alone = tmp_path / f"alone-{row['kind']}"
