@@ -339,11 +339,11 @@ def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None
 # RMSNorm multiplies a row by one number, and so does the product: the loop multiplies x by the
 # norm's weight, sums the squares of x beside it, and the result is scaled at the end.
 #
-# N: outputs. Bytes: N * C elements of weight as they are stored, read once per 64 rows. FLOPs: 2 *
-# M * N * C.
-# The weight is the first operand, whose tile has 16 to 64 outputs: as many as leave a program for
-# each multiprocessor. Neither it nor the order of sums depends on M, so the bits of a row do not
-# depend on what is computed beside it. Hence nothing is split over C.
+# N: outputs. Bytes: N * C elements of weight as they are stored, read once per 32 or 64 rows.
+# FLOPs: 2 * M * N * C.
+# The weight is the first operand, whose tile has 16 or 32 outputs. Neither it nor the order of sums
+# depends on M, so the bits of a row do not depend on what is computed beside it. Hence nothing is
+# split over C.
 
 class Quantized(NamedTuple):
     """A weight [N, C] = q * scale + minimum. C / G inputs of a row share a scale."""
@@ -389,13 +389,20 @@ def unpack_nibbles(x):
 
 
 @triton.jit
+def _small_float(x):
+    """uint8 in float32, by setting the bits: conversions have a quarter of the rate of other
+    instructions."""
+    return (x.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - 8388608.0
+
+
+@triton.jit
 def _numbers(q, PER_BYTE: tl.constexpr):
     """The numbers of quantised weights in float32. uint8 of one per byte is float8_e4m3, whose NaN
     becomes 480."""
     if PER_BYTE == 2:
-        numbers = tl.interleave(q & 15, q >> 4).to(tl.float32)
+        numbers = _small_float(tl.interleave(q & 15, q >> 4))
     elif q.dtype == tl.int8:
-        numbers = q.to(tl.float32)
+        numbers = _small_float(q.to(tl.uint8, bitcast=True) ^ 128) - 128.0
     else:  # float16 with the same bits of exponent and mantissa is 256 times smaller
         half = ((q & 0x80).to(tl.uint16) << 8) | ((q & 0x7F).to(tl.uint16) << 7)
         numbers = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
@@ -410,11 +417,13 @@ def _scaled(numbers, scales_ptr, minimums_ptr, n, start, N, C: tl.constexpr, GRO
     # of the tile; a single group may have any size
     GROUPS: tl.constexpr = BLOCK_C // GROUP if GROUP < min(C, BLOCK_C) else 1
     group = tl.minimum(start // GROUP + tl.arange(0, GROUPS), (C - 1) // GROUP)
+    # Where n is contiguous, masked loads of two or more values are pipelined; clamped ones are not.
     places = group.to(tl.int64)[None, :] * N + n[:, None]
-    scales = tl.load(scales_ptr + places).to(tl.float32)  # [BLOCK_N, GROUPS]
+    inside = (n < N)[:, None]
+    scales = tl.load(scales_ptr + places, mask=inside, other=0.0).to(tl.float32)
     numbers = tl.reshape(numbers, [BLOCK_N, GROUPS, BLOCK_C // GROUPS]) * scales[:, :, None]
     if minimums_ptr is not None:
-        minimums = tl.load(minimums_ptr + places).to(tl.float32)
+        minimums = tl.load(minimums_ptr + places, mask=inside, other=0).to(tl.float32)
         if minimums_ptr.dtype.element_ty.is_int():
             minimums *= -scales
         numbers += minimums[:, :, None]
@@ -431,8 +440,8 @@ def _load_weight(
     inputs = (start // PER_BYTE + tl.arange(0, BLOCK_C // PER_BYTE)).to(tl.int64)[None, :]
     inside = (inputs < C // PER_BYTE) | (C % BLOCK_C == 0)
     # [BLOCK_N, BLOCK_C / PER_BYTE]
-    weight = tl.load(weight_ptr + n.to(tl.int64)[:, None] * stride_n + inputs * stride_k,
-                     mask=inside, other=0)
+    row = tl.minimum(n, N - 1).to(tl.int64)[:, None]
+    weight = tl.load(weight_ptr + row * stride_n + inputs * stride_k, mask=inside, other=0)
     if GROUP != 0:
         weight = _scaled(_numbers(weight, PER_BYTE), scales_ptr, minimums_ptr, n, start, N, C,
                          GROUP).to(dtype)
@@ -467,7 +476,6 @@ def _linear_rows_kernel(
     """Program (tile of rows, tile of outputs). GATED: outputs N, N + 1, ... are up, others gate."""
     m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
     n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    output = tl.minimum(n, N - 1)
     dtype: tl.constexpr = x_ptr.dtype.element_ty
     outputs = 2 * N if GATED else N
     x_ptrs = x_ptr + m.to(tl.int64)[:, None] * stride_xm
@@ -490,14 +498,15 @@ def _linear_rows_kernel(
             squares += _fold(exact * exact, SUMS)
             x = (exact * norm[None, :]).to(dtype)
         # [BLOCK_N, BLOCK_M] += [BLOCK_N, BLOCK_C] @ [BLOCK_C, BLOCK_M]
-        weight = _load_weight(weight_ptr, scales_ptr, minimums_ptr, stride_wn, stride_wk, output,
-                              start, outputs, dtype, C, GROUP, PER_BYTE, BLOCK_C)
+        weight = _load_weight(weight_ptr, scales_ptr, minimums_ptr, stride_wn, stride_wk, n, start,
+                              outputs, dtype, C, GROUP, PER_BYTE, BLOCK_C)
         acc = _dot(weight, tl.trans(x), acc)
         if GATED:
             weight = _load_weight(weight_ptr, scales_ptr, minimums_ptr, stride_wn, stride_wk,
-                                  output + N, start, outputs, dtype, C, GROUP, PER_BYTE, BLOCK_C)
+                                  n + N, start, outputs, dtype, C, GROUP, PER_BYTE, BLOCK_C)
             up = _dot(weight, tl.trans(x), up)
 
+    output = tl.minimum(n, N - 1)
     if norm_ptr is not None:
         scale = tl.rsqrt(tl.reshape(_fold(squares, 1), [1, BLOCK_M]) / C + eps)
         acc *= scale
@@ -540,7 +549,7 @@ def linear_rows(x, weight, bias=None, *, norm=None, eps=1e-5, activation=None, r
     out = torch.empty(*rows, N, dtype=dtype or x.dtype, device=x.device)
     order, tensors, constants = _stored(weight)
     size = tensors[0].element_size() / constants["PER_BYTE"]
-    blocks = _linear_blocks(M, N, size, x.dtype, activation is not None, _gpu(x.device))
+    blocks = _linear_blocks(M, C, size, x.dtype, activation is not None)
     _launch(_linear_rows_kernel,
             (triton.cdiv(M, blocks["BLOCK_M"]), triton.cdiv(N, blocks["BLOCK_N"])),
             x, norm, order, *tensors, bias, residual, out, *_strides(x), eps, M, N, C=C,
@@ -764,7 +773,7 @@ def _take_best(entries, best):
     return best
 
 
-@triton.jit(do_not_specialize=["M", "T", "V", "programs"])
+@triton.jit(do_not_specialize=["M", "T", "programs"])
 def _project_kernel(
     hidden_ptr, weight_ptr, scales_ptr, minimums_ptr, stride_wv, stride_wc, vocab_ids_ptr,
     temperature_ptr, seed_ptr, sequence_ptr, position_ptr, masks_ptr, entries_ptr, lse_ptr,
@@ -801,7 +810,7 @@ def _project_kernel(
         channels = (start + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
         inside = (channels < C) | (C % BLOCK_C == 0)
         # [BLOCK_V, BLOCK_C]
-        weight = _load_weight(weight_ptr, scales_ptr, minimums_ptr, stride_wv, stride_wc, output,
+        weight = _load_weight(weight_ptr, scales_ptr, minimums_ptr, stride_wv, stride_wc, column,
                               start, V, hidden_ptr.dtype.element_ty, C, GROUP, PER_BYTE, BLOCK_C)
         # [BLOCK_M, BLOCK_C]
         hidden = tl.load(hidden_ptrs + channels * stride_hc, mask=inside, other=0.0)
@@ -1134,21 +1143,28 @@ def _splits(rows, min_split, BLOCK_Q, grid_rows, at_once, fewest):
 MOST_MEMORY = 96 * 1024  # bytes of shared memory that a program may have on any GPU
 
 
-def _linear_blocks(M, N, size, dtype, gated, gpu):
+LINEAR_TILES = {
+    # case: BLOCK_N, BLOCK_C, num_warps; with more warps, several would unpack the same weights
+    "slow loads": (32, 32, 4),  # float32, unaligned rows
+    "16 bits": (16, 128, 2),
+    "gated, or few inputs": (32, 128, 2),
+    "quantised": (16, 256, 2),
+}
+
+
+def _linear_blocks(M, C, size, dtype, gated):
     """Tile sizes and launch options; `pytest -m static` compiles every case. size: bytes of a
-    weight's number. BLOCK_N and BLOCK_C do not depend on M."""
-    BLOCK_M = min(max(16, triton.next_power_of_2(M)), 64)
-    unpacks_twice = gated and size < dtype.itemsize  # takes registers, so it gets smaller tiles
-    BLOCK_C = 32 if dtype == torch.float32 else 64 if unpacks_twice else 128
-    fills = lambda BLOCK_N: 10 * triton.cdiv(N, BLOCK_N) >= 9 * gpu.multi_processor_count
-    BLOCK_N = next(filter(fills, (32,) if unpacks_twice else (64, 32)), 16)
-    # as many stages as leave room for all programs at once
-    programs = triton.cdiv(triton.cdiv(N, BLOCK_N), gpu.multi_processor_count)
-    memory = gpu.shared_memory_per_multiprocessor // (programs if programs <= 4 else 2)
+    weight's number. BLOCK_C does not depend on M: it is the order of sums."""
+    case = "16 bits" if size == 2 else "quantised"
+    if dtype == torch.float32 or C % 16:
+        case = "slow loads"
+    elif gated or (size < 2 and C < 2048):
+        case = "gated, or few inputs"
+    BLOCK_N, BLOCK_C, num_warps = LINEAR_TILES[case]
+    BLOCK_M = min(max(16, triton.next_power_of_2(M)), 32 if gated else 64)  # more would spill
     stage = BLOCK_C * (BLOCK_N * (1 + gated) * size + BLOCK_M * dtype.itemsize)
-    return dict(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_C=BLOCK_C,
-                num_warps=8 if gated and BLOCK_M > 16 else 4,
-                num_stages=min(max(int(min(memory, MOST_MEMORY) // stage), 2), 6))
+    return dict(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_C=BLOCK_C, num_warps=num_warps,
+                num_stages=min(max(int(MOST_MEMORY // stage), 2), 6))
 
 
 PROJECT_TILES = {

@@ -10,8 +10,10 @@ from backends.quantized import select_rows, stack
 from kernels import HAS_TRITON, INTERPRETED, Quantized, dequantize, linear_rows
 from model import Block, Blocks, InputError, LMHead, NoNorm, TreeMask
 
-MAX_ROWS = 64             # of a product with float weights: cuBLAS is as fast for more
-MAX_QUANTIZED_ROWS = 256  # of one with quantised weights: more pay for dequantising a layer
+# What cuBLAS does faster, or as fast (bench/results/gpu-h100-linear.jsonl)
+MAX_ROWS = 16            # of a product with float weights,
+MAX_NUMBERS = 2**22      # of such a weight; SmolLM2-135M's have up to 1.8 million
+MAX_QUANTIZED_ROWS = 64  # of one with quantised weights: more pay for dequantising a layer
 
 
 def apply(module):
@@ -80,7 +82,10 @@ def can_fuse(block):
 
 
 def max_rows(layer):
-    return MAX_QUANTIZED_ROWS if isinstance(layer, QuantizedLinear) else MAX_ROWS
+    """The most rows for which `linear_rows` runs a layer."""
+    if isinstance(layer, QuantizedLinear):
+        return MAX_QUANTIZED_ROWS
+    return MAX_ROWS if layer.weight.numel() <= MAX_NUMBERS else 0
 
 
 # --------------------------------------------------------------------------------------------------

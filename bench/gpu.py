@@ -187,8 +187,8 @@ def steps(run):
     bandwidth = copy_bandwidth(run.device)
     for name in sizes.models:
         model, heads = ops.random_model(name, run.device, torch.bfloat16)
-        for products, some in (("cublas", few), ("linear_rows", shapes), (8, few), (4, few)):
-            if products == "linear_rows":
+        for products, some in (("cublas", few), ("default", shapes), (8, few), (4, few)):
+            if products == "default":
                 apply(model)
                 apply(heads)
             elif products != "cublas":

@@ -108,7 +108,7 @@ def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
         base = plain.setdefault((row["products"], row["batch_size"]), row)
         assert base["tree_size"] == 1 and row["verify_ms"] > 0
         assert row["over_plain"] == pytest.approx(row["step_ms"] / base["step_ms"], rel=1e-3)
-    assert [*plain] == [("cublas", 1), ("linear_rows", 1), ("linear_rows", 2), ("8 bits", 1), ("4 bits", 1)]
+    assert [*plain] == [("cublas", 1), ("default", 1), ("default", 2), ("8 bits", 1), ("4 bits", 1)]
     assert len(steps) == 2 * len(plain)
     assert {row["kernel"] for row in select("kernels", "us")} == {
         "linear_rows", "ngram_lookup", "best_tree", "prompt_chain", "accept_path", "filtered_sample", "tree_attention",
