@@ -149,7 +149,7 @@ def product_dtype(config, group):
     CPU where it is not, prints a line."""
     if config.dtype:
         return torch.float32 if config.dtype == "float32" else torch.bfloat16
-    if config.device.startswith("cuda") or cpu.torch_multiplies_bfloat16():
+    if on_cuda(config) or cpu.torch_multiplies_bfloat16():
         return torch.bfloat16
     if group.rank == 0:
         warn(cpu.SLOW_BFLOAT16)
@@ -187,8 +187,7 @@ def prepare(config, out, group, resume):
     writes = config.prompts or load_chat_template(config.model)
     if config.data == [SELF] or (config.data is None and writes):
         config = replace(config, data=[write_texts(config, out, group)])
-    dtype = torch.bfloat16 if config.device.startswith("cuda") else torch.float32
-    model, encoding = load_model(config, packed=False, dtype=dtype)
+    model, encoding = load_frozen(config)
     torch.manual_seed(config.seed)
     if config.init and not state:
         heads = CloverHeads.from_pretrained(config.init, model, encoding.hash)
@@ -219,9 +218,19 @@ def prepare(config, out, group, resume):
     return run, corpus
 
 
+def load_frozen(config):
+    """The model that heads are trained on, in bfloat16 on a GPU, and its tokenizer."""
+    dtype = torch.bfloat16 if on_cuda(config) else torch.float32
+    return load_model(config, packed=False, dtype=dtype)
+
+
+def on_cuda(config):
+    return config.device.startswith("cuda")
+
+
 def write_texts(config, out, group):
     """Generates text with the model, or its answers to --prompts, and returns their folder."""
-    model, encoding = load_model(config)
+    model, encoding = load_frozen(config) if on_cuda(config) else load_model(config)
     prompts = None
     if config.prompts:
         missing = None if encoding.template else "a model with a chat template"

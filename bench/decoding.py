@@ -1,5 +1,6 @@
 """`python -m bench decode`: drafters and plain decoding, over temperatures, batch sizes and tree
-sizes. Runs are interleaved, so that other work on the machine slows all of them alike."""
+sizes. Each prompt or batch is decoded by all of them in turn, so that other work on the machine slows
+them alike."""
 
 import time
 from functools import partial, reduce
@@ -36,12 +37,12 @@ def bench(args):
     longest = max(len(prompt) for group in groups.values() for prompt in group)
     table = Table()
     for temperature, B in product(args.temperatures, args.batch_sizes):
-        once = partial(decode_once, model, stop=stop, batch_size=B, temperature=temperature)
-        methods = {method: partial(once, **own) for method, own in options.items()}
+        start = partial(start_decoding, model, stop=stop, batch_size=B, temperature=temperature)
+        methods = {method: partial(start, **own) for method, own in options.items()}
         if args.llama_cpp:
             methods |= llama_cpp_methods(find_model(args.model), model.device, B,
                                          longest + args.max_new_tokens, temperature, stop)
-        for kind, runs in interleave(methods, groups, args.max_new_tokens, args.runs):
+        for kind, runs in interleave(methods, groups, args.max_new_tokens, args.runs, B):
             for (name, T), row in compare(runs).items():
                 table.add(dict(kind=kind, drafted_by=name, temperature=temperature, batch_size=B,
                                tree_size=T) | row)
@@ -79,20 +80,25 @@ def load_prompts(args, encoding):
     return groups, stop_tokens(args.model, encoding)
 
 
-def decode_once(model, texts, new, stop=(), **options):
-    """Decodes the prompts `texts` with a new engine and returns a `Measured`. Compiles everything
-    beforehand, but the policy has learnt nothing yet. options: those of `prepare`."""
+def start_decoding(model, texts, new, stop=(), **options):
+    """Makes an engine for the prompts `texts` and returns a function that decodes some of them, and
+    returns a `Measured`. Everything is compiled by then, but the policy has learnt nothing yet.
+    options: those of `prepare`."""
     engine = prepare(model, texts, new, **options)
     policy = engine.policy
-    engine.policy = Policy(model)  # plain decoding
+    plain = engine.policy = Policy(model)
     decode(engine, texts[:engine.decoder.batch_size], 1)  # compiles the plain step
     engine.clear()
     engine.decoder.warm_up()
-    first = decode(engine, texts, 1)
-    engine.policy = policy
-    out = decode(engine, texts, new, stop)
-    return Measured(out.tokens, out.steps, out.seconds, out.seconds - first.seconds,
-                    sum(map(len, texts)))
+
+    def run(part):
+        engine.policy = plain
+        first = decode(engine, part, 1)
+        engine.policy = policy
+        out = decode(engine, part, new, stop)
+        return Measured(out.tokens, out.steps, out.seconds, out.seconds - first.seconds,
+                        sum(map(len, part)))
+    return run
 
 
 def decode(engine, texts, new, stop=(), sampling=None):
@@ -103,22 +109,28 @@ def decode(engine, texts, new, stop=(), sampling=None):
     return engine.generate(texts, new, stop, forget, sampling=sampling)
 
 
-def interleave(methods, groups, new, rounds):
-    """Decodes each group of prompts with every method, `rounds` times. Yields (kind, {method: a
-    `Measured` per round}), and last, for several kinds, their sums as "all". methods: {method:
-    function of prompts and new}."""
+def interleave(methods, groups, new, rounds, batch_size=1):
+    """Decodes each group of prompts with every method, `rounds` times; a single sequence prompt by
+    prompt, a batch the whole group. Yields (kind, {method: a `Measured` per round}), and last, for
+    several kinds, their sums as "all". methods: {method: function like `start_decoding`}."""
     results = []
     for kind, group in groups.items():
+        parts = [[prompt] for prompt in group] if batch_size == 1 else [group]
         runs = {method: [] for method in methods}
         for _ in range(rounds):
-            for method, decode in methods.items():
-                runs[method].append(decode(group, new))
+            started = {method: start(group, new) for method, start in methods.items()}
+            measured = [{method: run(part) for method, run in started.items()} for part in parts]
+            for method in methods:
+                runs[method].append(total(own[method] for own in measured))
         results.append(runs)
         yield kind, runs
     if len(results) > 1:
-        total = lambda runs: Measured(*(reduce(add, values) for values in zip(*runs)))
         yield "all", {method: list(map(total, zip(*(runs[method] for runs in results))))
                       for method in methods}
+
+
+def total(runs):
+    return Measured(*(reduce(add, values) for values in zip(*runs)))
 
 
 def compare(runs):

@@ -10,8 +10,8 @@ from backends import tensor_parallel
 from bench import Table
 from clover import CloverHeads, preset
 from model import check, expect
-from tools.load import load_model
-from train_heads import HEAD_WEIGHT, SHOW_EVERY, data_record, pick_block_size, product_dtype
+from train_heads import (HEAD_WEIGHT, SHOW_EVERY, data_record, load_frozen, pick_block_size,
+                         product_dtype)
 from training import data, runs
 from training.evaluate import BATCHES
 from training.flags import SWITCHES, RunConfig, parse_heads
@@ -46,9 +46,11 @@ class Kind:
 
 def bench(args):
     """Trains the kinds, writes each to a folder in --out, prints and returns their accuracy."""
-    model, encoding = load_model(args, packed=False, dtype=torch.float32)
-    config = RunConfig(model=args.model, device=str(model.device), dtype=args.dtype)
-    dtype = product_dtype(config, tensor_parallel.start(args.device))
+    group = tensor_parallel.start(args.device)
+    config = RunConfig(model=args.model, device=group.device, dtype=args.dtype,
+                       quantize=args.quantize, template_kwargs=args.template_kwargs)
+    model, encoding = load_frozen(config)
+    dtype = product_dtype(config, group)
     kinds = [Kind(flags, model, args) for flags in args.kinds]
     expect(len({kind.heads.config.n_draft for kind in kinds}) == 1,
            "the kinds have different numbers of heads; give all the same --draft-heads")

@@ -15,8 +15,7 @@ N_BATCH = 512  # prompt tokens per call
 
 
 def llama_cpp_methods(path, device, batch_size, capacity, temperature, stop):
-    """{(drafter, None): function of prompts and new tokens that returns a `Measured`}: plain
-    decoding, and the package's prompt lookup of 2 tokens, which its authors advise for CPUs.
+    """{(drafter, None): function like `decoding.start_decoding`}: plain decoding, and the package's prompt lookup of 2 tokens, which its authors advise for CPUs.
     capacity: the most tokens of a sequence."""
     try:
         import llama_cpp
@@ -26,8 +25,9 @@ def llama_cpp_methods(path, device, batch_size, capacity, temperature, stop):
     model = LlamaCpp(llama_cpp, path, device, batch_size, capacity, temperature)
     lookup = LlamaPromptLookupDecoding(num_pred_tokens=2)
     look_up = lambda tokens: lookup(np.array(tokens, np.intc)).tolist()
-    return {("llama.cpp", None): partial(decode, model, stop, lambda tokens: []),
-            ("llama.cpp lookup", None): partial(decode, model, stop, look_up)}
+    start = lambda draft: lambda texts, new: partial(decode, model, stop, draft, new=new)
+    return {("llama.cpp", None): start(lambda tokens: []),
+            ("llama.cpp lookup", None): start(look_up)}
 
 
 class LlamaCpp:

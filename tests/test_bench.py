@@ -115,26 +115,34 @@ def spent(*seconds):
 
 
 def test_runs_are_interleaved_and_ratios_are_per_round():
-    """Bug: a ratio of medians, or inverted; all runs of a method in a row; only first outputs compared."""
+    """Bug: a ratio of medians, or inverted; all prompts by one method, then by the next; only first outputs compared."""
     order, done = [], {("plain", 1): spent(1, 2, 4), ("other", 5): spent(4, 1, 2)}
     done["other", 5][2].tokens[0] = [8] * 12
 
-    def decode(method, *arguments):
-        order.append((method, *arguments))
-        return done[method].pop(0)
-    methods = {method: partial(decode, method) for method in done}
-    (kind, runs), = decoding.interleave(methods, dict(text=[[1], [2]]), 12, rounds=3)
-    assert order == [(method, [[1], [2]], 12) for method in methods] * 3 and kind == "text"
-    assert [out.seconds for out in runs["other", 5]] == [4, 1, 2]
+    def start(method, prompts, new):
+        def decode(part):
+            order.append((method, part))
+            return done[method].pop(0)
+        order.append((method, prompts, new))
+        return decode
+    methods = {method: partial(start, method) for method in done}
+    (kind, runs), = decoding.interleave(methods, dict(text=[[1], [2]]), 12, rounds=3, batch_size=2)
+    assert order == [(method, *rest) for rest in (([[1], [2]], 12), ([[1], [2]],)) for method in methods] * 3
+    assert kind == "text" and [out.seconds for out in runs["other", 5]] == [4, 1, 2]
     assert decoding.compare(runs)["other", 5] == dict(
         tokens_per_step=1.0, tokens_per_second=6, decoding_per_second=pytest.approx(11 / 1.5),
         prompt_tokens_per_second=6, speed_up=2,
         identical=pytest.approx(2 / 3))
+    order.clear()
+    done |= {method: spent(1, 2) for method in done}
+    (_, runs), = decoding.interleave(methods, dict(text=[[1], [2]]), 12, rounds=1)
+    assert order[2:] == [(method, [prompt]) for prompt in ([1], [2]) for method in methods]
+    assert runs["other", 5] == [Measured([[7] * 12] * 2, 24, 3, 2.25, 6)]
 
 
 def test_every_run_of_auto_starts_with_a_new_policy(toy, monkeypatch):
     """Bug: a policy has learnt from an earlier run or from warm-up."""
-    once = partial(decoding.decode_once, toy, temperature=1.0, batch_size=2)
+    once = partial(decoding.start_decoding, toy, temperature=1.0, batch_size=2)
     methods = {("plain", 1): partial(once, tree_size=1), ("auto", "auto"): partial(once, lookup=True)}
     learnt, run = [], Engine.generate
 
@@ -146,14 +154,15 @@ def test_every_run_of_auto_starts_with_a_new_policy(toy, monkeypatch):
             assert engine.policy is decoder.policy and captured >= {*engine.policy.options}
         return run(engine, prompts, new, *rest, **options)
     monkeypatch.setattr(Engine, "generate", note)
-    (_, runs), = decoding.interleave(methods, dict(text=[[5, 9, 2], [7, 1]]), 40, rounds=2)
+    (_, runs), = decoding.interleave(methods, dict(text=[[5, 9, 2], [7, 1]]), 40, rounds=2, batch_size=2)
     assert runs["auto", "auto"][0].tokens == runs["auto", "auto"][1].tokens and learnt == [(0, 0)] * 4
     assert decoding.compare(runs)["auto", "auto"]["identical"] == 1.0
 
 
 def test_each_prompt_is_prefilled_completely(toy, prefilled):
     """Bug: a prompt reuses cache rows of an earlier one, which other programs cannot do."""
-    decoding.decode_once(toy, [[5, 9, 2, 7, 1], [5, 9, 2, 7, 3]], 4, tree_size=1, batch_size=1)
+    prompts = [[5, 9, 2, 7, 1], [5, 9, 2, 7, 3]]
+    decoding.start_decoding(toy, prompts, 4, tree_size=1, batch_size=1)(prompts)
     assert {*prefilled} == {(1, 4)}
 
 
