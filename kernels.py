@@ -549,7 +549,7 @@ def linear_rows(x, weight, bias=None, *, norm=None, eps=1e-5, activation=None, r
     out = torch.empty(*rows, N, dtype=dtype or x.dtype, device=x.device)
     order, tensors, constants = _stored(weight)
     size = tensors[0].element_size() / constants["PER_BYTE"]
-    blocks = _linear_blocks(M, C, size, x.dtype, activation is not None)
+    blocks = _linear_blocks(M, C, size, x.dtype, activation is not None, norm is not None)
     _launch(_linear_rows_kernel,
             (triton.cdiv(M, blocks["BLOCK_M"]), triton.cdiv(N, blocks["BLOCK_N"])),
             x, norm, order, *tensors, bias, residual, out, *_strides(x), eps, M, N, C=C,
@@ -1144,24 +1144,24 @@ MOST_MEMORY = 96 * 1024  # bytes of shared memory that a program may have on any
 
 
 LINEAR_TILES = {
-    # case: BLOCK_N, BLOCK_C, num_warps; with more warps, several would unpack the same weights
-    "slow loads": (32, 32, 4),  # float32, unaligned rows
-    "16 bits": (16, 128, 2),
-    "gated, or few inputs": (32, 128, 2),
-    "quantised": (16, 256, 2),
+    # case: most BLOCK_M, before it spills; BLOCK_N, BLOCK_C, num_warps: more would unpack the same
+    "slow loads": (32, 32, 32, 4),  # float32, unaligned rows
+    "16 bits": (64, 16, 128, 2),
+    "norm, gated, or few inputs": (32, 32, 128, 2),
+    "quantised": (64, 16, 256, 2),
 }
 
 
-def _linear_blocks(M, C, size, dtype, gated):
+def _linear_blocks(M, C, size, dtype, gated, normed):
     """Tile sizes and launch options; `pytest -m static` compiles every case. size: bytes of a
     weight's number. BLOCK_C does not depend on M: it is the order of sums."""
     case = "16 bits" if size == 2 else "quantised"
     if dtype == torch.float32 or C % 16:
         case = "slow loads"
-    elif gated or (size < 2 and C < 2048):
-        case = "gated, or few inputs"
-    BLOCK_N, BLOCK_C, num_warps = LINEAR_TILES[case]
-    BLOCK_M = min(max(16, triton.next_power_of_2(M)), 32 if gated else 64)  # more would spill
+    elif gated or (size < 2 and (normed or C < 2048)):
+        case = "norm, gated, or few inputs"
+    most_rows, BLOCK_N, BLOCK_C, num_warps = LINEAR_TILES[case]
+    BLOCK_M = min(max(16, triton.next_power_of_2(M)), most_rows)
     stage = BLOCK_C * (BLOCK_N * (1 + gated) * size + BLOCK_M * dtype.itemsize)
     return dict(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_C=BLOCK_C, num_warps=num_warps,
                 num_stages=min(max(int(MOST_MEMORY // stage), 2), 6))

@@ -1,6 +1,6 @@
 """`python -m bench decode`: drafters and plain decoding, over temperatures, batch sizes and tree
-sizes. Each prompt or batch is decoded by all of them in turn, so that other work on the machine slows
-them alike."""
+sizes. All of them decode a prompt or batch in turn, so that other work on the machine slows them
+alike."""
 
 import time
 from functools import partial, reduce

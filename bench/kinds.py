@@ -10,8 +10,14 @@ from backends import tensor_parallel
 from bench import Table
 from clover import CloverHeads, preset
 from model import check, expect
-from train_heads import (HEAD_WEIGHT, SHOW_EVERY, data_record, load_frozen, pick_block_size,
-                         product_dtype)
+from train_heads import (
+    HEAD_WEIGHT,
+    SHOW_EVERY,
+    data_record,
+    load_frozen,
+    pick_block_size,
+    product_dtype,
+)
 from training import data, runs
 from training.evaluate import BATCHES
 from training.flags import SWITCHES, RunConfig, parse_heads

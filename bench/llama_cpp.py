@@ -15,8 +15,9 @@ N_BATCH = 512  # prompt tokens per call
 
 
 def llama_cpp_methods(path, device, batch_size, capacity, temperature, stop):
-    """{(drafter, None): function like `decoding.start_decoding`}: plain decoding, and the package's prompt lookup of 2 tokens, which its authors advise for CPUs.
-    capacity: the most tokens of a sequence."""
+    """{(drafter, None): function like `decoding.start_decoding`}: plain decoding, and the package's
+    prompt lookup of 2 tokens, which its authors advise for CPUs. capacity: the most tokens of a
+    sequence."""
     try:
         import llama_cpp
         from llama_cpp.llama_speculative import LlamaPromptLookupDecoding

@@ -44,35 +44,6 @@ def predict(bandwidth, rate, prefix=256):
     return predicted
 
 
-CARDS = {"H100": NOMINAL[0], "RTX 4070": 504e9}  # bytes/s, datasheets
-LAUNCH = 1.3e-6  # seconds of an empty launch in a CUDA graph, measured on an H100
-BITS = {  # bits per number of the layers and of the LM head, with their scales
-    "bfloat16": (16, 16), "FP8 (blocks of 128)": (8.25, 16), "Q8_0": (8.5, 8.5),
-    "Q4_K, LM head Q6_K": (5, 9)}
-
-
-def step_times(launches=232):
-    """{format: (bytes of weights, {card: seconds})} of a step of one sequence of an 8B model with
-    kernels.linear_rows. Up to 16 nodes cost the same weights and launches, and few FLOPs."""
-    c = size_config("8b")
-    heads = 2 * (c.n_head + c.n_kv_head) * c.head_size
-    layers = c.n_layer * c.n_embd * (heads + 3 * c.n_inner)
-    times = {}
-    for name, (bits, head_bits) in BITS.items():
-        size = (layers * bits + c.vocab_size * c.n_embd * head_bits) / 8
-        times[name] = size, {card: size / bandwidth + launches * LAUNCH
-                             for card, bandwidth in CARDS.items()}
-    return times
-
-
-def print_steps():
-    print("\nPredicted ms of a step, 8B, one sequence, 1 to 16 nodes")
-    table = Table()
-    for name, (size, seconds) in step_times().items():
-        table.add({"weights": name, "GB": f"{size / 1e9:.1f}"} | {
-            card: f"{1e3 * x:.2f}" for card, x in seconds.items()})
-
-
 def print_table(bandwidth=NOMINAL[0], rate=NOMINAL[1]):
     print(f"\nPredicted tokens per second at {bandwidth / 1e12:.2f} TB/s, "
           f"{rate / 1e12:.0f} TFLOP/s")

@@ -1,6 +1,6 @@
 """What the kernels need, without a GPU.
 
-    python -m tests.static   # the launches of a step, for trees of several sizes; registers of linear_rows
+    python -m tests.static   # the launches of a step, for trees of several sizes
 
 Triton launches are recorded instead of run. In a step on the meta device they are counted together with the torch
 operations that are not views: a lower bound, as an operation may take several. Launches are compiled for their
@@ -28,6 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import kernels
 from backends import gpu
 from bench import size_config
+from bench.operations import quantize_randomly
 from clover import CloverHeads
 from generate import Decoder, Policy
 from kernels import Quantized
@@ -127,9 +128,12 @@ def print_launches(tree_sizes=(1, 5, 16, 64)):
                 counts = rows[tree_size, name] = step_launches(model, *used, tree_size, capacity=512)
                 most = ", ".join(f"{n} {operation}" for operation, n in counts.most_common(6))
                 print(f"| {tree_size} | {name} | {counts.total()} | {most} |")
-    for size in ("135m", "8b"):
-        rows[size] = step_launches(sized(size), capacity=512)
-        print(f"\n{size}, plain: {rows[size].total()} launches")
+    for size, bits in (("135m", 16), ("8b", 16), ("8b", 4)):
+        model = sized(size)
+        if bits < 16:
+            quantize_randomly(model, bits)
+        found = rows[f"{size}, {bits} bits"] = step_launches(model, capacity=512)
+        print(f"\n{size}, {bits} bits, plain: {found.total()} launches")
     return rows
 
 
@@ -236,6 +240,7 @@ GATE = dict(  # every shape class that kernels.py chooses; lists are alternative
     linear_rows=[
         dict(M=[1, 17, 256], N=14336, activation="silu", present="norm", quantized=[None, *QUANTIZED]),
         dict(M=[1, 64], N=[576, 128256], present="residual", quantized=[None, *QUANTIZED[3:]]),
+        dict(M=64, N=6144, present="norm", quantized=QUANTIZED[3:]),
         dict(M=[1, 64], N=4096, C=[576, 111], activation="gelu", present="bias norm", dtype=[FP16, FP32])],
     dequantize=[dict(N=4096, quantized=QUANTIZED, present="rows")],
     project_sample=[
@@ -324,20 +329,5 @@ def compile_all(target, launches):
         yield from pool.map(partial(usage, target), launches, chunksize=4)
 
 
-def print_usage():
-    """Prints what linear_rows compiles to for sm_90, at the sizes of Llama 3 8B."""
-    up, proj = dict(N=14336, activation="silu", present="norm"), dict(N=4096, present="residual")
-    layers = {"up, 2 x 14336 x 4096": up, "proj, 4096 x 4096": proj}
-    names = "16 bits", "8 bits, groups of 32", "FP8", "4 bits, groups of 32"
-    print("\n| layer | weights | M = 1: registers, kB | M = 32 | M = 64 |\n| --- | --- | --- | --- | --- |")
-    weights = zip(names, (None, QUANTIZED[3], QUANTIZED[1], QUANTIZED[5]))
-    for (layer, sizes), (kind, quantized) in product(layers.items(), weights):
-        launches = [launches_of("linear_rows", M=M, quantized=quantized, **sizes)[0] for M in (1, 32, 64)]
-        used = [usage("cuda:90", signature(name, args, named)) for name, _, args, named in launches]
-        cells = (f"{figures['registers']}, {figures['shared'] // 1024}" for figures in used)
-        print(f"| {layer} | {kind} | {' | '.join(cells)} |")
-
-
 if __name__ == "__main__":
     print_launches()
-    print_usage()

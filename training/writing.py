@@ -65,9 +65,7 @@ class Writer:
         """Creates the folder. Raises InputError if it has texts of another model, or answers to
         other prompts."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        # without their grammars where there are none, as records have no others
-        prompts = self.prompts and [prompt[:2 + bool(prompt[2])] for prompt in self.prompts]
-        prompts = hashlib.sha256(repr(prompts).encode()).hexdigest()
+        prompts = hashlib.sha256(repr(self.prompts).encode()).hexdigest()
         about = dict(model=model_hash(self.model), prompts=prompts, format=self.format)
         file = self.folder / ABOUT
         expect(not file.exists() or read_json(file) == about, f"{self.folder}: another model wrote "
