@@ -1144,7 +1144,7 @@ MOST_MEMORY = 96 * 1024  # bytes of shared memory that a program may have on any
 
 
 LINEAR_TILES = {
-    # case: most BLOCK_M, before it spills; BLOCK_N, BLOCK_C, num_warps: more would unpack the same
+    # case: most BLOCK_M, before it spills; BLOCK_N, BLOCK_C, num_warps
     "slow loads": (32, 32, 32, 4),  # float32, unaligned rows
     "16 bits": (64, 16, 128, 2),
     "norm, gated, or few inputs": (32, 32, 128, 2),

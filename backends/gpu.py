@@ -10,10 +10,10 @@ from backends.quantized import select_rows, stack
 from kernels import HAS_TRITON, INTERPRETED, Quantized, dequantize, linear_rows
 from model import Block, Blocks, InputError, LMHead, NoNorm, TreeMask
 
-# What cuBLAS does faster, or as fast (bench/results/gpu-h100-linear.jsonl)
-MAX_ROWS = 16            # of a product with float weights,
+# The most that linear_rows runs; beyond, cuBLAS is faster (bench/results/gpu-h100-linear.jsonl)
+MAX_ROWS = 16            # of a product with float weights
 MAX_NUMBERS = 2**22      # of such a weight; SmolLM2-135M's have up to 1.8 million
-MAX_QUANTIZED_ROWS = 64  # of one with quantised weights: more pay for dequantising a layer
+MAX_QUANTIZED_ROWS = 64  # of one with quantised weights: more should pay for dequantising a layer
 
 
 def apply(module):
@@ -43,7 +43,8 @@ class FusedBlocks(Blocks):
 
 
 class FusedBlock(Block):
-    """A block with the layers of another. For a tree of few rows it takes six or seven launches."""
+    """A block with the layers of another. Where `max_rows` allows it, a tree takes six or seven
+    launches."""
 
     def __init__(self, block):
         nn.Module.__init__(self)

@@ -115,11 +115,14 @@ def interleave(methods, groups, new, rounds, batch_size=1):
     several kinds, their sums as "all". methods: {method: function like `start_decoding`}."""
     results = []
     for kind, group in groups.items():
-        parts = [[prompt] for prompt in group] if batch_size == 1 else [group]
         runs = {method: [] for method in methods}
         for _ in range(rounds):
-            started = {method: start(group, new) for method, start in methods.items()}
-            measured = [{method: run(part) for method, run in started.items()} for part in parts]
+            if batch_size == 1:
+                started = {method: start(group, new) for method, start in methods.items()}
+                measured = [{method: run([prompt]) for method, run in started.items()}
+                            for prompt in group]
+            else:  # the caches of all methods might not fit in memory together
+                measured = [{method: start(group, new)(group) for method, start in methods.items()}]
             for method in methods:
                 runs[method].append(total(own[method] for own in measured))
         results.append(runs)

@@ -186,14 +186,15 @@ def steps(run):
     few = [shape for shape in shapes if shape[1] == 1]
     bandwidth = copy_bandwidth(run.device)
     for name in sizes.models:
-        model, heads = ops.random_model(name, run.device, torch.bfloat16)
-        for products, some in (("cublas", few), ("default", shapes), (8, few), (4, few)):
-            if products == "default":
+        for products, some in (("cublas", few), ("default", shapes), ("8 bits", few),
+                               ("4 bits", few)):
+            model = heads = None  # frees those before
+            model, heads = ops.random_model(name, run.device, torch.bfloat16)
+            if "bits" in products:
+                ops.quantize_randomly(model, int(products[0]))
+            if products != "cublas":
                 apply(model)
                 apply(heads)
-            elif products != "cublas":
-                ops.quantize_randomly(model, products)
-                products = f"{products} bits"
             for row in ops.over_plain(ops.step_rows(model, heads, some, bandwidth)):
                 yield dict(model=name, products=products) | row
 

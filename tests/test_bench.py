@@ -127,7 +127,7 @@ def test_runs_are_interleaved_and_ratios_are_per_round():
         return decode
     methods = {method: partial(start, method) for method in done}
     (kind, runs), = decoding.interleave(methods, dict(text=[[1], [2]]), 12, rounds=3, batch_size=2)
-    assert order == [(method, *rest) for rest in (([[1], [2]], 12), ([[1], [2]],)) for method in methods] * 3
+    assert order == [(method, [[1], [2]], *new) for method in methods for new in ((12,), ())] * 3
     assert kind == "text" and [out.seconds for out in runs["other", 5]] == [4, 1, 2]
     assert decoding.compare(runs)["other", 5] == dict(
         tokens_per_step=1.0, tokens_per_second=6, decoding_per_second=pytest.approx(11 / 1.5),

@@ -110,6 +110,8 @@ def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
         assert row["over_plain"] == pytest.approx(row["step_ms"] / base["step_ms"], rel=1e-3)
     assert [*plain] == [("cublas", 1), ("default", 1), ("default", 2), ("8 bits", 1), ("4 bits", 1)]
     assert len(steps) == 2 * len(plain)
+    floors = [plain[products, 1]["floor_ms"] for products in ("4 bits", "8 bits", "cublas")]
+    assert floors == sorted({*floors})  # weights of 4 bits are smaller than those of 8
     assert {row["kernel"] for row in select("kernels", "us")} == {
         "linear_rows", "ngram_lookup", "best_tree", "prompt_chain", "accept_path", "filtered_sample", "tree_attention",
         "project_topk", "project_sample"}

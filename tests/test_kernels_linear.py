@@ -139,9 +139,10 @@ def test_the_bits_of_a_row_do_not_depend_on_the_others(kind):
     for N, K in ((4096, 4096), (576, 1536), (6144, 4096)):
         weight = on("cuda", draw(N, K).to(BF16) if kind is None else draw_quantized(N, K, *FORMATS[kind]))
         x, norm = torch.randn(64, K, dtype=BF16, device="cuda"), torch.rand(K, dtype=BF16, device="cuda")
-        alone = linear_rows(x[:1], weight, norm=norm)
-        for M in (2, 16, 17, 33, 64):
-            assert torch.equal(linear_rows(x[:M], weight, norm=norm)[:1], alone), (N, K, M)
+        for others in (dict(norm=norm), {}, dict(norm=norm, activation="silu")):
+            alone = linear_rows(x[:1], weight, **others)
+            for M in (2, 16, 17, 33, 64):
+                assert torch.equal(linear_rows(x[:M], weight, **others)[:1], alone), (N, K, M, [*others])
 
 
 @pytest.mark.parametrize("kind", ["int8-groups", "fp8", "int4-minimums"])
