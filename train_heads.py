@@ -230,6 +230,7 @@ def on_cuda(config):
 
 def write_texts(config, out, group):
     """Generates text with the model, or its answers to --prompts, and returns their folder."""
+    # packed weights are faster on a CPU, not for the many sequences that a GPU decodes together
     model, encoding = load_frozen(config) if on_cuda(config) else load_model(config)
     prompts = None
     if config.prompts:

@@ -1,6 +1,5 @@
 """`python -m bench decode`: drafters and plain decoding, over temperatures, batch sizes and tree
-sizes. All of them decode a prompt or batch in turn, so that other work on the machine slows them
-alike."""
+sizes, interleaved, so that other work on the machine slows all of them alike."""
 
 import time
 from functools import partial, reduce

@@ -186,12 +186,12 @@ def steps(run):
     few = [shape for shape in shapes if shape[1] == 1]
     bandwidth = copy_bandwidth(run.device)
     for name in sizes.models:
-        for products, some in (("cublas", few), ("default", shapes), ("8 bits", few),
-                               ("4 bits", few)):
+        for products, bits, some in (("cublas", 16, few), ("default", 16, shapes),
+                                     ("8 bits", 8, few), ("4 bits", 4, few)):
             model = heads = None  # frees those before
             model, heads = ops.random_model(name, run.device, torch.bfloat16)
-            if "bits" in products:
-                ops.quantize_randomly(model, int(products[0]))
+            if bits < 16:
+                ops.quantize_randomly(model, bits)
             if products != "cublas":
                 apply(model)
                 apply(heads)
