@@ -397,10 +397,6 @@ class Blocks(nn.ModuleList):
                 hidden, residual = block(hidden, residual, rope, masks[attn.window], own_cache)
         return hidden, residual
 
-    def decoder_class(self, heads):
-        """The backend's Decoder class for these blocks and heads; None: generate.Decoder."""
-        return None
-
     def prepare(self, module):
         """Applies the backend of these blocks to another module, such as draft heads."""
 
@@ -418,6 +414,7 @@ class GPT(nn.Module):
         c = self.config = config
         self.hash = None
         self.group = None
+        self.decoder = None
         # nn.Embedding(...) draws random numbers, which on the meta device costs a second of imports
         embedding = lambda n: nn.Embedding.from_pretrained(torch.zeros(n, c.n_embd), freeze=False)
         self.embed = embedding(c.vocab_size)

@@ -2,13 +2,25 @@
 inside, and quantised weights. `apply` replaces the blocks of a model or of draft heads, once; `put`
 replaces a layer by a quantised one."""
 
+from functools import partial
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from backends.quantized import select_rows, stack
-from kernels import HAS_TRITON, INTERPRETED, Quantized, dequantize, linear_rows
-from model import Block, Blocks, InputError, LMHead, NoNorm, TreeMask
+from engine.policy import READ_SIZES
+from generate import Decoder, accept_path, build_tree, set_number
+from kernels import (
+    HAS_TRITON,
+    INTERPRETED,
+    Quantized,
+    dequantize,
+    filtered_sample,
+    linear_rows,
+    prompt_chain,
+)
+from model import GPT, Block, Blocks, InputError, LMHead, NoNorm, TreeMask
 
 # The most that linear_rows runs; beyond, cuBLAS is faster (bench/results/gpu-h100-linear.jsonl)
 MAX_ROWS = 16            # of a product with float weights
@@ -22,6 +34,8 @@ def apply(module):
     for name, blocks in list(module.named_modules()):
         if type(blocks) is Blocks:
             module.set_submodule(name, FusedBlocks(blocks))
+    if isinstance(module, GPT):
+        module.decoder = GraphDecoder
 
 
 def is_usable(device):
@@ -158,3 +172,83 @@ def put(model, name, parts):
     else:
         new.bias = layer.bias
         model.set_submodule(name, new)
+
+
+# --------------------------------------------------------------------------------------------------
+# The decoder
+
+class GraphDecoder(Decoder):
+    """Decodes with Triton kernels that build and accept trees, so that every step can be captured.
+    Prompts are read by the same steps, beside sequences that generate: a prompt is a draft that
+    cannot be wrong. A slot with unread prompt tokens gets the chain of its next T known tokens."""
+    reads_prompts = True
+
+    @staticmethod
+    def runs(heads):
+        return True
+
+    def __init__(self, model, **options):
+        super().__init__(model, **options)
+        slots = self.slots
+        integers = partial(torch.zeros, device=self.device)
+        self.ends = integers(self.batch_size, dtype=torch.int32)  # index of a prompt's last token
+        self.prompts = slots.history, slots.cache.lengths, self.ends
+        self.no_chain = integers(self.batch_size, 1, dtype=torch.int64)
+        # B that a step may have, besides all slots; backends/capture.py sets those that it captured
+        self.batch_sizes = () if self.pool is not None else range(1, self.batch_size)
+
+    @classmethod
+    def largest_tree(cls, policy):
+        return max(policy.largest, *READ_SIZES)
+
+    @classmethod
+    def path_limit(cls, policy, tree_size):
+        return tree_size  # the chain of a prompt's tokens fills the tree
+
+    def can_capture(self, plan):
+        return self.pool is not None
+
+    def chain(self, plan, batch):
+        chain = super().chain(plan, batch)
+        if chain is None and not plan.depths:  # a tree needs candidates of some kind
+            return self.no_chain[:plan.B]
+        return chain
+
+    def build_tree(self, batch, candidates, chain, tree_size):
+        tree = build_tree(batch.root, candidates, chain, self.policy.chances,
+                          batch.sampling["temperature"], tree_size)
+        prompt_chain(*self.prompts, tree[:5], tree[5], chain, batch.slots)
+        return tree
+
+    def filtered_sample(self, logits, batch, positions, masks):
+        return filtered_sample(logits, **batch.sampling, sequence=batch.sequence, masks=masks,
+                               position=positions.view(-1))
+
+    def accept(self, plan, draft, target):
+        return accept_path(draft.tree, target, self.slots.active, plan.tree_size,
+                           draft.batch.sampling["temperature"], self.policy.counts, draft.chain,
+                           draft.batch.slots, self.prompts)
+
+    # On the host
+
+    def place(self, running):
+        """An idle slot fills the batch up to the next possible size."""
+        B = next((n for n in self.batch_sizes if n >= len(running)), self.batch_size)
+        if B == self.batch_size:
+            return range(B)
+        idle = next(slot for slot in range(self.batch_size) if slot not in running)
+        slots = [*running, *[idle] * (B - len(running))]
+        self.set_rows(slots)
+        return slots
+
+    def begin(self, slot, sequence, start):
+        super().begin(slot, sequence, start)
+        self.set_end(slot, len(sequence.prompt) - 1)
+
+    def release(self, slot, rows=0):
+        super().release(slot, rows)
+        self.set_end(slot, 0)
+
+    @torch.inference_mode()
+    def set_end(self, slot, end):
+        set_number(self.ends, slot, end)

@@ -15,7 +15,8 @@ from functools import cached_property
 from pathlib import Path
 
 from clover import model_hash
-from generate import Engine, Sampling
+from engine.batching import Engine
+from generate import Sampling
 from hf.chat import end_of_text
 from hf.grammar import GrammarTokenizer
 from hf.text import read_lines
