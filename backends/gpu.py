@@ -20,7 +20,7 @@ from kernels import (
     linear_rows,
     prompt_chain,
 )
-from model import GPT, Block, Blocks, InputError, LMHead, NoNorm, TreeMask
+from model import Block, Blocks, InputError, LMHead, NoNorm, TreeMask
 
 # The most that linear_rows runs; beyond, cuBLAS is faster (bench/results/gpu-h100-linear.jsonl)
 MAX_ROWS = 16            # of a product with float weights
@@ -34,8 +34,6 @@ def apply(module):
     for name, blocks in list(module.named_modules()):
         if type(blocks) is Blocks:
             module.set_submodule(name, FusedBlocks(blocks))
-    if isinstance(module, GPT):
-        module.decoder = GraphDecoder
 
 
 def is_usable(device):

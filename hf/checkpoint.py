@@ -186,6 +186,8 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
         cpu.trim_memory()
     if on_gpu:
         gpu.apply(model)
+    if device.type == "cuda":
+        model.decoder = gpu.GraphDecoder
     return model
 
 
