@@ -1,17 +1,15 @@
 """Decoding: the stages of a step, the engine that schedules prompts, and `generate()`.
 
     python generate.py --prompt "def fibonacci(n):"
-    python generate.py --prompt "import os" --temperature 0.8 --top-p 0.9 --compare
     python generate.py --model FOLDER --chat      a conversation, if the folder has a chat template
 
 Draft heads, n-gram lookup, or both propose a draft tree, which one forward pass verifies. Plain
 decoding is the same loop with one-node trees and has the same output, so the tree size may differ
-in each step. On CUDA the step of each size is captured in a CUDA graph and replayed, and the host
-reads a step's tokens while the next one runs.
+in each step. On CUDA a step is captured in a CUDA graph and replayed, and the host reads its tokens
+while the next one runs.
 
-Others hook in at five places: a backend overrides stages of the `Decoder`, or its `run`; a policy
-selects the sizes (see `Fixed`); a guide restricts the tokens of a step (`Decoder.guide`); an engine
-of its own schedules prompts otherwise.
+A backend overrides stages of the `Decoder`, or its `run`; a policy selects the sizes (see `Fixed`);
+a guide restricts the tokens (`Decoder.guide`); another engine may schedule prompts otherwise.
 
 Letters: B sequences, T tree nodes, K draft heads, P nodes of an accepted path, n tokens proposed by
 lookup, W beams, C hidden size, V vocabulary."""
@@ -134,15 +132,14 @@ CHAIN_PRIOR = (0, 1), (0.5, 2.5), (1, 3), (1.5, 3.5), (2, 4), (9, 10)
 
 
 class Fixed:
-    """A policy that verifies T = tree_size nodes in every step, drafted by all heads.
+    """A policy: verifies T = tree_size nodes in every step, drafted by all heads.
 
-    A policy names the drafters, `select`s the size of each step and may `learn` from its results.
-    `chances`, float32 [2, SOURCES], holds the acceptance probabilities of nodes for greedy and
-    sampled sequences, by the bin of a head's joint log-probability, by the length of lookup's
-    match, and for text that a guide forces. Steps add up in `counts`, float64 [2, SOURCES, 2], how
-    many nodes of each source were accepted and proposed. Captured steps hold their addresses."""
+    A policy names the drafters and `select`s the size of each step. `chances`, float32 [2,
+    SOURCES], are the acceptance probabilities of nodes for greedy and sampled sequences, by their
+    source (see `Tree`). Steps add to `counts`, float64 [2, SOURCES, 2], how many nodes of each
+    source were accepted and proposed. Captured steps hold the addresses of both."""
     schema = False       # whether a guide's text is drafted
-    step_seconds = None  # float32 [T]: the times by which a step that chooses T itself chooses
+    step_seconds = None  # float32 [T]: by which a step that chooses T itself chooses it
 
     def __init__(self, model, heads=None, lookup=False, tree_size=None):
         tree_size = DEFAULT_TREE if tree_size is None else tree_size
@@ -151,24 +148,17 @@ class Fixed:
         self.heads = heads if self.tree_size > 1 else None
         self.lookup = lookup and self.tree_size > 1
         self.depth = heads.config.n_draft if self.heads else 0
-        self.make_tables(model.device)
-
-    def make_tables(self, device):
-        # totals, to which steps add; in float32 they would stop at 2^24
-        self.counts = torch.zeros(2, SOURCES, 2, dtype=torch.float64, device=device)
         known = known_counts(self.heads)
-        self.chances = (known[..., 0] / known[..., 1]).to(device)
+        self.chances = (known[..., 0] / known[..., 1]).to(model.device)
+        self.counts = known.new_zeros(known.shape, dtype=torch.float64, device=model.device)
 
-    def select(self, B, behind=None, unread=(), chains=()):
+    def select(self, B, behind, unread=(), chains=()):
         """(T, heads that draft) for a step of B sequences. behind(): how many committed rows the
-        heads have not read. unread, chains: what engine/ knows of the sequences."""
+        heads have not read. unread, chains: see engine/policy.py."""
         return self.tree_size, min(self.depth, self.tree_size - 1)
 
     def learn(self, step, results):
         """Learns from a finished `Step` and its `StepResult`s."""
-
-    def snapshot(self):
-        """A copy of what `learn` needs of the tables after a step; None: nothing."""
 
 
 def known_counts(heads):
@@ -199,30 +189,34 @@ INTEGER_FIELDS = "root", "sequence", "seed", "top_k"
 FLOAT_FIELDS = "temperature", "top_p", "min_p"
 
 
-def make_batch(slots, lengths, integers, floats):
-    """A `Batch` from the columns of `Slots.integers` and `Slots.floats`."""
-    fields = dict(zip((*INTEGER_FIELDS, *FLOAT_FIELDS), (*integers, *floats)))
-    return Batch(slots, lengths, fields.pop("root"), fields.pop("sequence"), fields)
-
-
-@dataclass
 class Slots:
-    """The state of all sequences, one per slot."""
-    cache: KVCache
-    heads_cache: KVCache    # of the augmenting block
-    integers: torch.Tensor  # int64 [4, slots]: INTEGER_FIELDS
-    floats: torch.Tensor    # float32 [3, slots]: FLOAT_FIELDS
-    state: torch.Tensor     # [slots, C]: what the heads draft from
-    history: torch.Tensor   # int32 [slots, > capacity]: tokens up to the root, for lookup
-    active: torch.Tensor    # int32 [slots]: 0 for an idle slot, 2 for a sequence with a guide
+    """The state of all sequences, one per slot. Captured steps hold the addresses of its tensors."""
 
-    def __post_init__(self):
-        self.all = make_batch(None, self.cache.lengths, self.integers, self.floats)
+    def __init__(self, model, heads, batch_size, capacity, max_tree, max_path):
+        """For sequences of `capacity` tokens. On a GPU the next step already runs when the host
+        reads the one that ended a sequence, so there is room for what that step adds."""
+        zeros = partial(torch.zeros, device=model.device)
+        self.cache = model.new_cache(batch_size, capacity + max_path + max_tree)
+        # heads only write paths to their cache, on a CPU up to MAX_CHAIN + 1 rows at once
+        rows = capacity + max_path + max(max_path, MAX_CHAIN + 1)
+        heads_kv = heads.new_cache(batch_size, rows).kv if heads else self.cache.kv[:0]
+        self.heads_cache = KVCache(heads_kv, self.cache.lengths)  # of the augmenting block
+        self.integers = zeros(len(INTEGER_FIELDS), batch_size, dtype=torch.int64)
+        self.floats = zeros(len(FLOAT_FIELDS), batch_size)
+        self.state = zeros(batch_size, model.config.n_embd, dtype=model.dtype)  # heads draft from it
+        # tokens up to the root, for lookup
+        self.history = zeros(batch_size, capacity + 2 * max_path + 1, dtype=torch.int32)
+        self.active = zeros(batch_size, dtype=torch.int32)  # 0: idle; 2: a sequence with a guide
+        self.all = self.make_batch(None, self.cache.lengths, self.integers, self.floats)
 
     def batch(self, slots):
         """The `Batch` of some slots, int64 [B]."""
         columns = self.cache.lengths, self.integers, self.floats
-        return make_batch(slots, *(x.index_select(-1, slots) for x in columns))
+        return self.make_batch(slots, *(x.index_select(-1, slots) for x in columns))
+
+    def make_batch(self, slots, lengths, integers, floats):
+        fields = dict(zip((*INTEGER_FIELDS, *FLOAT_FIELDS), (*integers, *floats)))
+        return Batch(slots, lengths, fields.pop("root"), fields.pop("sequence"), fields)
 
     def set(self, slot, **values):
         """Sets numbers of a slot, by name: active, INTEGER_FIELDS, FLOAT_FIELDS, and length."""
@@ -241,22 +235,6 @@ def pinned(values, device, dtype=torch.int64):
     """A tensor on the host, which can be copied to a GPU without waiting."""
     x = torch.tensor(values, dtype=dtype)
     return x.pin_memory() if device.type == "cuda" else x
-
-
-def new_slots(model, heads, batch_size, capacity, cache_rows, max_path):
-    """Empty `Slots` for sequences of `capacity` tokens."""
-    zeros = lambda *shape, dtype: torch.zeros(*shape, dtype=dtype, device=model.device)
-    cache = model.new_cache(batch_size, cache_rows)
-    # heads only write paths to their cache, on a CPU up to MAX_CHAIN + 1 rows at once
-    rows = capacity + max_path + max(max_path, MAX_CHAIN + 1)
-    heads_kv = heads.new_cache(batch_size, rows).kv if heads else cache.kv[:0]
-    return Slots(
-        cache, KVCache(heads_kv, cache.lengths),
-        integers=zeros(len(INTEGER_FIELDS), batch_size, dtype=torch.int64),
-        floats=zeros(len(FLOAT_FIELDS), batch_size, dtype=torch.float32),
-        state=zeros(batch_size, model.config.n_embd, dtype=model.dtype),
-        history=zeros(batch_size, capacity + 2 * max_path + 1, dtype=torch.int32),  # 1: the root
-        active=zeros(batch_size, dtype=torch.int32))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -333,38 +311,30 @@ class Decoder:
         check("capacity", self.capacity, 1, model.config.block_size, whole=True)
         self.context = model.blocks.decoding_context
         self.inference_mode = torch.inference_mode()  # creating one takes as long as a stage
-        self.max_tree = self.largest_tree(policy)
-        P = self.path_limit(policy, self.max_tree)
+        P = self.path_limit(self.max_tree)
         # captured graphs hold addresses: these tensors are allocated once and changed in place
         self.offsets = torch.arange(P, device=model.device)
         self.path_ancestors = (2 << self.offsets) - 1  # a path has no branches: j sees nodes 0..j
-        rows = self.cache_rows(policy, self.capacity)
-        self.slots = new_slots(model, heads, batch_size, self.capacity, rows, P)
+        self.slots = Slots(model, heads, batch_size, self.capacity, self.max_tree, P)
         for slot in range(batch_size):
             self.slots.set(slot, **vars(self.sampling))
         self.root_columns = root_tree(self.slots.all.root)[1:]  # of plain decoding's trees
         self.slot_ids = torch.zeros(batch_size, dtype=torch.int64, device=model.device)
         self.graphs = {}  # (part, plan, has a guide) -> function that replays it, or None: no graph
         self.pool = None  # memory shared by the graphs; None: steps run eagerly
+        self.batch_sizes = range(1, batch_size)  # B that a step may have; always also all slots
         if self.device.type == "cuda" and graph and HAS_TRITON:  # references read values
             self.pool = torch.cuda.graph_pool_handle()
+            self.batch_sizes = ()
 
-    @classmethod
-    def largest_tree(cls, policy):
+    @property
+    def max_tree(self):
         """The most nodes of a step."""
-        return policy.largest
+        return self.policy.largest
 
-    @classmethod
-    def path_limit(cls, policy, tree_size):
+    def path_limit(self, tree_size):
         """P: a path ends with the heads' last depth or with lookup's chain."""
-        return min(tree_size, 1 + max(policy.depth, MAX_CHAIN))
-
-    @classmethod
-    def cache_rows(cls, policy, capacity):
-        """Rows of a sequence's cache. On a GPU the next step already runs when the host reads the
-        one that ended a sequence, so there is room for the path and the tree of that step."""
-        T = cls.largest_tree(policy)
-        return capacity + cls.path_limit(policy, T) + T
+        return min(tree_size, 1 + max(self.policy.depth, MAX_CHAIN))
 
     # Fixed shapes, state changed in place, no host synchronisation but a guide's
 
@@ -421,19 +391,16 @@ class Decoder:
             tokens = batch.root[:, None].clone()  # `commit` changes the root
             tree = Tree(tokens, *(x[:plan.B] for x in self.root_columns))
             return Draft(batch, tree, batch.lengths[:, None] + tree.depths, None)
-        candidates = self.heads_candidates(plan, batch) if plan.depths else None
+        candidates = None
+        if plan.depths:
+            noise = (batch.sampling["temperature"], batch.sampling["seed"], batch.sequence,
+                     batch.lengths) if plan.mode != GREEDY else None
+            state = self.slots.state if batch.slots is None else self.slots.state[batch.slots]
+            masks = self.guide and self.guide.first_masks(plan.B)
+            candidates = self.heads.draft(state, batch.root, T, self.beams, noise, masks)
         chain = self.chain(plan, batch)
         tree = self.build_tree(batch, candidates, chain, T)
         return Draft(batch, tree, batch.lengths[:, None] + tree.depths, chain)
-
-    def heads_candidates(self, plan, batch):
-        """The `Candidates` of the heads' beam search."""
-        sampling = batch.sampling
-        noise = (sampling["temperature"], sampling["seed"], batch.sequence,
-                 batch.lengths) if plan.mode != GREEDY else None
-        state = self.slots.state if batch.slots is None else self.slots.state[batch.slots]
-        masks = self.guide and self.guide.first_masks(plan.B)
-        return self.heads.draft(state, batch.root, plan.tree_size, self.beams, noise, masks)
 
     def chain(self, plan, batch):
         """The tokens that lookup or a guide proposes, as from `ngram_lookup`; or None."""
@@ -484,7 +451,7 @@ class Decoder:
 
     def accept(self, plan, draft, target):
         """The path of nodes that equal their parent's target token, at most P of them."""
-        P = self.path_limit(self.policy, plan.tree_size)
+        P = self.path_limit(plan.tree_size)
         return accept_path(draft.tree, target, self.slots.active, P,
                            draft.batch.sampling["temperature"], self.policy.counts, draft.chain,
                            draft.batch.slots)
@@ -513,16 +480,16 @@ class Decoder:
     # On the host
 
     def place(self, running):
-        """The slot of each row of the next step. running: the sequences, by slot. A captured step
-        runs all slots."""
-        if self.pool is not None or len(running) == self.batch_size:
-            return range(self.batch_size)
-        self.set_rows(list(running))
-        return list(running)
-
-    def set_rows(self, slots):
+        """The slot of each row of the next step. running: the sequences, by slot. An idle slot
+        fills the batch up to the next possible size."""
+        B = next((n for n in self.batch_sizes if n >= len(running)), self.batch_size)
+        if B == self.batch_size:
+            return range(B)
+        idle = next(slot for slot in range(self.batch_size) if slot not in running)
+        slots = [*running, *[idle] * (B - len(running))]
         with self.inference_mode:
-            self.slot_ids[:len(slots)].copy_(pinned(slots, self.device), non_blocking=True)
+            self.slot_ids[:B].copy_(pinned(slots, self.device), non_blocking=True)
+        return slots
 
     def behind(self):
         """Committed rows that the heads have not read."""
@@ -530,7 +497,7 @@ class Decoder:
 
     def launch(self, plan, with_trees=False):
         """Starts a step and returns it as a `Step`."""
-        is_first = not self.has_run(plan)
+        n_graphs = len(self.graphs)
         with self.inference_mode:
             accepted, tree = self.step(plan)
             tree_size = tree.tokens.shape[1]
@@ -540,12 +507,8 @@ class Decoder:
         if self.device.type == "cuda":
             done = torch.cuda.Event(enable_timing=True)
             done.record(torch.cuda.current_stream(self.device))
+        is_first = len(self.graphs) > n_graphs
         return Step(plan, accepted, tree, tree_size, done, is_first)
-
-    def has_run(self, plan):
-        """Whether steps of this plan are compiled, and captured if they can be."""
-        last_part = self.whole_step if self.guide is None else self.finish
-        return (last_part.__name__, plan, self.guide is not None) in self.graphs
 
     def to_host(self, accepted):
         """A copy of an `Accepted` on the host, filled when the step ends."""
@@ -811,14 +774,11 @@ class Engine:
         """{row of the step: its sequence}."""
         return {row: self.running[slot] for row, slot in enumerate(slots) if slot in self.running}
 
-    def plan(self, slots):
-        """The `Plan` of the next step, which runs these slots."""
-        option = self.policy.select(len(slots), self.decoder.behind)
-        return Plan(len(slots), *option, self.mode)
-
-    @property
-    def mode(self):
-        return max(sequence.sampling.mode for sequence in self.running.values())
+    def plan(self, slots, unread=(), chains=()):
+        """The `Plan` of the next step, which runs these slots. The rest as in `Policy.select`."""
+        option = self.policy.select(len(slots), self.decoder.behind, unread, chains)
+        mode = max(sequence.sampling.mode for sequence in self.running.values())
+        return Plan(len(slots), *option, mode)
 
     def retire(self, step):
         """Reads a step and frees the slots of the sequences that it ends."""
@@ -831,11 +791,8 @@ class Engine:
             results.append(self.result(step, row, sequence, *paths[row]))
             if sequence.ended:
                 self.free(sequence)
-        self.learn(step, results)
-        return results
-
-    def learn(self, step, results):
         self.policy.learn(step, results)
+        return results
 
     def result(self, step, row, sequence, tokens, path, sources):
         """The `StepResult` of a row."""

@@ -686,7 +686,7 @@ class CompiledDecoder(Decoder):
         super().__init__(model, **options)
         B = self.batch_size
         rows = B * self.max_tree
-        P = self.path_limit(self.policy, self.max_tree)
+        P = self.path_limit(self.max_tree)
         cache = self.slots.heads_cache
         self.slots.heads_cache = KVCache(cache.kv, torch.zeros_like(cache.lengths))
         self.slot_array = (c_int32 * B)(*range(B))

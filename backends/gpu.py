@@ -192,15 +192,12 @@ class GraphDecoder(Decoder):
         self.ends = integers(self.batch_size, dtype=torch.int32)  # index of a prompt's last token
         self.prompts = slots.history, slots.cache.lengths, self.ends
         self.no_chain = integers(self.batch_size, 1, dtype=torch.int64)
-        # B that a step may have, besides all slots; backends/capture.py sets those that it captured
-        self.batch_sizes = () if self.pool is not None else range(1, self.batch_size)
 
-    @classmethod
-    def largest_tree(cls, policy):
-        return max(policy.largest, *READ_SIZES)
+    @property
+    def max_tree(self):
+        return max(self.policy.largest, *READ_SIZES)
 
-    @classmethod
-    def path_limit(cls, policy, tree_size):
+    def path_limit(self, tree_size):
         return tree_size  # the chain of a prompt's tokens fills the tree
 
     def can_capture(self, plan):
@@ -228,16 +225,6 @@ class GraphDecoder(Decoder):
                            draft.batch.slots, self.prompts)
 
     # On the host
-
-    def place(self, running):
-        """An idle slot fills the batch up to the next possible size."""
-        B = next((n for n in self.batch_sizes if n >= len(running)), self.batch_size)
-        if B == self.batch_size:
-            return range(B)
-        idle = next(slot for slot in range(self.batch_size) if slot not in running)
-        slots = [*running, *[idle] * (B - len(running))]
-        self.set_rows(slots)
-        return slots
 
     def begin(self, slot, sequence, start):
         super().begin(slot, sequence, start)

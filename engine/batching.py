@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 from clover import Tree
 from engine.clock import seconds_between, timestamp
 from engine.guide import Guide, GuidedSequence
-from engine.policy import Policy, long_prompt
+from engine.policy import PERIOD, Policy, long_prompt
 from generate import Engine as FifoEngine
-from generate import Plan, StepResult
+from generate import StepResult, to_host
 
 PREFILL_CHUNK = 512  # prompt tokens per forward pass; bounds its memory and the wait between steps
 # where steps read prompts, the tokens that they read of one that has a forward pass of its own
@@ -45,6 +45,7 @@ class Engine(FifoEngine):
         super().__init__(model, policy=policy, batch_size=batch_size, capacity=capacity, **options)
         self.long_prompt = long_prompt(model)
         self.guide = None  # a `Guide`, made for the first grammar
+        self.launches = 0
 
     def clear(self):
         super().clear()
@@ -121,8 +122,7 @@ class Engine(FifoEngine):
             decoder.guide.begin(sequences, self.policy.schema and self.policy.tree_size != 1)
         unread = [sequence.unread for sequence in self.running.values()]
         chains = decoder.guide.chains if decoder.guide else ()
-        option = self.policy.select(len(slots), decoder.behind, unread, chains)
-        return Plan(len(slots), *option, self.mode)
+        return super().plan(slots, unread, chains)
 
     def use_guide(self):
         if self.guide is None:
@@ -136,7 +136,7 @@ class Engine(FifoEngine):
         start = timestamp(decoder.device)
         step = decoder.launch(plan, with_trees)
         pause = decoder.guide.pause if decoder.guide else None
-        step.notes = Notes((start, timestamp(decoder.device)), pause, self.policy.snapshot(),
+        step.notes = Notes((start, timestamp(decoder.device)), pause, self.copied_counts(),
                            len(decoder.guide.chains) if decoder.guide else 0)
         for row, sequence in self.rows(slots).items():
             unread = sequence.unread
@@ -147,14 +147,14 @@ class Engine(FifoEngine):
                     step.notes.reading[sequence] = unread
         return step
 
+    def copied_counts(self):
+        self.launches += 1
+        return to_host(self.policy.counts) if self.launches % PERIOD == 0 else None
+
     def retire(self, step):
         step.wait()
         step.notes.measure(step.is_first)
         return super().retire(step)
-
-    def learn(self, step, results):
-        reading = step.notes.reading
-        self.policy.learn(step, [one for one in results if one.sequence not in reading])
 
     def result(self, step, row, sequence, tokens, path, sources):
         read = step.notes.reading.get(sequence, 0)  # known tokens, which the step accepted

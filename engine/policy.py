@@ -10,7 +10,7 @@ from itertools import accumulate, product
 import torch
 
 from clover import DEFAULT_BEAMS
-from generate import MAX_CHAIN, decoder_class, known_counts, to_host
+from generate import MAX_CHAIN, decoder_class, known_counts
 from kernels import BINS, SCHEMA, SOURCES
 from model import MAX_TREE, check
 
@@ -224,15 +224,13 @@ class Policy:
         """The time relative to that of a plain step."""
         return self.expected_seconds(B, T, depths) / self.expected_seconds(B, 1, 0)
 
-    def snapshot(self):
-        """The counts after the last step, on the host when it ends, if `learn` needs them."""
-        return to_host(self.counts) if self.steps % PERIOD == 0 else None
-
     def learn(self, step, results):
         """Learns from a finished `Step` and its `StepResult`s."""
+        notes = step.notes
+        results = [result for result in results if result.sequence not in notes.reading]
         if not results or self.tree_size == 1:
             return
-        B, depths, notes = step.plan.B, step.plan.depths, step.notes
+        B, depths = step.plan.B, step.plan.depths
         if notes.counts is not None:
             self.learn_chances(notes.counts)
         seconds = notes.seconds
