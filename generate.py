@@ -181,7 +181,7 @@ class Policy:
         # where steps read prompts
         reads = [(T, min(K, T - 1)) for T in READ_SIZES if T > (self.tree_size or 0)]
         self.reading_options = list(dict.fromkeys([*self.options, *reads]))
-        self.group = model.group
+        self.group = getattr(model.head, "group", None)
         self.known = known_counts(self.heads)  # [2, SOURCES, 2]: accepted, proposed
         # totals, to which steps add; in float32 they would stop at 2^24
         self.counts = torch.zeros(2, SOURCES, 2, dtype=torch.float64, device=model.device)
@@ -564,13 +564,22 @@ class Slots:
             x[slot:slot + 1].copy_(pinned([value], x.device, x.dtype), non_blocking=True)
 
 
+def check_cache(*arguments):
+    with contextlib.suppress(ModuleNotFoundError):
+        from common import memory  # for now: engine/batching.py is to check before it allocates
+        memory.check_cache(*arguments)
+
+
 def new_slots(model, heads, batch_size, capacity, max_tree, max_path):
     """Empty `Slots` for sequences of `capacity` tokens. On a GPU the next step already runs when
     the host reads the one that ended a sequence, so there is room for what that step adds."""
     zeros = lambda *shape, dtype: torch.zeros(*shape, dtype=dtype, device=model.device)
+    check_cache(model, batch_size, capacity + max_path + max_tree)
     cache = model.new_cache(batch_size, capacity + max_path + max_tree)  # a path, then a tree
     # heads only write paths to their cache, on a CPU up to MAX_CHAIN + 1 rows at once
     rows = capacity + max_path + max(max_path, MAX_CHAIN + 1)
+    if heads:
+        check_cache(model, batch_size, rows, heads.augment_blocks)
     heads_kv = heads.new_cache(batch_size, rows).kv if heads else cache.kv[:0]
     return Slots(
         cache, KVCache(heads_kv, cache.lengths),
@@ -631,8 +640,9 @@ class Constraint(NamedTuple):
 
 
 def decoder_class(model, heads):
-    """The `Decoder` class of a model's backend."""
-    return model.blocks.decoder_class(heads) or Decoder
+    """The `Decoder` class of a model's backend, or `Decoder` for heads that it does not run."""
+    runs = model.decoder is not None and model.decoder.runs(heads)
+    return model.decoder if runs else Decoder
 
 
 class Decoder:

@@ -37,10 +37,11 @@ from starlette.routing import Route
 from tqdm import tqdm
 
 from backends import tensor_parallel
+from common.values import warn
 from generate import Output, Sampling, check_prompt
 from hf.paths import SMOLLM2, find_model
 from hf.tokenizer import encode_prompt
-from model import InputError, expect, warn
+from model import InputError, expect
 from tools import fields
 from tools.errors import command, error_line
 from tools.load import load, make_engine, without_thinking
