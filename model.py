@@ -6,14 +6,9 @@ Letters: B sequences, T tokens or tree nodes, C hidden size, V vocabulary, L lay
 capacity in tokens, D head size, Hq query heads, Hkv key/value heads."""
 
 import contextlib
-import json
 import math
-import os
-import re
-import sys
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -24,6 +19,7 @@ import kernels
 from kernels import add_norm, glu, rope_cache, rotate, tree_attention
 
 MAX_TREE = 64  # largest T: a node's ancestors are the bits of an int64
+FOLDERS = "common", "engine", "backends", "drafters", "hf", "training", "tools"  # beside this file
 ACTIVATIONS = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
 # without cuDNN, which rebuilds its plan for every length and may give NaN gradients with a mask
 CUDA_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -47,7 +43,8 @@ class GPTConfig:
     norm_eps: float = 1e-5
     positions: str = "rope"    # "rope", "learned" as in GPT-2, or "alibi"
     rope_theta: float = 10000.0
-    rope_scaling: dict | None = None  # rope_type "linear", "yarn", "llama3", "longrope"; parameters
+    rope_frequencies: tuple | None = None  # radians per token of each pair; None: by rope_theta
+    rope_factor: float = 1.0   # multiplies cos and sin
     activation: str = "silu"   # "silu" or "gelu" (the tanh approximation)
     gated: bool = True         # MLP: act(gate(x)) * up(x) instead of act(up(x))
     qkv_bias: bool = False
@@ -192,46 +189,21 @@ class NoNorm(nn.Identity):
         return total, total
 
 
-def rope_frequencies(config):
-    """RoPE (arXiv 2104.09864), scaled by position interpolation (2306.15595), YaRN (2309.00071),
-    LongRoPE (2402.13753) or as in Llama 3.1 -> (radians per token of each pair of dimensions, a
-    factor for cos and sin)."""
-    D = config.rotary_size or config.head_size
-    scaling = config.rope_scaling or dict(rope_type="default")
-    plain = config.rope_theta ** -(torch.arange(0, D, 2, dtype=torch.float32) / D)
-    match scaling["rope_type"]:
-        case "linear":
-            return plain / scaling["factor"], 1.0
-        case "longrope":
-            return plain / torch.tensor(scaling["short_factor"]), scaling["attention_factor"]
-        case "llama3":  # stretches long wavelengths, keeps short ones, interpolates in between
-            turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
-            low = scaling["low_freq_factor"]
-            high = scaling["high_freq_factor"]
-            keep = ((turns - low) / (high - low)).clamp(0, 1)
-            stretch = torch.tensor(1 / scaling["factor"])
-            return plain * torch.lerp(stretch, torch.tensor(1.0), keep), 1.0
-        case "yarn":  # the same, but interpolates over dimensions (arXiv 2309.00071, section 3)
-            context = scaling["original_max_position_embeddings"]
-            wave = lambda turns: context / (turns * 2 * math.pi)
-            dim = lambda turns: D * math.log(wave(turns)) / (2 * math.log(config.rope_theta))
-            low, high = dim(scaling["beta_fast"]), dim(scaling["beta_slow"])
-            if scaling["truncate"]:
-                low, high = math.floor(low), math.ceil(high)
-            low, high = max(low, 0), min(high, D - 1)
-            blend = ((torch.arange(D // 2) - low) / max(high - low, 1e-3)).clamp(0, 1)
-            stretch = torch.lerp(torch.tensor(1.0), torch.tensor(1 / scaling["factor"]), blend)
-            return plain * stretch, scaling["attention_factor"]
-    return plain, 1.0
+def rope_frequencies(theta, size):
+    """The angles of RoPE (arXiv 2104.09864): radians per token of each pair of `size` rotated
+    dimensions, float32 [size / 2]."""
+    return theta ** -(torch.arange(0, size, 2, dtype=torch.float32) / size)
 
 
 def rope_table(config, dtype, device):
     """cos and signed sin of each position, [positions, 2, D], for `kernels.rotate`. Unrotated
     dimensions are at the end of each half."""
-    frequencies, scale = rope_frequencies(config)
+    frequencies = rope_frequencies(config.rope_theta, config.rotary_size or config.head_size)
+    if config.rope_frequencies is not None:
+        frequencies = torch.tensor(config.rope_frequencies)
     positions = torch.arange(config.block_size + MAX_TREE, device=device)  # trees may exceed it
     angles = positions[:, None] * frequencies.to(device)  # (positions, rotary_size/2)
-    cos, sin = (x.mul_(scale).to(dtype) for x in (angles.cos(), angles.sin()))
+    cos, sin = (x.mul_(config.rope_factor).to(dtype) for x in (angles.cos(), angles.sin()))
     if config.rotary_size:
         rest = (config.head_size - config.rotary_size) // 2
         cos = F.pad(cos, (0, rest), value=1.0)
@@ -246,8 +218,9 @@ class Attention(nn.Module):
         c = self.config = config
         self.query_heads = slice(None)  # its share of the model's query heads
         self.window = c.windows[layer] if c.windows else 0
-        self.rotates = layer % c.n_layer not in c.unrotated
-        self.has_own_rope = self.window > 0 and c.window_theta is not None
+        self.rope = "window" if self.window and c.window_theta is not None else "global"
+        if layer in c.unrotated:
+            self.rope = None
         self.qkv = nn.Linear(c.n_embd, (c.n_head + 2 * c.n_kv_head) * c.head_size, bias=c.qkv_bias)
         self.proj = nn.Linear(c.n_head * c.head_size, c.n_embd, bias=c.proj_bias)
         if c.qk_norm:
@@ -313,9 +286,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Transformer block number `layer` of a model, by default the last."""
+    """Transformer block number `layer` of a model."""
 
-    def __init__(self, c, layer=-1):
+    def __init__(self, c, layer):
         super().__init__()
         size = c.n_embd
         norm = lambda at: Norm(c.norm, size, c.norm_eps) if c.norm_at in (at, "both") else NoNorm()
@@ -376,8 +349,9 @@ class Blocks(nn.ModuleList):
                 documents=None):
         """hidden [B, T, C] -> (hidden, residual), as in `Block`. tables: `GPT.tables`. The rest as
         in `GPT.forward`."""
-        *ropes, slopes = tables
-        ropes = [x if x is None else x[positions] for x in ropes]
+        *rotations, slopes = tables
+        ropes = {kind: table if table is None else table[positions]
+                 for kind, table in zip(("global", "window"), rotations)}
         if slopes is not None:
             slopes = slopes[self[0].attn.query_heads]
         windows = {block.attn.window for block in self}
@@ -386,13 +360,15 @@ class Blocks(nn.ModuleList):
         else:
             masks = {window: causal_mask(hidden, start, window, documents, slopes)
                      for window in windows}
-            if cache is not None:  # only the rows up to the last token
-                cache = KVCache(cache.kv[..., :start + hidden.shape[1], :], positions[:, 0])
+            if cache is not None:  # only the rows up to the last token, which follow `start` rows
+                B, T, _ = hidden.shape
+                lengths = torch.full((B,), start, dtype=torch.int32, device=hidden.device)
+                cache = KVCache(cache.kv[..., :start + T, :], lengths)
         residual = None
         with sdpa_kernel(CUDA_ATTENTION) if hidden.is_cuda else contextlib.nullcontext():
             for layer, block in enumerate(self):
                 attn = block.attn
-                rope = ropes[attn.has_own_rope] if attn.rotates else None
+                rope = ropes[attn.rope] if attn.rope else None
                 own_cache = cache and KVCache(cache.kv[layer], cache.lengths, cache.slots)
                 hidden, residual = block(hidden, residual, rope, masks[attn.window], own_cache)
         return hidden, residual
@@ -406,14 +382,13 @@ class Blocks(nn.ModuleList):
 
 class GPT(nn.Module):
     """A decoder-only transformer with random weights; `from_pretrained` loads a checkpoint. hash:
-    16 hex digits of the checkpoint's files, or None. group: the `tensor_parallel.Group` of
-    processes that the model is split across, or None."""
+    16 hex digits of the checkpoint's files, or None. decoder: the `generate.Decoder` class of the
+    backend that has replaced layers, with a static method runs(heads); None: the plain one."""
 
     def __init__(self, config):
         super().__init__()
         c = self.config = config
         self.hash = None
-        self.group = None
         self.decoder = None
         # nn.Embedding(...) draws random numbers, which on the meta device costs a second of imports
         embedding = lambda n: nn.Embedding.from_pretrained(torch.zeros(n, c.n_embd), freeze=False)
@@ -434,7 +409,7 @@ class GPT(nn.Module):
         if self.norm.weight.is_meta:
             return  # the tables would cost half a second of imports, for nothing
         table = lambda config: rope_table(config, self.dtype, self.device)
-        windowed = replace(c, rope_theta=c.window_theta, rope_scaling=None)
+        windowed = replace(c, rope_theta=c.window_theta, rope_frequencies=None, rope_factor=1.0)
         slopes = alibi_slopes(c.n_head).to(self.device)
         scale = torch.tensor(c.embed_scale, dtype=self.dtype, device=self.device)
         buffer = partial(self.register_buffer, persistent=False)
@@ -485,17 +460,15 @@ class GPT(nn.Module):
         tensors = *self.parameters(), *self.buffers()
         return sum(x.nbytes for x in tensors) + sum(getattr(x, "nbytes", 0) for x in self.modules())
 
-    def new_cache(self, batch, capacity, blocks=None):
-        """A `KVCache` for blocks, default the model's. Raises InputError if memory is short."""
+    def cache_shape(self, batch, capacity, blocks=None):
+        """The shape of a `KVCache.kv` of `capacity` tokens for blocks, default the model's."""
         blocks = self.blocks if blocks is None else blocks
         config = blocks[0].attn.config if len(blocks) else self.config
-        shape = len(blocks), 2, batch, config.n_kv_head, capacity, config.head_size
-        free = free_memory(self.device)
-        if self.group is not None:
-            free = self.group.min(free)
-        check_memory(f"a cache of {batch} sequences of {capacity} tokens takes",
-                     math.prod(shape) * self.dtype.itemsize, free, self.device,
-                     "use a smaller batch size or fewer new tokens")
+        return len(blocks), 2, batch, config.n_kv_head, capacity, config.head_size
+
+    def new_cache(self, batch, capacity, blocks=None):
+        """An empty `KVCache`. The rest as in `cache_shape`."""
+        shape = self.cache_shape(batch, capacity, blocks)
         # not torch.empty: torch's masked products read unwritten rows too, and 0 * NaN is NaN
         return KVCache(torch.zeros(shape, dtype=self.dtype, device=self.device),
                        torch.zeros(batch, dtype=torch.int32, device=self.device))
@@ -536,9 +509,9 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path, dtype=None, device=None, packed=None):
-        """Loads a Hugging Face folder, by path or name, or a GGUF file: `hf.checkpoint.load`. On a
-        CPU with a C compiler the layers are packed for decoding, which is several times as fast;
-        packed=False gives plain layers, to train, read or change."""
+        """Loads a checkpoint, by path or name: `hf.checkpoint.load`. On a CPU with a C compiler the
+        layers are packed for decoding, which is several times as fast; packed=False gives plain
+        layers, to train, read or change."""
         with needs_folders():
             from hf.checkpoint import load
         return load(path, dtype, device, packed=packed)
@@ -552,7 +525,7 @@ class GPT(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# Files, folders, memory
+# Input
 
 @contextlib.contextmanager
 def needs_folders():
@@ -561,59 +534,10 @@ def needs_folders():
         yield
     except ModuleNotFoundError as error:
         name = str(error.name).split(".")[0]
-        if name not in ("backends", "hf", "tools"):
+        if name not in FOLDERS:
             raise
         raise InputError(f"this needs the folder {name}/, which is not beside model.py: copy it "
                          "here too") from None
-
-
-@lru_cache
-def warn(line):
-    """Prints a line to standard error; the same line only once."""
-    print(line, file=sys.stderr)
-
-
-def one_line(error):
-    """An error, or its text, as one line of at most 300 characters."""
-    return " ".join(str(error).split())[:300]
-
-
-def atomic_write(path, write):
-    """Calls write(temporary path), then renames the file: readers see the old or the new one."""
-    tmp = f"{path}.tmp{os.getpid()}"
-    try:
-        write(tmp)
-        os.chmod(tmp, 0o644)  # safetensors makes files that only their owner can read
-        os.replace(tmp, path)
-    finally:
-        Path(tmp).unlink(missing_ok=True)
-
-
-def read_json(path):
-    """The object in a JSON file. Raises InputError if it is missing or malformed."""
-    try:
-        value = json.loads(Path(path).read_bytes())  # bytes: a byte order mark is skipped
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file; expected a checkpoint folder with it") from None
-    except (OSError, RecursionError, ValueError) as error:
-        raise InputError(f"{path}: not a readable JSON file ({error})") from None
-    expect(isinstance(value, dict), f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
-
-
-def pick_device(name=None):
-    """A torch.device, default CUDA if there is a GPU. Raises InputError if it is not available."""
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()
-        if device.type not in ("cpu", "cuda"):
-            raise RuntimeError("only cpu and cuda are supported")
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"device {name!r} is not available here ({reason}); try --device "
-                         "cpu") from None
-    return device
 
 
 def check(name, value, low, high, whole=False, above=False):
@@ -630,58 +554,3 @@ def expect(valid, message):
     """Raises InputError(message) unless valid."""
     if not valid:
         raise InputError(message)
-
-
-def one_of(what, value, supported):
-    """Returns value. Raises InputError unless it equals a supported one, types included."""
-    expect(any(value == other and type(value) is type(other) for other in supported),
-           f"{what} {value!r} is not supported; supported: {', '.join(map(str, supported))}")
-    return value
-
-
-def human(number, unit=""):
-    """A number for people: 9.3 M, 7.2 B; with unit "B", in bytes: 18.6 MB, 1.5 GB."""
-    prefixes = ["", "k", "M", "G" if unit else "B", "T"]
-    while number >= 999.5 and len(prefixes) > 1:
-        number /= 1000
-        del prefixes[0]
-    digits = f"{number:.0f}" if number >= 99.95 else f"{number:.1f}".removesuffix(".0")
-    return f"{digits} {prefixes[0]}{unit}".strip()
-
-
-def check_memory(what, size, free, device, advice):
-    """Raises InputError if size exceeds free, both in bytes. what: such as "the weights take"."""
-    expect(size <= free, f"{what} {human(size, 'B')}, but {human(free, 'B')} are free on {device}; "
-           f"{advice}")
-
-
-def free_memory(device):
-    """Bytes that can still be allocated on a device; infinity where the system does not say."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # except what live CUDA graphs reserve
-        return torch.cuda.mem_get_info(device)[0]
-    return available_memory()
-
-
-def available_memory(root="/"):
-    """Bytes of main memory that can still be allocated: MemAvailable, or less where a cgroup around
-    this process has a limit (v1 or v2); infinity where the system does not say. root: for tests."""
-    free = 1024 * find(Path(root, "proc/meminfo"), r"MemAvailable: *(\d+)", math.inf)
-    for version, limit, used, droppable in (
-            ("", "memory.max", "memory.current", "inactive_file"),
-            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")):
-        own = find(Path(root, "proc/self/cgroup"), rf"\d+:{version}:/(.*)", "", str)
-        own = Path(root, "sys/fs/cgroup", version, own)
-        for group in (own, *own.parents):  # a container may only see one above its own
-            kept = find(group / used, r"(\d+)") - find(group / "memory.stat", rf"{droppable} (\d+)")
-            free = min(free, max(find(group / limit, r"(\d+)", math.inf) - kept, 0))
-    return free
-
-
-def find(file, pattern, missing=0, kind=int):
-    """What a pattern's group matches at the start of a line in a file, as this kind of value."""
-    with contextlib.suppress(OSError):
-        if match := re.search(f"^{pattern}", file.read_text(), re.MULTILINE):
-            return kind(match[1])
-    return missing

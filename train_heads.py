@@ -24,9 +24,11 @@ from pathlib import Path
 import torch
 
 from backends import cpu, tensor_parallel
-from clover import CloverHeads, model_hash, preset, read_record
+from clover import CloverHeads, preset
+from common.values import human, warn
 from hf.chat import load_chat_template, stop_tokens
-from model import InputError, check, expect, human, warn
+from hf.heads import load_heads, model_hash, read_record
+from model import InputError, check, expect
 from tools.errors import command
 from tools.load import load_model, read_prompt_file
 from training import data, runs, writing
@@ -174,7 +176,7 @@ def read_config(args, out, group):
         given = [f"--{runs.flag(name)}" for name in ("preset", *SWITCHES, "draft_vocabulary")
                  if name in args]
         expect(not given, f"--init takes its heads as they are; leave out {', '.join(given)}")
-        heads, _ = read_record(Path(args.init) / "heads.json")
+        heads, _ = read_record(args.init)
     else:
         heads = preset(config.preset, **config.select(SWITCHES))
     return replace(config, **{name: getattr(heads, name) for name in ("preset", *SWITCHES)})
@@ -190,7 +192,7 @@ def prepare(config, out, group, resume):
     model, encoding = load_frozen(config)
     torch.manual_seed(config.seed)
     if config.init and not state:
-        heads = CloverHeads.from_pretrained(config.init, model, encoding.hash)
+        heads = load_heads(config.init, model, encoding.hash)
     else:
         heads = CloverHeads(preset(config.preset, **config.select(SWITCHES)), model)
     config = replace(config, block_size=pick_block_size(config, heads))
@@ -265,7 +267,7 @@ def pick_block_size(config, heads):
 def evaluate(config, out):
     """Measures the heads in `out`, adds the results to heads.json, and prints how to use them."""
     model, encoding = load_model(config, packed=False)
-    heads = CloverHeads.from_pretrained(out, model, encoding.hash)
+    heads = load_heads(out, model, encoding.hash)
     size = pick_block_size(config, heads)
     heldout, measured_on = heldout_tokens(config, out, heads, encoding)
     results = measure(heads, heldout, config.batch_size, size)

@@ -40,6 +40,8 @@ from clover import (
     ResBlock,
     Tree,
 )
+from common.files import atomic_write
+from common.values import one_line, warn
 from engine.policy import LARGEST
 from generate import FILTERED, MAX_CHAIN, Accepted, Decoder, Draft
 from kernels import (
@@ -52,7 +54,7 @@ from kernels import (
     mask_logits,
     runs_triton,
 )
-from model import MAX_TREE, Blocks, InputError, KVCache, LMHead, atomic_write, expect, warn
+from model import MAX_TREE, Blocks, InputError, KVCache, LMHead, expect
 
 GROUP = 32      # inputs that share an activation scale; quantized weights are padded to a multiple
 MAX_HEAD = 256  # largest head size
@@ -240,7 +242,7 @@ def library():
         output = getattr(error, "stderr", None) or str(error)
         reason = next((line for line in output.splitlines() if "error" in line.lower()), output)
         warn(f"decoding runs without the C kernels, which is several times slower: {compiler} "
-             f"cannot compile them ({models.one_line(reason)}); install a C compiler, such "
+             f"cannot compile them ({one_line(reason)}); install a C compiler, such "
              "as gcc, or set CC to one")
         return None
     for name, types in header.functions.items():
@@ -556,11 +558,14 @@ class PackedBlocks(Packed, Blocks):
         self.structs = (header.BlockWeights * len(blocks))(*(block_struct(block, self.tensors)
                                                for block in blocks))
 
-    def forward(self, hidden, tables, positions, cache=None, ancestors=None, *rest):
+    def forward(self, hidden, tables, positions, cache=None, ancestors=None, start=0,
+                documents=None):
         if cache is None:
-            return super().forward(hidden, tables, positions, None, None, *rest)
+            return super().forward(hidden, tables, positions, None, None, start, documents)
         x = hidden.to(torch.float32, copy=True).contiguous()
-        lengths = positions[:, 0].int() if ancestors is None else cache.lengths
+        lengths = cache.lengths
+        if ancestors is None:  # a prompt's tokens, which follow `start` rows
+            lengths = torch.full(hidden.shape[:1], start, dtype=torch.int32)
         positions = positions.contiguous()
         ancestors = None if ancestors is None else ancestors.contiguous()
         slots = None if cache.slots is None else cache.slots.int()
@@ -608,8 +613,8 @@ def block_struct(block, tensors):
     struct.norms_all = config.qk_norm == "all"
     struct.gelu = config.activation == "gelu"
     struct.window = block.attn.window
-    has_rope = block.attn.rotates and config.positions == "rope"
-    struct.rope = block.attn.has_own_rope if has_rope else -1
+    rope = block.attn.rope if config.positions == "rope" else None
+    struct.rope = {None: -1, "global": 0, "window": 1}[rope]
     struct.scale = config.attn_scale or config.head_size ** -0.5
     return struct
 

@@ -12,10 +12,10 @@ from backends.capture import warm_up
 from bench import Measured, Table, operations
 from bench.llama_cpp import llama_cpp_methods
 from bench.timing import step_time, timing_decoder
-from clover import CloverHeads
 from engine.policy import Policy
 from generate import Sampling, prepare
 from hf.chat import stop_tokens
+from hf.heads import load_heads
 from hf.paths import find_model
 from hf.text import messages_of, read_objects, tools_of
 from model import expect
@@ -60,7 +60,7 @@ def load_drafters(drafters, model, encoding):
     for drafter in drafters:
         folder = drafter.removesuffix("+lookup")
         if folder not in heads:
-            heads[folder] = CloverHeads.from_pretrained(folder, model, encoding.hash)
+            heads[folder] = load_heads(folder, model, encoding.hash)
         name = Path(folder).name + (" + lookup" if drafter != folder else "")
         options[name] = dict(heads=heads[folder], lookup=drafter != folder or folder == "lookup")
     return options

@@ -14,8 +14,10 @@ from backends import cpu, gpu, quantized
 from bench import Table, size_config
 from bench.timing import PREFIX, copy_bandwidth, seconds, stage_times, step_time, timing_decoder
 from clover import CloverHeads, preset
+from common.devices import pick_device
+from common.memory import check_memory, free_memory
 from generate import Sampling, capture
-from model import GPT, check_memory, expect, free_memory, pick_device
+from model import GPT, expect
 
 COPIES = 64  # of a kernel's inputs, at most
 DRAFT_VOCABULARY = 8192  # token ids, for heads with random weights

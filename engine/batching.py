@@ -1,14 +1,15 @@
-"""Continuous batching: chunked prefill, prefixes that a slot's cache still holds, prompts that steps
-read, grammars, cancelled sequences, and the durations of steps for the policy."""
+"""Continuous batching: chunked prefill, prefixes that a slot's cache still holds, prompts that
+steps read, grammars, cancelled sequences, and the durations of steps for the policy."""
 
 from dataclasses import dataclass, field
 
 from clover import Tree
+from common.memory import check_cache
 from engine.clock import seconds_between, timestamp
 from engine.guide import Guide, GuidedSequence
-from engine.policy import PERIOD, Policy, long_prompt
+from engine.policy import PERIOD, READ_SIZES, Policy, long_prompt
 from generate import Engine as FifoEngine
-from generate import StepResult, to_host
+from generate import StepResult, decoder_class, to_host
 
 PREFILL_CHUNK = 512  # prompt tokens per forward pass; bounds its memory and the wait between steps
 # where steps read prompts, the tokens that they read of one that has a forward pass of its own
@@ -36,12 +37,13 @@ class Notes:
 
 class Engine(FifoEngine):
     """Schedules prompts like `generate.Engine`, and more: a long prompt is read in chunks between
-    the steps of other sequences, or by these steps; a prompt goes to the slot whose cache shares the
-    longest prefix with it. An engine can be reused for any prompts that fit its capacity. Raises
-    InputError if the caches do not fit in memory."""
+    the steps of other sequences, or by these steps; a prompt goes to the slot whose cache shares
+    the longest prefix with it. An engine can be reused for any prompts that fit its capacity.
+    Raises InputError if the caches do not fit in memory."""
 
     def __init__(self, model, heads=None, *, policy=None, batch_size=1, capacity=None, **options):
         policy = policy or Policy(model, heads)
+        check_caches(model, policy, batch_size, capacity or model.config.block_size)
         super().__init__(model, policy=policy, batch_size=batch_size, capacity=capacity, **options)
         self.long_prompt = long_prompt(model)
         self.guide = None  # a `Guide`, made for the first grammar
@@ -184,6 +186,17 @@ class Engine(FifoEngine):
         if sequence in self.running.values():
             self.free(sequence)
         sequence.ended = sequence.ended or "cancelled"
+
+
+def check_caches(model, policy, batch_size, capacity):
+    """Raises InputError if memory is short for the caches of a `Decoder`."""
+    largest = policy.largest
+    if decoder_class(model, policy.heads).reads_prompts:
+        largest = max(largest, *READ_SIZES)
+    rows = capacity + 2 * largest  # a path and a tree follow
+    check_cache(model, batch_size, rows)
+    if policy.heads:
+        check_cache(model, batch_size, rows, policy.heads.augment_blocks)
 
 
 def best_slot(idle, prompt):

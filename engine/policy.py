@@ -74,7 +74,7 @@ class Policy:
         # where steps read prompts
         reads = [(T, min(K, T - 1)) for T in READ_SIZES if T > (self.tree_size or 0)]
         self.reading_options = list(dict.fromkeys([*self.options, *reads]))
-        self.group = model.group
+        self.group = getattr(model.head, "group", None)
         self.known = known_counts(self.heads)  # [2, SOURCES, 2]: accepted, proposed
         # totals, to which steps add; in float32 they would stop at 2^24
         self.counts = torch.zeros(2, SOURCES, 2, dtype=torch.float64, device=model.device)

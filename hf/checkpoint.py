@@ -1,6 +1,5 @@
 """Loads and saves weights: Hugging Face checkpoint folders and GGUF files."""
 
-import hashlib
 import json
 import math
 from collections import defaultdict
@@ -12,26 +11,18 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from backends import cpu, gpu, quantized, tensor_parallel
+from common.files import atomic_write, files_hash, read_json
+from common.memory import check_memory, free_memory
+from common.values import warn
 from hf.families import family_of, llama_json
 from hf.files import read_family, read_part
 from hf.paths import find_model, gguf_parts, is_gguf
 from hf.quantization import combine, read_scheme
 from hf.tensors import StoredTensor, open_tensors
-from model import (
-    GPT,
-    InputError,
-    atomic_write,
-    check_memory,
-    expect,
-    free_memory,
-    read_json,
-    warn,
-)
+from model import GPT, InputError, expect
 
 FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
-SAMPLES = 64   # how many samples of a file are hashed
-SAMPLE = 4096  # bytes per sample
-PATIENCE = 2   # seconds before a progress bar appears
+PATIENCE = 2  # seconds before a progress bar appears
 BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # recomputed from the config
 
 
@@ -48,19 +39,6 @@ def weight_files(path):
             expect(isinstance(shards, dict), f"{index}: expected a weight_map")
             return sorted({index.parent / Path(str(shard)).name for shard in shards.values()})
     raise InputError(f"{path}: expected model.safetensors or pytorch_model.bin; download one")
-
-
-def files_hash(path):
-    """16 hex digits that identify the weight files: a hash of names, sizes and samples."""
-    sha = hashlib.sha256()
-    for file in weight_files(path):
-        size = file.stat().st_size
-        sha.update(f"{file.name} {size}".encode())
-        with file.open("rb") as opened:
-            for i in range(SAMPLES):
-                opened.seek(max(size - SAMPLE, 0) * i // (SAMPLES - 1))
-                sha.update(opened.read(SAMPLE))
-    return sha.hexdigest()[:16]
 
 
 def read_headers(path):
@@ -179,7 +157,7 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
     model._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device))
     model = model.requires_grad_(False).eval()
     read_weights(model, matches, group, rounding, packers, gpu.put if on_gpu else cpu.put)
-    model.hash = files_hash(path)
+    model.hash = files_hash(weight_files(path))
     group.connect(model)
     if packed:
         cpu.apply(model)
@@ -255,12 +233,13 @@ def save(model, path, dtype=None):
     dtype: default the model's. Raises InputError for a sharded or packed model, and for one that
     Llama's config.json cannot describe."""
     path, dtype = Path(path), dtype or model.dtype
-    expect(model.group is None, f"{path}: the model is sharded; save it from one process")
+    is_sharded = isinstance(model.head, tensor_parallel.VocabParallelHead)
+    expect(not is_sharded, f"{path}: the model is sharded; save it from one process")
     model.check_plain("saved")
     raw = llama_json(model.config, dtype)
     llama = family_of(raw)
     ours, theirs = vars(model.config), vars(llama.config)
-    others = [f"{name}={ours[name]!r}" for name in ours if ours[name] != theirs[name]]
+    others = [f"{name}={ours[name]!r:.60}" for name in ours if ours[name] != theirs[name]]
     expect(not others, f"{path}: a Llama folder is written, whose config.json has no way to say "
            f"{', '.join(others)}; use torch.save(model.state_dict(), file) instead")
     path.mkdir(parents=True, exist_ok=True)

@@ -8,9 +8,10 @@ from typing import NamedTuple
 import torch
 
 from backends.quantized import largest_group, pack, pack_nibbles, select_rows
+from common.values import one_of
 from hf.tensors import FP8, StoredTensor
 from kernels import Quantized, unpack_nibbles
-from model import expect, one_of
+from model import expect
 
 AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7  # the nibble of an int32 that holds each of 8 neighbours
 SUFFIXES = {  # of the names of a quantised layer's tensors: values, scales, others

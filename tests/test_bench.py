@@ -16,10 +16,11 @@ from bench import MODEL_SIZES, ROOT, Measured, decoding, draw, llama_cpp, operat
 from bench import __main__ as bench
 from bench.timing import PREFIX, STAGES
 from clover import PRESETS, CloverHeads
+from common.files import read_json
 from conftest import call_once, needs_compiler, refusal
 from generate import Engine, generate
 from hf.tokenizer import load_encoding
-from model import GPT, read_json
+from model import GPT
 from training import data, evaluate
 from training.data import load_tokens, prompts
 from training.flags import parse_heads

@@ -51,7 +51,7 @@ out = generate(model, [[1, 2, 3], [4]], 20, heads, tree_size=9)
 print(out.tokens == generate(model, [[1, 2, 3], [4]], 20).tokens, out.tokens_per_step)
 assert type(heads.draft_head(1).mix) is Gate and len(set(out.tokens[0])) > 1 and out.emitted == 40
 """, r"True \d\.\d+"),
-    "family": ([*FOUR, "hf", "backends"], """
+    "family": ([*FOUR, "common", "backends", "hf"], """
 import json
 from pathlib import Path
 import torch

@@ -13,16 +13,19 @@ import torch
 from backends import cpu, tensor_parallel
 from backends.capture import warm_up
 from clover import CloverHeads
+from common.devices import pick_device
+from common.values import warn
 from engine.clock import seconds_between, timestamp
 from generate import Plan, Sampling, prepare
 from hf import checkpoint
 from hf.chat import SAMPLING_KEYS, load_chat_template, not_applied, sampling_defaults, stop_tokens
 from hf.files import part_file, read_config
 from hf.grammar import GrammarTokenizer
+from hf.heads import load_heads
 from hf.paths import default_heads, find_model
 from hf.text import OBJECTS, decode, messages_of, read_lines, read_objects, read_text, tools_of
 from hf.tokenizer import Encoding, encode_prompt, load_encoding
-from model import GPT, InputError, check, expect, pick_device, warn
+from model import GPT, InputError, check, expect
 
 
 def load_model(args, group=None, packed=None, dtype=None):
@@ -115,7 +118,7 @@ def load_alone(args, group):
     heads = None
     path = args.heads or default_heads(args.model) or "none"
     if drafts(args, "heads") and path != "none":
-        heads = CloverHeads.from_pretrained(path, model, encoding.hash)
+        heads = load_heads(path, model, encoding.hash)
     elif args.draft and "heads" in args.draft:
         raise InputError(f"{args.model}: has no draft heads, but --draft "
                          f"{'+'.join(sorted(args.draft))} needs them; train them with "

@@ -38,10 +38,11 @@ from tqdm import tqdm
 
 from backends import tensor_parallel
 from backends.capture import capture_all
+from common.values import warn
 from generate import Sampling
 from hf.paths import SMOLLM2, find_model
 from hf.tokenizer import encode_prompt
-from model import InputError, expect, warn
+from model import InputError, expect
 from tools import fields
 from tools.errors import command, error_line
 from tools.load import load, make_engine, without_thinking

@@ -12,8 +12,9 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from common.files import atomic_write, read_json
 from hf.paths import is_repository
-from model import InputError, atomic_write, expect, read_json
+from model import InputError, expect
 from training.flags import FIXED, SELF, STORED, RunConfig
 
 STATE_FILE = "train_state.pt"  # weights, optimizer, step
