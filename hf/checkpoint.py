@@ -155,8 +155,7 @@ def choose_rounding(path, model, matches, quantize):
 
 
 def choose_dtype(dtype, device, matches, backend, group):
-    """The dtype to compute in: by default that of the largest tensor, if the device is fast in it.
-    """
+    """The dtype to compute in: if none is given, the largest tensor's, if it is fast here."""
     if dtype == torch.float16 and backend is cpu:
         warn("float16 is not for a CPU: there are no kernels for it; using bfloat16")
         return torch.bfloat16
