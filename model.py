@@ -1,6 +1,5 @@
 """A causal language model in one file: Llama, GPT-2 and ALiBi variants by config, with a KV cache.
-
-One process and plain PyTorch layers, which backends/ replaces from outside.
+Plain PyTorch layers in one process, which backends/ replaces from outside.
 
 Letters: B sequences, T tokens or tree nodes, C hidden size, V vocabulary, L layers, S cache
 capacity in tokens, D head size, Hq query heads, Hkv key/value heads."""
@@ -19,7 +18,6 @@ import kernels
 from kernels import add_norm, glu, rope_cache, rotate, tree_attention
 
 MAX_TREE = 64  # largest T: a node's ancestors are the bits of an int64
-FOLDERS = "common", "engine", "backends", "drafters", "hf", "training", "tools"  # beside this file
 ACTIVATIONS = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
 # without cuDNN, which rebuilds its plan for every length and may give NaN gradients with a mask
 CUDA_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -27,6 +25,22 @@ CUDA_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SD
 
 class InputError(ValueError):
     """Bad input that the user can fix. One line: what was expected, what we got, what to do."""
+
+
+def check(name, value, low, high, whole=False, above=False):
+    """Raises InputError unless value is a number from low to high. above: excludes low itself."""
+    kind = int if whole else (int, float)
+    is_number = isinstance(value, kind) and not isinstance(value, bool)
+    numbers = "a whole number" if whole else "a number"
+    bounds = f"above {low} and at most {high}" if above else f"from {low} to {high}"
+    expect(is_number and low <= value <= high and not (above and value == low),
+           f"{name} must be {numbers} {bounds}, not {value!r}")
+
+
+def expect(valid, message):
+    """Raises InputError(message) unless valid."""
+    if not valid:
+        raise InputError(message)
 
 
 @dataclass
@@ -204,10 +218,9 @@ def rope_table(config, dtype, device):
     positions = torch.arange(config.block_size + MAX_TREE, device=device)  # trees may exceed it
     angles = positions[:, None] * frequencies.to(device)  # (positions, rotary_size/2)
     cos, sin = (x.mul_(config.rope_factor).to(dtype) for x in (angles.cos(), angles.sin()))
-    if config.rotary_size:
-        rest = (config.head_size - config.rotary_size) // 2
-        cos = F.pad(cos, (0, rest), value=1.0)
-        sin = F.pad(sin, (0, rest))
+    rest = config.head_size // 2 - len(frequencies)  # pairs of dimensions that are not rotated
+    cos = F.pad(cos, (0, rest), value=1.0)
+    sin = F.pad(sin, (0, rest))
     return torch.stack((torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)), dim=1)
 
 
@@ -218,9 +231,8 @@ class Attention(nn.Module):
         c = self.config = config
         self.query_heads = slice(None)  # its share of the model's query heads
         self.window = c.windows[layer] if c.windows else 0
-        self.rope = "window" if self.window and c.window_theta is not None else "global"
-        if layer in c.unrotated:
-            self.rope = None
+        rope = "window" if self.window and c.window_theta is not None else "global"
+        self.rope = None if layer in c.unrotated else rope
         self.qkv = nn.Linear(c.n_embd, (c.n_head + 2 * c.n_kv_head) * c.head_size, bias=c.qkv_bias)
         self.proj = nn.Linear(c.n_head * c.head_size, c.n_embd, bias=c.proj_bias)
         if c.qk_norm:
@@ -358,12 +370,10 @@ class Blocks(nn.ModuleList):
         if ancestors is not None:
             masks = dict.fromkeys(windows, TreeMask(ancestors, slopes))
         else:
-            masks = {window: causal_mask(hidden, start, window, documents, slopes)
-                     for window in windows}
+            masks = {w: causal_mask(hidden, start, w, documents, slopes) for w in windows}
             if cache is not None:  # only the rows up to the last token, which follow `start` rows
-                B, T, _ = hidden.shape
-                lengths = torch.full((B,), start, dtype=torch.int32, device=hidden.device)
-                cache = KVCache(cache.kv[..., :start + T, :], lengths)
+                lengths = cache.lengths.new_full(hidden.shape[:1], start)
+                cache = KVCache(cache.kv[..., :start + hidden.shape[1], :], lengths)
         residual = None
         with sdpa_kernel(CUDA_ATTENTION) if hidden.is_cuda else contextlib.nullcontext():
             for layer, block in enumerate(self):
@@ -381,15 +391,13 @@ class Blocks(nn.ModuleList):
 # The model
 
 class GPT(nn.Module):
-    """A decoder-only transformer with random weights; `from_pretrained` loads a checkpoint. hash:
-    16 hex digits of the checkpoint's files, or None. decoder: the `generate.Decoder` class of the
-    backend that has replaced layers, with a static method runs(heads); None: the plain one."""
+    """A decoder-only transformer with random weights; `from_pretrained` loads a checkpoint."""
 
     def __init__(self, config):
         super().__init__()
         c = self.config = config
-        self.hash = None
-        self.decoder = None
+        self.hash = None     # 16 hex digits of the checkpoint's files
+        self.decoder = None  # a backend's `generate.Decoder` class, which also has `runs(heads)`
         # nn.Embedding(...) draws random numbers, which on the meta device costs a second of imports
         embedding = lambda n: nn.Embedding.from_pretrained(torch.zeros(n, c.n_embd), freeze=False)
         self.embed = embedding(c.vocab_size)
@@ -410,12 +418,11 @@ class GPT(nn.Module):
             return  # the tables would cost half a second of imports, for nothing
         table = lambda config: rope_table(config, self.dtype, self.device)
         windowed = replace(c, rope_theta=c.window_theta, rope_frequencies=None, rope_factor=1.0)
-        slopes = alibi_slopes(c.n_head).to(self.device)
         scale = torch.tensor(c.embed_scale, dtype=self.dtype, device=self.device)
         buffer = partial(self.register_buffer, persistent=False)
         buffer("rotations", table(c) if c.positions == "rope" else None)
         buffer("window_rotations", table(windowed) if c.window_theta else None)
-        buffer("slopes", slopes if c.positions == "alibi" else None)
+        buffer("slopes", alibi_slopes(c.n_head).to(self.device) if c.positions == "alibi" else None)
         buffer("embed_scale", scale if c.embed_scale != 1 else None)
 
     def _apply(self, fn, *args, **kwargs):
@@ -438,9 +445,8 @@ class GPT(nn.Module):
 
     def check_plain(self, use):
         """Raises InputError if the layers are packed for decoding. use: such as "saved"."""
-        if self.blocks.is_packed:
-            raise InputError(f"this model is packed for decoding, so it cannot be {use}; load it "
-                             "with packed=False")
+        expect(not self.blocks.is_packed, f"this model is packed for decoding, so it cannot be "
+               f"{use}; load it with packed=False")
 
     @property
     def tables(self):
@@ -460,18 +466,16 @@ class GPT(nn.Module):
         tensors = *self.parameters(), *self.buffers()
         return sum(x.nbytes for x in tensors) + sum(getattr(x, "nbytes", 0) for x in self.modules())
 
-    def cache_shape(self, batch, capacity, blocks=None):
-        """The shape of a `KVCache.kv` of `capacity` tokens for blocks, default the model's."""
+    def new_cache(self, batch, capacity, blocks=None, device=None):
+        """An empty `KVCache` for blocks, default the model's. device: default the model's; "meta"
+        gives the sizes of a cache without allocating it."""
         blocks = self.blocks if blocks is None else blocks
         config = blocks[0].attn.config if len(blocks) else self.config
-        return len(blocks), 2, batch, config.n_kv_head, capacity, config.head_size
-
-    def new_cache(self, batch, capacity, blocks=None):
-        """An empty `KVCache`. The rest as in `cache_shape`."""
-        shape = self.cache_shape(batch, capacity, blocks)
+        shape = len(blocks), 2, batch, config.n_kv_head, capacity, config.head_size
+        device = device or self.device
         # not torch.empty: torch's masked products read unwritten rows too, and 0 * NaN is NaN
-        return KVCache(torch.zeros(shape, dtype=self.dtype, device=self.device),
-                       torch.zeros(batch, dtype=torch.int32, device=self.device))
+        return KVCache(torch.zeros(shape, dtype=self.dtype, device=device),
+                       torch.zeros(batch, dtype=torch.int32, device=device))
 
     def forward(self, tokens, positions=None, cache=None, ancestors=None, start=0, documents=None):
         """tokens int64 [B, T] -> hidden [B, T, C], the last block's output, before the final norm.
@@ -509,9 +513,8 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path, dtype=None, device=None, packed=None):
-        """Loads a checkpoint, by path or name: `hf.checkpoint.load`. On a CPU with a C compiler the
-        layers are packed for decoding, which is several times as fast; packed=False gives plain
-        layers, to train, read or change."""
+        """Loads a checkpoint by path or name: `hf.checkpoint.load`. packed=False: plain layers, to
+        train, read or change, where others would decode several times as fast."""
         with needs_folders():
             from hf.checkpoint import load
         return load(path, dtype, device, packed=packed)
@@ -524,9 +527,6 @@ class GPT(nn.Module):
         save(self, path, dtype)
 
 
-# --------------------------------------------------------------------------------------------------
-# Input
-
 @contextlib.contextmanager
 def needs_folders():
     """Wraps imports from folders. Raises InputError naming a folder that was not copied."""
@@ -534,23 +534,7 @@ def needs_folders():
         yield
     except ModuleNotFoundError as error:
         name = str(error.name).split(".")[0]
-        if name not in FOLDERS:
+        if name not in ("backends", "common", "drafters", "engine", "hf", "tools", "training"):
             raise
         raise InputError(f"this needs the folder {name}/, which is not beside model.py: copy it "
                          "here too") from None
-
-
-def check(name, value, low, high, whole=False, above=False):
-    """Raises InputError unless value is a number from low to high. above: excludes low itself."""
-    kind = int if whole else (int, float)
-    valid = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
-    if not valid or (above and value == low):
-        numbers = "a whole number" if whole else "a number"
-        bounds = f"above {low} and at most {high}" if above else f"from {low} to {high}"
-        raise InputError(f"{name} must be {numbers} {bounds}, not {value!r}")
-
-
-def expect(valid, message):
-    """Raises InputError(message) unless valid."""
-    if not valid:
-        raise InputError(message)

@@ -23,7 +23,7 @@ def check_cache(model, batch, capacity, blocks=None):
     free = free_memory(model.device)
     if group := getattr(model.head, "group", None):  # of backends/tensor_parallel.py
         free = group.min(free)
-    size = math.prod(model.cache_shape(batch, capacity, blocks)) * model.dtype.itemsize
+    size = model.new_cache(batch, capacity, blocks, device="meta").kv.nbytes
     check_memory(f"a cache of {batch} sequences of {capacity} tokens takes", size, free,
                  model.device, "use a smaller batch size or fewer new tokens")
 

@@ -21,8 +21,7 @@ def load_heads(path, model, tokenizer=""):
 
 
 def read_record(path):
-    """heads.json of a folder -> (CloverConfig, the record). Raises InputError for missing or
-    mistyped values."""
+    """`clover.read_record`, which also checks the types of all values."""
     config, record = clover.read_record(Path(path))
     types = {field.name: type(field.default) for field in fields(CloverConfig)}
     try:

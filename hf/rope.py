@@ -8,16 +8,9 @@ from model import rope_frequencies
 
 
 class Frequencies(tuple):
-    """GPTConfig.rope_frequencies, with the settings that they were computed from. scaling:
-    config.json's rope_scaling, which `llama_json` writes again."""
-
-    def __new__(cls, values, scaling):
-        made = super().__new__(cls, values)
-        made.scaling = scaling
-        return made
-
-    def __getnewargs__(self):  # for copies
-        return tuple(self), self.scaling
+    """GPTConfig.rope_frequencies. scaling: config.json's rope_scaling that they were computed from,
+    which `llama_json` writes again."""
+    scaling = None
 
 
 def scale(scaling, theta, size):
@@ -26,18 +19,16 @@ def scale(scaling, theta, size):
     if scaling is None:
         return {}
     plain = rope_frequencies(theta, size)
-    scaled = SCALED[scaling["rope_type"]](plain, scaling, theta)
-    return dict(rope_frequencies=Frequencies(scaled.tolist(), scaling),
-                rope_factor=scaling.get("attention_factor", 1.0))
+    scaled = Frequencies(SCALED[scaling["rope_type"]](plain, scaling, theta).tolist())
+    scaled.scaling = scaling
+    return dict(rope_frequencies=scaled, rope_factor=scaling.get("attention_factor", 1.0))
 
 
-def linear(plain, scaling, theta):
-    """Position interpolation (arXiv 2306.15595)."""
+def linear(plain, scaling, theta):  # position interpolation (arXiv 2306.15595)
     return plain / scaling["factor"]
 
 
-def longrope(plain, scaling, theta):
-    """LongRoPE (arXiv 2402.13753), with the factors of short texts."""
+def longrope(plain, scaling, theta):  # LongRoPE (arXiv 2402.13753), for short texts
     return plain / torch.tensor(scaling["short_factor"])
 
 
