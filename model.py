@@ -564,7 +564,7 @@ def needs_folders():
         yield
     except ModuleNotFoundError as error:
         name = str(error.name).split(".")[0]
-        if name not in ("backends", "hf", "tools"):
+        if name not in ("backends", "hf", "tools", "training"):
             raise
         raise InputError(f"this needs the folder {name}/, which is not beside model.py: copy it "
                          "here too") from None
