@@ -40,6 +40,9 @@ from kernels import (
     advance,
     best_tree,
     commit_path,
+    filter_logits,
+    gumbel_argmax,
+    mask_logits,
     ngram_lookup,
     prompt_chain,
 )
@@ -810,9 +813,11 @@ class Decoder:
             return self.head.sample(normed, temperature, sampling["seed"], sequence, positions,
                                     masks)
         logits = self.head.logits(normed.flatten(0, 1))  # (B * T, V)
-        target = self.head.filtered_sample(logits, **sampling, sequence=sequence, masks=masks,
-                                           position=(positions + 1).view(-1))
-        return target.view_as(positions)
+        filters = dict(sampling)
+        seed, temperature = filters.pop("seed"), filters["temperature"]
+        logits = filter_logits(mask_logits(logits, masks), **filters)
+        return gumbel_argmax(logits, 1.0 * (temperature > 0), seed, sequence,
+                             (positions + 1).view(-1)).view_as(positions)
 
     def accept(self, tree, chain, target):
         P = self.path_limit(tree.tokens.shape[1])

@@ -1,4 +1,4 @@
-"""CUDA inference with `kernels.linear_rows`: a block's products with the operations around them
+"""CUDA inference with `linear.linear_rows`: a block's products with the operations around them
 inside, and quantised weights. `apply` replaces the blocks of a model or of draft heads, once; `put`
 replaces a layer by a quantised one."""
 
@@ -6,8 +6,9 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from backends.linear import Quantized, dequantize, linear_rows
 from backends.quantized import select_rows, stack
-from kernels import HAS_TRITON, INTERPRETED, Quantized, dequantize, linear_rows
+from kernels import HAS_TRITON, INTERPRETED, float_logits, runs_triton
 from model import Block, Blocks, InputError, LMHead, NoNorm, TreeMask
 
 # The most that linear_rows runs; beyond, cuBLAS is faster (bench/results/gpu-h100-linear.jsonl)
@@ -93,7 +94,7 @@ def max_rows(layer):
 # Layers with quantised weights
 
 class QuantizedLinear(nn.Module):
-    """nn.Linear with a `kernels.Quantized` weight. It only decodes."""
+    """nn.Linear with a `Quantized` weight. It only decodes."""
 
     def __init__(self, weight, bias=None):
         super().__init__()
@@ -116,14 +117,17 @@ class QuantizedLinear(nn.Module):
 
 class QuantizedHead(QuantizedLinear):
     """`model.LMHead` with a quantised weight, which the LM head's kernels read as it is."""
-    filtered_sample = staticmethod(LMHead.filtered_sample)
     topk = LMHead.topk
     sample = LMHead.sample
-    logits = LMHead.logits
 
     def __init__(self, weight, dtype):
         super().__init__(weight)
         self.dtype = dtype
+
+    def logits(self, hidden):
+        if runs_triton(hidden):
+            return linear_rows(hidden, self.weight, dtype=torch.float32)
+        return float_logits(hidden, self.weight)
 
     def select(self, tokens):
         return QuantizedHead(select_rows(self.weight, tokens.long()), self.dtype)
