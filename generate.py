@@ -34,10 +34,8 @@ from kernels import (
     HAS_TRITON,
     SOURCES,
     commit_path,
-    filter_logits,
-    gumbel_argmax,
-    mask_logits,
     ngram_lookup,
+    sample_filtered,
 )
 from model import MAX_TREE, InputError, KVCache, check, expect
 
@@ -290,6 +288,7 @@ class Decoder:
     InputError for sizes out of range."""
     chooses_size = False   # whether `draft` chooses the tree size, if it is None
     reads_prompts = False  # whether steps read prompts, too
+    filtered_sample = staticmethod(sample_filtered)
     guide = None  # restricts the tokens of the next step: see engine/guide.py
 
     @torch.inference_mode()
@@ -435,19 +434,12 @@ class Decoder:
         masks = self.guide and self.guide.node_masks(positions.numel())
         if plan.mode == FILTERED:
             logits = self.head.logits(normed.flatten(0, 1))  # (B T, V)
-            return self.filtered_sample(logits, batch, positions + 1, masks).view_as(positions)
+            return self.filtered_sample(logits, **batch.sampling, sequence=batch.sequence,
+                                        masks=masks, position=(positions + 1).flatten()
+                                        ).view_as(positions)
         temperature = 0.0 if plan.mode == GREEDY else batch.sampling["temperature"]
         return self.head.sample(normed, temperature, batch.sampling["seed"], batch.sequence,
                                 positions, masks)
-
-    def filtered_sample(self, logits, batch, positions, masks):
-        """Samples after top-k, top-p and min-p. logits [B T, V], positions [B, T]: of the samples."""
-        filters = dict(batch.sampling)
-        temperature = filters.pop("temperature")
-        seed = filters.pop("seed")
-        logits = filter_logits(mask_logits(logits, masks), **filters, temperature=temperature)
-        return gumbel_argmax(logits, 1.0 * (temperature > 0), seed, batch.sequence,
-                             positions.flatten())
 
     def accept(self, plan, draft, target):
         """The path of nodes that equal their parent's target token, at most P of them."""

@@ -1,4 +1,4 @@
-"""CUDA inference with `kernels.linear_rows`: a block's products with the operations around them
+"""CUDA inference with `linear.linear_rows`: a block's products with the operations around them
 inside, and quantised weights. `apply` replaces the blocks of a model or of draft heads, once; `put`
 replaces a layer by a quantised one."""
 
@@ -8,18 +8,12 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from backends.linear import Quantized, dequantize, linear_rows
 from backends.quantized import select_rows, stack
+from backends.sampling import filtered_sample
 from engine.policy import READ_SIZES
 from generate import Decoder, accept_path, build_tree, set_number
-from kernels import (
-    HAS_TRITON,
-    INTERPRETED,
-    Quantized,
-    dequantize,
-    filtered_sample,
-    linear_rows,
-    prompt_chain,
-)
+from kernels import HAS_TRITON, INTERPRETED, float_logits, prompt_chain, runs_triton
 from model import Block, Blocks, InputError, LMHead, NoNorm, TreeMask
 
 # The most that linear_rows runs; beyond, cuBLAS is faster (bench/results/gpu-h100-linear.jsonl)
@@ -105,7 +99,7 @@ def max_rows(layer):
 # Layers with quantised weights
 
 class QuantizedLinear(nn.Module):
-    """nn.Linear with a `kernels.Quantized` weight. It only decodes."""
+    """nn.Linear with a `Quantized` weight. It only decodes."""
 
     def __init__(self, weight, bias=None):
         super().__init__()
@@ -128,14 +122,17 @@ class QuantizedLinear(nn.Module):
 
 class QuantizedHead(QuantizedLinear):
     """`model.LMHead` with a quantised weight, which the LM head's kernels read as it is."""
-    filtered_sample = staticmethod(LMHead.filtered_sample)
     topk = LMHead.topk
     sample = LMHead.sample
-    logits = LMHead.logits
 
     def __init__(self, weight, dtype):
         super().__init__(weight)
         self.dtype = dtype
+
+    def logits(self, hidden):
+        if runs_triton(hidden):
+            return linear_rows(hidden, self.weight, dtype=torch.float32)
+        return float_logits(hidden, self.weight)
 
     def select(self, tokens):
         return QuantizedHead(select_rows(self.weight, tokens.long()), self.dtype)
@@ -180,6 +177,7 @@ class GraphDecoder(Decoder):
     Prompts are read by the same steps, beside sequences that generate: a prompt is a draft that
     cannot be wrong. A slot with unread prompt tokens gets the chain of its next T known tokens."""
     reads_prompts = True
+    filtered_sample = staticmethod(filtered_sample)
 
     @staticmethod
     def runs(heads):
@@ -214,10 +212,6 @@ class GraphDecoder(Decoder):
                           batch.sampling["temperature"], tree_size)
         prompt_chain(*self.prompts, tree[:5], tree[5], chain, batch.slots)
         return tree
-
-    def filtered_sample(self, logits, batch, positions, masks):
-        return filtered_sample(logits, **batch.sampling, sequence=batch.sequence, masks=masks,
-                               position=positions.view(-1))
 
     def accept(self, plan, draft, target):
         return accept_path(draft.tree, target, self.slots.active, plan.tree_size,

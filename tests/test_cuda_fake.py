@@ -24,11 +24,11 @@ import generate
 import kernels
 import model as models
 from backends import gpu
+from backends.linear import Quantized
 from backends.quantized import round_weight
 from bench import timing
 from conftest import SHAPES, Operations, ToyGrammar, toy_model
 from generate import GREEDY, Decoder, Engine, Policy, Sampling, capture
-from kernels import Quantized
 from static import h200
 from test_clover import random_heads
 from test_generate import Cycling
