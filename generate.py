@@ -854,7 +854,8 @@ def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, schema=
     sampling = Sampling(**sampling)
     expect(prompts, "there is no prompt; give at least one")
     check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
-    longest = max(len(x) for x in prompts if isinstance(x, (list, tuple)))  # `add` refuses others
+    # `add` refuses others
+    longest = max((len(x) for x in prompts if isinstance(x, (list, tuple))), default=1)
     capacity = min(longest + max_new_tokens, model.config.block_size)
     batch_size = min(len(prompts), DEFAULT_BATCH if batch_size is None else batch_size)
     policy, engine = make_policy(model, heads, lookup, tree_size, schema)
