@@ -76,7 +76,7 @@ def test_costs_on_a_gpu_are_guessed_as_they_were_measured(record, size, weights,
     base = size_config(size)
     with torch.device("meta"):
         head = Head(CloverConfig(), base).bfloat16()
-    model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, config=base, group=None,
+    model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, config=base,
                             weight_bytes=lambda: weights,
                             modules=lambda: [SimpleNamespace(in_features=1, out_features=weights / 2)])
     heads = SimpleNamespace(config=CloverConfig(vocabulary=8192), draft_head=lambda i: head)
@@ -240,7 +240,7 @@ def test_rows_that_fill_a_batch_do_not_generate(toy):
 
 def test_ranks_start_from_the_same_costs(toy, monkeypatch):
     """Bug: ranks hold unequal parts of the vocabulary, guess other costs, select other trees, and hang."""
-    monkeypatch.setattr(toy, "group", SimpleNamespace(broadcast=lambda value: (1, 2, 3)))
+    monkeypatch.setattr(toy.head, "group", SimpleNamespace(broadcast=lambda value: (1, 2, 3)), raising=False)
     assert Policy(toy, random_heads(toy)).times.costs == (1, 2, 3)
 
 
