@@ -13,7 +13,6 @@
     prompt_chain        the tree of a prompt's next tokens
     accept_path         the accepted path of a tree
     advance             appends the path's tokens to their sequence
-    filtered_sample     sampling after top-k, top-p and min-p
 
 The first four account for a step's memory traffic, the others save launches. Each section has the
 formula and its cost, the kernel, a function that launches it, and a torch reference (`*_reference`)
@@ -48,7 +47,7 @@ INTERPRETED = tl.constexpr(HAS_TRITON and os.environ.get("TRITON_INTERPRET") == 
 LOG2_E = tl.constexpr(math.log2(math.e))
 FINITE_MIN = tl.constexpr(-3.0e38)  # initial running maximum: -inf - -inf would be NaN
 NO_TOKEN = tl.constexpr(2**31 - 1)  # larger than any token id or column of the logits
-NO_ENTRY = tl.constexpr(-2**63)  # smaller than any entry of `_pack_entries`
+NO_ENTRY = tl.constexpr(-2**63)  # smaller than any entry of `pack_entries`
 
 
 # --------------------------------------------------------------------------------------------------
@@ -69,7 +68,7 @@ NO_ENTRY = tl.constexpr(-2**63)  # smaller than any entry of `_pack_entries`
 # sequence's length.
 
 @triton.jit
-def _dot(a, b, acc):
+def dot(a, b, acc):
     if INTERPRETED:  # the interpreter multiplies bfloat16 bit patterns as integers
         a, b = a.to(tl.float32), b.to(tl.float32)
     return tl.dot(a, b, acc, input_precision="ieee")
@@ -79,7 +78,7 @@ def _dot(a, b, acc):
 def _softmax_step(q, keys, values, visible, positions, slopes, scale, row_max, row_sum, acc):
     """One online-softmax step in base 2: adds a tile of keys and values to the running results."""
     # [BLOCK_Q, BLOCK_S] = [BLOCK_Q, BLOCK_D] @ [BLOCK_D, BLOCK_S]
-    scores = _dot(q, tl.trans(keys), tl.zeros([q.shape[0], keys.shape[0]], tl.float32)) * scale
+    scores = dot(q, tl.trans(keys), tl.zeros([q.shape[0], keys.shape[0]], tl.float32)) * scale
     if slopes is not None:
         scores += slopes[:, None] * positions.to(tl.float32)[None, :]
     if visible is not None:
@@ -88,7 +87,7 @@ def _softmax_step(q, keys, values, visible, positions, slopes, scale, row_max, r
     rescale = tl.exp2(row_max - new_max)
     weights = tl.exp2(scores - new_max[:, None])
     # [BLOCK_Q, BLOCK_D] = [BLOCK_Q, BLOCK_S] @ [BLOCK_S, BLOCK_D]
-    acc = _dot(weights.to(values.dtype), values, acc * rescale[:, None])
+    acc = dot(weights.to(values.dtype), values, acc * rescale[:, None])
     return new_max, row_sum * rescale + tl.sum(weights, 1), acc
 
 
@@ -103,7 +102,7 @@ def _depth(bits):
 
 
 @triton.jit
-def _slot(slots_ptr, b):
+def slot_of(slots_ptr, b):
     """The cache slot of sequence b."""
     return b if slots_ptr is None else tl.load(slots_ptr + b)
 
@@ -133,7 +132,7 @@ def _tree_attention_kernel(
     group = tl.program_id(0) // q_tiles  # neighbouring programs share keys in the L2 cache
     kv_head = (group % Hkv).to(tl.int64)
     b = (group // Hkv).to(tl.int64)
-    slot = _slot(slots_ptr, b)
+    slot = slot_of(slots_ptr, b)
     split = tl.program_id(1)
     length = tl.load(lengths_ptr + slot)
     first = _first_row(length, WINDOW)
@@ -227,7 +226,7 @@ def _combine_splits_kernel(
     """Program (sequence, node and head): combines the partial results of its splits."""
     row = tl.program_id(0).to(tl.int64)
     dims = tl.arange(0, BLOCK_D).to(tl.int64)
-    length = tl.load(lengths_ptr + _slot(slots_ptr, row // (T * Hq)))
+    length = tl.load(lengths_ptr + slot_of(slots_ptr, row // (T * Hq)))
     rows = tl.minimum(length + T, S) - _first_row(length, WINDOW)
     n_splits = tl.cdiv(rows, _split_size(rows, splits, tile, min_split))  # others wrote nothing
     row_max = FINITE_MIN
@@ -258,20 +257,20 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     that sees nothing gives zeros. scale: default D ** -0.5. slopes [Hq]: for ALiBi. window: how
     many positions a node sees, its own included; 0: all. slots int64 [B]:
     sequence b has cache and length slots[b]; None: b, of B slots."""
-    B, T, Hq, D, n_slots, Hkv, S = _sizes(
+    B, T, Hq, D, n_slots, Hkv, S = check_sizes(
         "q B T Hq D real, k_cache/v_cache slots Hkv S D same, lengths slots int32, "
         "ancestors B T int64, slopes Hq float32, slots B int64",
         q, k_cache, v_cache, lengths, ancestors, slopes, slots)
-    _check(T <= min(S, 64) and 16 <= D <= 256 and Hq % Hkv == 0 and window >= 0,
-           "T <= min(S, 64), 16 <= D <= 256, Hq % Hkv == 0, window >= 0", q, k_cache, window)
-    _check_slots(slots, B, n_slots)
+    require(T <= min(S, 64) and 16 <= D <= 256 and Hq % Hkv == 0 and window >= 0,
+            "T <= min(S, 64), 16 <= D <= 256, Hq % Hkv == 0, window >= 0", q, k_cache, window)
+    check_slots(slots, B, n_slots)
     if not runs_triton(q, k_cache, v_cache):
         return tree_attention_reference(
             q, k_cache, v_cache, lengths, ancestors, scale, slopes, window, slots)
     G = Hq // Hkv
-    if _strides(k_cache) != _strides(v_cache):  # the kernel uses one set of strides for both
-        k_cache, v_cache = map(_contiguous, (k_cache, v_cache))
-    lengths, ancestors, slopes, slots = map(_contiguous, (lengths, ancestors, slopes, slots))
+    if strides(k_cache) != strides(v_cache):  # the kernel uses one set of strides for both
+        k_cache, v_cache = map(contiguous, (k_cache, v_cache))
+    lengths, ancestors, slopes, slots = map(contiguous, (lengths, ancestors, slopes, slots))
     scale = math.log2(math.e) * (D ** -0.5 if scale is None else scale)  # for base-2 exponentials
     window = window if window < S else 0
     biased = slopes is not None or window > 0
@@ -289,806 +288,16 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     if splits > 1:
         partial = q.new_empty((B, T, Hq, splits, D), dtype=torch.float32)
         lse = q.new_empty((B, T, Hq, splits), dtype=torch.float32)
-    _launch(_tree_attention_kernel, (grid_rows, splits),
-            q, k_cache, v_cache, lengths, ancestors, slopes, slots, partial, lse,
-            *_strides(q), *_strides(k_cache), scale, T, G, S, Hkv, splits, min_split,
-            D=D, WINDOW=window, **blocks)
+    launch(_tree_attention_kernel, (grid_rows, splits),
+           q, k_cache, v_cache, lengths, ancestors, slopes, slots, partial, lse,
+           *strides(q), *strides(k_cache), scale, T, G, S, Hkv, splits, min_split,
+           D=D, WINDOW=window, **blocks)
     if lse is not None:
-        _launch(_combine_splits_kernel, (B * T * Hq,),
-                partial, lse, lengths, slots, out, T, Hq, S, splits, BLOCK_S, min_split,
-                D=D, WINDOW=window, BLOCK_D=BLOCK_D, BLOCK_SPLITS=16 if splits <= 16 else 64,
-                num_warps=4)
+        launch(_combine_splits_kernel, (B * T * Hq,),
+               partial, lse, lengths, slots, out, T, Hq, S, splits, BLOCK_S, min_split,
+               D=D, WINDOW=window, BLOCK_D=BLOCK_D, BLOCK_SPLITS=16 if splits <= 16 else 64,
+               num_warps=4)
     return out
-
-
-def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=None,
-                             window=0, slots=None):
-    """`tree_attention` by the formula, in float32 or float64."""
-    B, T, Hq, D = q.shape
-    if slots is not None:
-        k_cache, v_cache, lengths = (x[slots] for x in (k_cache, v_cache, lengths))
-    S = min(int(lengths.max()) + T, k_cache.shape[2])  # no node sees later rows
-    dtype = torch.promote_types(q.dtype, torch.float32)
-    node = torch.arange(S, device=q.device) - lengths[:, None]  # (B, S), negative: committed
-    bits = ancestors[:, :, None] >> torch.arange(64, device=q.device) & 1  # (B, T, 64)
-    ancestor = bits.gather(2, node.clamp(0, 63)[:, None].expand(B, T, S))
-    visible = (node < 0)[:, None] | (node < T)[:, None] & (ancestor == 1)  # (B, T, S)
-    depth = (bits.sum(-1) - 1).clamp(min=0)  # (B, T)
-    position = torch.where(node < 0, node, depth.gather(1, node.clamp(0, T - 1)))  # (B, S)
-    distance = depth[:, :, None] - position[:, None]  # (B, T, S)
-    if window:
-        visible &= distance < window
-    seen = visible.any(1)[:, None, :, None]  # the other rows may hold NaN, and 0 * NaN is NaN
-    k, v = (torch.where(seen, x[:, :, :S], 0).to(dtype).repeat_interleave(Hq // x.shape[1], dim=1)
-            for x in (k_cache, v_cache))  # (B, Hq, S, D)
-    scores = q.to(dtype).transpose(1, 2) @ k.mT * (D ** -0.5 if scale is None else scale)
-    if slopes is not None:
-        scores = scores - slopes.to(dtype)[:, None, None] * distance[:, None]
-    scores = scores.masked_fill(~visible[:, None], FINITE_MIN.value)  # (B, Hq, T, S)
-    weights = scores.softmax(-1).masked_fill(~visible[:, None], 0)
-    return (weights @ v).transpose(1, 2).to(q.dtype)  # (B, T, Hq, D)
-
-
-# --------------------------------------------------------------------------------------------------
-# linear_rows: a linear layer for few rows, with the operations around it
-#
-#   y = norm(x) @ weight.T + bias          norm: RMSNorm (arXiv 1910.07467), or none
-#   out = residual + y, or residual + act(gate) * up for y = [gate, up]
-#   weight = q * scale + minimum, rounded to x's dtype, if it is quantised (`Quantized`)
-#
-# RMSNorm multiplies a row by one number, and so does the product: the loop multiplies x by the
-# norm's weight, sums the squares of x beside it, and the result is scaled at the end.
-#
-# N: outputs. Bytes: N * C elements of weight as they are stored, read once per 32 or 64 rows.
-# FLOPs: 2 * M * N * C.
-# The weight is the first operand, whose tile has 16 or 32 outputs. Neither it nor the order of sums
-# depends on M, so the bits of a row do not depend on what is computed beside it. Hence nothing is
-# split over C.
-
-class Quantized(NamedTuple):
-    """A weight [N, C] = q * scale + minimum. C / G inputs of a row share a scale."""
-    q: torch.Tensor       # int8 or float8_e4m3 [N, C]; uint8 [N, C / 2]: two of 4 bits, low first
-    scales: torch.Tensor  # [G, N], any float
-    minimums: torch.Tensor | None = None  # [G, N]; uint8 or int8: zeros, minimum = -zero * scale
-    order: torch.Tensor | None = None     # int32 [C]: the channel of x for each input
-
-    @property
-    def shape(self):
-        N, bytes_per_row = self.q.shape
-        return torch.Size((N, bytes_per_row * self.per_byte))
-
-    @property
-    def per_byte(self):
-        return 2 if self.q.dtype == torch.uint8 else 1
-
-    @property
-    def group(self):
-        """Inputs that share a scale."""
-        return self.shape[1] // len(self.scales)
-
-    def values(self, dtype=torch.float32, rows=None):
-        """`dequantize` by the formula."""
-        select = lambda x: x if x is None or rows is None else x[..., rows]
-        scales, minimums = (select(x) for x in (self.scales, self.minimums))
-        scales = scales.float().movedim(0, -1)[..., None]  # (N, G, 1)
-        q = self.q if rows is None else self.q[rows]
-        q = unpack_nibbles(q) if self.per_byte == 2 else q
-        values = q.float().unflatten(-1, (-1, self.group)) * scales  # (N, G, group)
-        if minimums is not None:
-            factor = 1 if minimums.is_floating_point() else -scales
-            values += minimums.float().movedim(0, -1)[..., None] * factor
-        values = values.flatten(-2).to(dtype)
-        if self.order is None:
-            return values
-        return torch.empty_like(values).index_copy_(-1, self.order.long(), values)
-
-
-def unpack_nibbles(x):
-    """uint8 [..., n] -> its numbers of 4 bits, uint8 [..., 2 n], low ones first."""
-    return torch.stack((x & 15, x >> 4), dim=-1).flatten(-2)
-
-
-@triton.jit
-def _small_float(x, ZERO: tl.constexpr):
-    """uint8 - ZERO in float32, exactly. The bits of 2^23 + x are set, because conversions have a
-    quarter of the rate of other instructions."""
-    return (x.to(tl.int32) | 0x4B000000).to(tl.float32, bitcast=True) - (8388608.0 + ZERO)
-
-
-@triton.jit
-def _numbers(q, PER_BYTE: tl.constexpr):
-    """The numbers of quantised weights in float32. uint8 of one per byte is float8_e4m3, whose NaN
-    becomes 480."""
-    if PER_BYTE == 2:
-        numbers = _small_float(tl.interleave(q & 15, q >> 4), 0)
-    elif q.dtype == tl.int8:
-        numbers = _small_float(q.to(tl.uint8, bitcast=True) ^ 128, 128)
-    else:  # float16 with the same bits of exponent and mantissa is 256 times smaller
-        half = ((q & 0x80).to(tl.uint16) << 8) | ((q & 0x7F).to(tl.uint16) << 7)
-        numbers = half.to(tl.float16, bitcast=True).to(tl.float32) * 256.0
-    return numbers
-
-
-@triton.jit
-def _scaled(numbers, scales_ptr, minimums_ptr, n, start, N, C: tl.constexpr, GROUP: tl.constexpr):
-    """Numbers [BLOCK_N, BLOCK_C] times their scales plus their minimums."""
-    BLOCK_N: tl.constexpr = numbers.shape[0]
-    BLOCK_C: tl.constexpr = numbers.shape[1]
-    # of the tile; a single group may have any size
-    GROUPS: tl.constexpr = BLOCK_C // GROUP if GROUP < min(C, BLOCK_C) else 1
-    group = tl.minimum(start // GROUP + tl.arange(0, GROUPS), (C - 1) // GROUP)
-    # Where n is contiguous, masked loads of two or more values are pipelined; clamped ones are not.
-    places = group.to(tl.int64)[None, :] * N + n[:, None]
-    inside = (n < N)[:, None]
-    scales = tl.load(scales_ptr + places, mask=inside, other=0.0).to(tl.float32)
-    numbers = tl.reshape(numbers, [BLOCK_N, GROUPS, BLOCK_C // GROUPS]) * scales[:, :, None]
-    if minimums_ptr is not None:
-        minimums = tl.load(minimums_ptr + places, mask=inside, other=0).to(tl.float32)
-        if minimums_ptr.dtype.element_ty.is_int():
-            minimums *= -scales
-        numbers += minimums[:, :, None]
-    return tl.reshape(numbers, [BLOCK_N, BLOCK_C])
-
-
-@triton.jit
-def _load_weight(
-    weight_ptr, scales_ptr, minimums_ptr, stride_n, stride_k, n, start, N, dtype: tl.constexpr,
-    C: tl.constexpr, GROUP: tl.constexpr, PER_BYTE: tl.constexpr, BLOCK_C: tl.constexpr,
-):
-    """The tile of weights [BLOCK_N, BLOCK_C] of outputs n and inputs start, start + 1, ... N: all
-    outputs. GROUP: inputs that share a scale; 0 if the weight is not quantised."""
-    inputs = (start // PER_BYTE + tl.arange(0, BLOCK_C // PER_BYTE)).to(tl.int64)[None, :]
-    inside = (inputs < C // PER_BYTE) | (C % BLOCK_C == 0)
-    # [BLOCK_N, BLOCK_C / PER_BYTE]
-    row = tl.minimum(n, N - 1).to(tl.int64)[:, None]
-    weight = tl.load(weight_ptr + row * stride_n + inputs * stride_k, mask=inside, other=0)
-    if GROUP != 0:
-        weight = _scaled(_numbers(weight, PER_BYTE), scales_ptr, minimums_ptr, n, start, N, C,
-                         GROUP).to(dtype)
-    return weight
-
-
-@triton.jit
-def _fold(x, WIDTH: tl.constexpr):
-    """Adds neighbours of each row until `WIDTH` sums are left. The order of tl.sum depends on the
-    layout, which the compiler chooses, and not alike for all numbers of rows."""
-    for _ in tl.static_range(7):
-        if x.shape[1] > WIDTH:
-            left, right = tl.split(tl.reshape(x, [x.shape[0], x.shape[1] // 2, 2]))
-            x = left + right
-    return x
-
-
-@triton.jit
-def _activate(gate, GELU: tl.constexpr):
-    """SiLU, or GELU in its tanh approximation."""
-    z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
-    return gate * tl.sigmoid(z)
-
-
-@triton.jit(do_not_specialize=["M"])
-def _linear_rows_kernel(
-    x_ptr, norm_ptr, order_ptr, weight_ptr, scales_ptr, minimums_ptr, stride_wn, stride_wk,
-    bias_ptr, residual_ptr, out_ptr, stride_xm, stride_xk, eps, M, N, C: tl.constexpr,
-    GATED: tl.constexpr, GELU: tl.constexpr, GROUP: tl.constexpr, PER_BYTE: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_C: tl.constexpr,
-):
-    """Program (tile of rows, tile of outputs). GATED: outputs N, N + 1, ... are up, others gate."""
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    n = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    outputs = 2 * N if GATED else N
-    x_ptrs = x_ptr + m.to(tl.int64)[:, None] * stride_xm
-    acc = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    up = tl.zeros([BLOCK_N, BLOCK_M], tl.float32)
-    # A thread loads 16 bytes of x, whose squares it adds up.
-    SUMS: tl.constexpr = BLOCK_C * dtype.primitive_bitwidth // 128
-    squares = tl.zeros([BLOCK_M, SUMS], tl.float32)
-    for start in range(0, C, BLOCK_C):
-        inputs = start + tl.arange(0, BLOCK_C)
-        inside = (inputs < C) | (C % BLOCK_C == 0)
-        if order_ptr is not None:
-            inputs = tl.load(order_ptr + inputs, mask=inside, other=0)
-        # [BLOCK_M, BLOCK_C]
-        x = tl.load(x_ptrs + inputs.to(tl.int64)[None, :] * stride_xk,
-                    mask=(m < M)[:, None] & inside[None, :], other=0.0)
-        if norm_ptr is not None:
-            norm = tl.load(norm_ptr + inputs, mask=inside, other=0.0).to(tl.float32)
-            exact = x.to(tl.float32)
-            squares += _fold(exact * exact, SUMS)
-            x = (exact * norm[None, :]).to(dtype)
-        # [BLOCK_N, BLOCK_M] += [BLOCK_N, BLOCK_C] @ [BLOCK_C, BLOCK_M]
-        weight = _load_weight(weight_ptr, scales_ptr, minimums_ptr, stride_wn, stride_wk, n, start,
-                              outputs, dtype, C, GROUP, PER_BYTE, BLOCK_C)
-        acc = _dot(weight, tl.trans(x), acc)
-        if GATED:
-            weight = _load_weight(weight_ptr, scales_ptr, minimums_ptr, stride_wn, stride_wk,
-                                  n + N, start, outputs, dtype, C, GROUP, PER_BYTE, BLOCK_C)
-            up = _dot(weight, tl.trans(x), up)
-
-    output = tl.minimum(n, N - 1)
-    if norm_ptr is not None:
-        scale = tl.rsqrt(tl.reshape(_fold(squares, 1), [1, BLOCK_M]) / C + eps)
-        acc *= scale
-        up *= scale
-    if bias_ptr is not None:
-        acc += tl.load(bias_ptr + output).to(tl.float32)[:, None]
-    if GATED:
-        if bias_ptr is not None:
-            up += tl.load(bias_ptr + output + N).to(tl.float32)[:, None]
-        acc = _activate(acc, GELU) * up
-    places = m.to(tl.int64)[None, :] * N + n[:, None]
-    mask = (m < M)[None, :] & (n < N)[:, None]
-    if residual_ptr is not None:
-        acc += tl.load(residual_ptr + places, mask=mask, other=0.0).to(tl.float32)
-    tl.store(out_ptr + places, acc.to(out_ptr.dtype.element_ty), mask=mask)
-
-
-def linear_rows(x, weight, bias=None, *, norm=None, eps=1e-5, activation=None, residual=None,
-                dtype=None):
-    """A linear layer for x [..., C], meant for up to 64 rows -> [..., N]. weight: [N, C], or a
-    `Quantized` one. bias [N]. norm [C]: the weight of an RMSNorm of x before the product.
-    activation, "silu" or "gelu": weight and bias are those of gate, then up, of N outputs each, and
-    the result is act(gate) * up. residual [..., N]: added at the end. dtype: the result's, default
-    x's."""
-    *rows, C = x.shape
-    outputs = weight.shape[0]
-    parts = 1 if activation is None else 2
-    N = outputs // parts
-    plain = _check_weight(weight, x)
-    _sizes(f"x ... C real, weight {outputs} C same, norm C same|float32, bias {outputs} same, "
-           f"residual ... {N} same", x, plain, norm, bias, residual)
-    _check(activation in (None, "silu", "gelu") and parts * N == outputs,
-           "silu or gelu, and weight [2 N, C], or None", activation, weight.shape)
-    if not runs_triton(x, plain, norm, bias, residual):
-        return linear_rows_reference(x, weight, bias, norm=norm, eps=eps, activation=activation,
-                                     residual=residual, dtype=dtype)
-    x = x.reshape(-1, C)
-    M = len(x)
-    norm, bias, residual = map(_contiguous, (norm, bias, residual))
-    out = torch.empty(*rows, N, dtype=dtype or x.dtype, device=x.device)
-    order, tensors, constants = _stored(weight)
-    size = tensors[0].element_size() / constants["PER_BYTE"]
-    blocks = _linear_blocks(M, C, size, x.dtype, activation is not None, norm is not None)
-    _launch(_linear_rows_kernel,
-            (triton.cdiv(M, blocks["BLOCK_M"]), triton.cdiv(N, blocks["BLOCK_N"])),
-            x, norm, order, *tensors, bias, residual, out, *_strides(x), eps, M, N, C=C,
-            GATED=activation is not None, GELU=activation == "gelu", **constants, **blocks)
-    return out
-
-
-def _check_weight(weight, x=None):
-    """Checks a `Quantized` weight, for a product with x -> None. Any other is returned as it is."""
-    if not isinstance(weight, Quantized):
-        return weight
-    _sizes("q N n packed, scales G N float, minimums G N minimum, order C int32", *weight)
-    C = weight.shape[1]
-    groups = 1, *(C / size for size in (16, 32, 64, 128))
-    _check(len(weight.scales) in groups and (weight.order is None or len(weight.order) == C)
-           and (x is None or x.shape[-1] == C and x.device == weight.q.device),
-           f"x [..., {C}] on the weight's device, a scale per 16, 32, 64, 128 or all inputs", x,
-           *weight)
-    return None
-
-
-def _stored(weight):
-    """How kernels read a weight -> (order, tensors and strides, constants)."""
-    if not isinstance(weight, Quantized):
-        return None, (weight, None, None, *_strides(weight)), dict(GROUP=0, PER_BYTE=1)
-    q, *others = weight
-    scales, minimums, order = map(_contiguous, others)
-    if q.dtype == torch.float8_e4m3fn:  # Triton converts it only on new GPUs
-        q = q.view(torch.uint8)
-    constants = dict(GROUP=weight.group, PER_BYTE=weight.per_byte)
-    return order, (q, scales, minimums, *_strides(q)), constants
-
-
-def linear_rows_reference(x, weight, bias=None, *, norm=None, eps=1e-5, activation=None,
-                          residual=None, dtype=None):
-    if norm is not None:
-        x = F.rms_norm(x, x.shape[-1:], norm.to(x.dtype), eps)
-    if isinstance(weight, Quantized):
-        weight = dequantize(weight, x.dtype)
-    out = F.linear(x, weight, bias)
-    out = out if activation is None else glu_reference(out, activation)
-    out = out if residual is None else residual + out
-    return out.to(dtype or x.dtype)
-
-
-@triton.jit
-def _dequantize_kernel(
-    weight_ptr, scales_ptr, minimums_ptr, stride_wn, stride_wk, order_ptr, rows_ptr, out_ptr, n, N,
-    C: tl.constexpr, GROUP: tl.constexpr, PER_BYTE: tl.constexpr, BLOCK_N: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Program (tile of rows, tile of inputs)."""
-    start = tl.program_id(1) * BLOCK_C
-    place = tl.program_id(0).to(tl.int64) * BLOCK_N + tl.arange(0, BLOCK_N)
-    row = tl.minimum(place, n - 1)
-    if rows_ptr is not None:
-        row = tl.load(rows_ptr + row)
-    values = _load_weight(weight_ptr, scales_ptr, minimums_ptr, stride_wn, stride_wk, row, start,
-                          N, out_ptr.dtype.element_ty, C, GROUP, PER_BYTE, BLOCK_C)
-    inputs = start + tl.arange(0, BLOCK_C)
-    inside = inputs < C
-    if order_ptr is not None:
-        inputs = tl.load(order_ptr + inputs, mask=inside, other=0)
-    tl.store(out_ptr + place[:, None] * C + inputs[None, :], values,
-             mask=(place < n)[:, None] & inside[None, :])
-
-
-def dequantize(weight, dtype, rows=None):
-    """A `Quantized` weight [N, C], or these rows of it, int64 [...] -> [N or ..., C] of this
-    dtype."""
-    _check_weight(weight)
-    N, C = weight.shape
-    if not runs_triton(weight.q):
-        return weight.values(dtype, rows)
-    rows = _contiguous(rows)
-    shape = (N,) if rows is None else rows.shape
-    out = torch.empty(*shape, C, dtype=dtype, device=weight.q.device)
-    n = math.prod(shape)
-    order, tensors, constants = _stored(weight)
-    _launch(_dequantize_kernel, (triton.cdiv(n, 8), triton.cdiv(C, 512)),
-            *tensors, order, rows, out, n, N, C=C, **constants, BLOCK_N=8, BLOCK_C=512, num_warps=4)
-    return out
-
-
-# --------------------------------------------------------------------------------------------------
-# project_topk and project_sample: one pass over the LM head
-#
-#   project_topk     logits = hidden @ weight.T; the k largest of logits - logsumexp(logits)
-#   project_sample   argmax_t(logits_t / temperature + gumbel(seed, sequence, position, t)), which
-#                    samples softmax(logits / temperature); at temperature 0 argmax_t(logits_t);
-#                    with masks, over the tokens t whose bit t % 32 of word t // 32 is set
-#
-# Bytes: V * C elements of weight, read once. FLOPs: 2 * M * V * C. Two programs per multiprocessor
-# walk the vocabulary in tiles, each with a running log-sum-exp and a list of its best tokens, and a
-# small second kernel merges the lists. The logits are never stored. NaN counts as -inf.
-#
-# The noise is a pure function of its arguments, computed where it is added. The splitmix64
-# finalizer turns (seed, sequence, position) into a 64-bit key per row. The 32-bit finalizer
-# lowbias32 then runs per token. One half of the key is mixed in before its multiplications, the
-# other between them: with one half alone, a row's noise could be a permutation of another's.
-
-@triton.jit
-def _splitmix64(x):
-    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
-    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
-    return x ^ (x >> 31)
-
-
-@triton.jit
-def _load_key(seed_ptr, sequence_ptr, position_ptr, b, m):
-    """The 64-bit noise key of row m in sequence b, as two uint32."""
-    key = _splitmix64(tl.load(seed_ptr + b).to(tl.uint64) + 0x9E3779B97F4A7C15)
-    key = _splitmix64(key + tl.load(sequence_ptr + b).to(tl.int64).to(tl.uint64))
-    key = _splitmix64(key + tl.load(position_ptr + m).to(tl.int64).to(tl.uint64))
-    return key.to(tl.uint32), (key >> 32).to(tl.uint32)
-
-
-@triton.jit
-def _gumbel(low, high, tokens):
-    """`gumbel` from row keys (low, high) and tokens, all uint32."""
-    key = tokens ^ low
-    key = (key ^ (key >> 16)) * 0x7FEB352D
-    key = key ^ high
-    key = (key ^ (key >> 15)) * 0x846CA68B
-    key = key ^ (key >> 16)
-    uniform = ((key >> 8) | 1).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
-    return -tl.log(-tl.log(uniform))
-
-
-@triton.jit
-def _add_noise(x, temperature, low, high, tokens):
-    """x + `gumbel`, or x at temperature 0."""
-    return tl.where(temperature > 0, x + _gumbel(low, high, tokens), x)
-
-
-def gumbel(seed, sequence, position, tokens):
-    """Gumbel noise float32 [M, n], the same on every machine except for the logarithm's rounding.
-    seed: up to 64 bits, or int64 [B]. sequence: a number per sequence, int [B]; each sequence has
-    M / B rows. position: int [M]. tokens: int [n]."""
-    # mixed one by one, so that seed 1, sequence 0 differs from seed 0, sequence 1
-    key = _splitmix64_torch(filled(seed, position) - 0x61C8864680B583EB)
-    key = _splitmix64_torch(key + sequence.long())  # (B,)
-    key = _splitmix64_torch(per_row(key, position) + position.long()[:, None])  # (M, 1)
-    x = (tokens ^ key) & 0xFFFFFFFF  # (M, n), of 32 bits
-    x = (x ^ (x >> 16)) * 0x7FEB352D
-    x = (x ^ (key >> 32)) & 0xFFFFFFFF
-    x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
-    x = (x ^ (x >> 16)) >> 8 | 1
-    return -(-(x.float() * 2.0 ** -24).log()).log()  # odd / 2^24: never 0 and never 1
-
-
-def _splitmix64_torch(x):
-    """`_splitmix64` on int64: the masks remove the copies of the sign bit that >> makes."""
-    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
-    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
-    return x ^ ((x >> 31) & 0x1FFFFFFFF)
-
-
-def filled(x, rows, B=1):
-    """A number or a tensor [B] -> a contiguous tensor [B] on the device of `rows`."""
-    if not isinstance(x, torch.Tensor):
-        x = (x + 2**63) % 2**64 - 2**63 if isinstance(x, int) else x  # wraps an unsigned seed
-        x = torch.full((B,), x, device=rows.device)
-    return x.contiguous()
-
-
-def per_row(x, rows):
-    """A number, or a tensor [B] with one per M / B rows -> [M, 1]. rows: [M, ...]."""
-    x = filled(x, rows)
-    return x.repeat_interleave(len(rows) // len(x))[:, None]
-
-
-@triton.jit
-def _allowed(masks_ptr, row, columns, V):
-    """Whether these columns' bits are set in a row of masks; not beyond V."""
-    words = masks_ptr + row.to(tl.int64) * ((V + 31) // 32) + columns // 32
-    return (tl.load(words, mask=columns < V, other=0) >> columns % 32) & 1 != 0
-
-
-def mask_logits(logits, masks):
-    """logits [M, V] with -inf for the tokens that masks forbid, int32 [M, ceil(V / 32)] with a bit
-    for each token; None: allow all."""
-    if masks is None:
-        return logits
-    bits = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device)
-    forbidden = (bits & 1 == 0).flatten(1)[:, :logits.shape[1]]
-    return logits.masked_fill(forbidden, -math.inf)
-
-
-@triton.jit
-def _order(x):
-    """float32 -> int32 in the same order."""
-    bits = tl.where(x == 0.0, 0, x.to(tl.int32, bitcast=True))  # -0.0 is 0.0
-    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
-
-
-@triton.jit
-def _value(order):
-    """The inverse of `_order`."""
-    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
-
-
-@triton.jit
-def _pack_entries(scores, columns):
-    """int64 entries, ordered by score; of equal scores the lower column is larger."""
-    return (_order(scores).to(tl.int64) << 32) | (columns ^ NO_TOKEN)
-
-
-@triton.jit
-def _take_best(entries, best):
-    """Merges a tile's entries [rows, n] into each row's list of its best, [rows, k], in any order.
-    A round replaces the least of a list by the largest of the tile; the first tile takes k."""
-    largest = tl.max(entries, 1)
-    if best.shape[1] == 1:
-        return tl.maximum(best, largest[:, None])
-    least = tl.min(best, 1)
-    while tl.max((largest > least).to(tl.int32), 0) > 0:
-        best = tl.where(best == least[:, None], tl.maximum(best, largest[:, None]), best)
-        largest = tl.max(tl.where(entries < largest[:, None], entries, NO_ENTRY), 1)
-        least = tl.min(best, 1)
-    return best
-
-
-@triton.jit(do_not_specialize=["M", "T", "programs"])
-def _project_kernel(
-    hidden_ptr, weight_ptr, scales_ptr, minimums_ptr, stride_wv, stride_wc, vocab_ids_ptr,
-    temperature_ptr, seed_ptr, sequence_ptr, position_ptr, masks_ptr, entries_ptr, lse_ptr,
-    stride_hm, stride_hc, programs, M, T, V, C: tl.constexpr, BLOCK_K: tl.constexpr,
-    GROUP: tl.constexpr, PER_BYTE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-):
-    """Program (tile of rows; p): the k best and the log-sum-exp of vocabulary tiles p, p +
-    programs, ... One loop over (tile, channels) loads the next weights during a search."""
-    program = tl.program_id(1)
-    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
-    row_mask = m < M
-    row = tl.minimum(m, M - 1)[:, None]
-    hidden_ptrs = hidden_ptr + row.to(tl.int64) * stride_hm
-    slots = tl.arange(0, BLOCK_K).to(tl.int64)[None, :]
-    # Empty slots hold NO_ENTRY, NO_ENTRY + 1, ...: a round finds the slot to replace by its entry.
-    best = tl.full([BLOCK_M, BLOCK_K], NO_ENTRY, tl.int64) + slots
-    row_max = tl.full([BLOCK_M], FINITE_MIN, tl.float32)
-    row_sum = tl.zeros([BLOCK_M], tl.float32)
-    if sequence_ptr is not None:
-        low, high = _load_key(seed_ptr, sequence_ptr, position_ptr, row // T, row)
-
-    # Hopper's wide tensor-core instructions need 64 rows or more in the first operand, so few
-    # hidden states are the second.
-    VOCABULARY_FIRST: tl.constexpr = BLOCK_M < 32
-    CHUNKS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
-    acc = tl.zeros([BLOCK_V, BLOCK_M] if VOCABULARY_FIRST else [BLOCK_M, BLOCK_V], tl.float32)
-    tiles = tl.cdiv(tl.cdiv(V, BLOCK_V) - program, programs)
-    for step in range(0, tiles * CHUNKS):
-        tile_start = (program + step // CHUNKS * programs) * BLOCK_V
-        column = tile_start + tl.arange(0, BLOCK_V)
-        output = tl.minimum(column, V - 1)
-        start = step % CHUNKS * BLOCK_C
-        channels = (start + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
-        inside = (channels < C) | (C % BLOCK_C == 0)
-        # [BLOCK_V, BLOCK_C]
-        weight = _load_weight(weight_ptr, scales_ptr, minimums_ptr, stride_wv, stride_wc, column,
-                              start, V, hidden_ptr.dtype.element_ty, C, GROUP, PER_BYTE, BLOCK_C)
-        # [BLOCK_M, BLOCK_C]
-        hidden = tl.load(hidden_ptrs + channels * stride_hc, mask=inside, other=0.0)
-        if VOCABULARY_FIRST:  # [BLOCK_V, BLOCK_M] += [BLOCK_V, BLOCK_C] @ [BLOCK_C, BLOCK_M]
-            acc = _dot(weight, tl.trans(hidden), acc)
-        else:  # [BLOCK_M, BLOCK_V] += [BLOCK_M, BLOCK_C] @ [BLOCK_C, BLOCK_V]
-            acc = _dot(hidden, tl.trans(weight), acc)
-        if step % CHUNKS == CHUNKS - 1:
-            # [BLOCK_M, BLOCK_V]
-            scores = tl.trans(acc) if VOCABULARY_FIRST else acc
-            scores = tl.where((column < V)[None, :] & (scores == scores), scores, float("-inf"))
-            if masks_ptr is not None:
-                scores = tl.where(_allowed(masks_ptr, row, column[None, :], V), scores,
-                                  float("-inf"))
-            acc = tl.zeros(acc.shape, tl.float32)
-            if sequence_ptr is not None:
-                token = output
-                if vocab_ids_ptr is not None:
-                    token = tl.load(vocab_ids_ptr + output)
-                ids = token.to(tl.uint32)[None, :]
-                temperature = tl.load(temperature_ptr + row // T)  # late, to save registers
-                if lse_ptr is not None:
-                    scores += temperature * _gumbel(low, high, ids)
-                else:
-                    scores /= tl.where(temperature > 0, temperature, 1.0)
-                    scores = _add_noise(scores, temperature, low, high, ids)
-            if lse_ptr is not None:
-                new_max = tl.maximum(row_max, tl.max(scores, 1))
-                row_sum *= tl.exp(row_max - new_max)
-                row_sum += tl.sum(tl.exp(scores - new_max[:, None]), 1)
-                row_max = new_max
-            best = _take_best(_pack_entries(scores, column[None, :]), best)
-
-    lists = m * programs + program
-    if lse_ptr is not None:
-        tl.store(lse_ptr + lists, row_max + tl.log(row_sum), mask=row_mask)
-    tl.store(entries_ptr + lists[:, None] * BLOCK_K + slots, best, mask=row_mask[:, None])
-
-
-@triton.jit(do_not_specialize=["programs", "n", "k"])
-def _merge_lists_kernel(
-    entries_ptr, lse_ptr, vocab_ids_ptr, logprobs_ptr, tokens_ptr, programs, n, k,
-    BLOCK_ENTRIES: tl.constexpr,
-):
-    """Program m: the k best of the n entries of row m's lists; ties go to the lowest column."""
-    row = tl.program_id(0).to(tl.int64)
-    index = tl.arange(0, BLOCK_ENTRIES)
-    entries = tl.load(entries_ptr + row * n + index, mask=index < n, other=NO_ENTRY)
-    if lse_ptr is not None:
-        # [BLOCK_ENTRIES], one per program
-        lse = tl.load(lse_ptr + row * programs + index, mask=index < programs, other=float("-inf"))
-        max_lse = tl.max(lse, 0)
-        lse = max_lse + tl.log(tl.sum(tl.exp(lse - max_lse), 0))
-    for slot in range(0, k):
-        entry = tl.max(entries, 0)
-        entries = tl.where(entries == entry, NO_ENTRY, entries)
-        token = entry.to(tl.int32) ^ NO_TOKEN
-        if vocab_ids_ptr is not None:
-            token = tl.load(vocab_ids_ptr + token)
-        tl.store(tokens_ptr + row * k + slot, token.to(tl.int64))
-        if lse_ptr is not None:
-            logprob = _value((entry >> 32).to(tl.int32)) - lse
-            tl.store(logprobs_ptr + row * k + slot, logprob)
-
-
-def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(None,) * 4,
-                    masks=None):
-    """Launches both kernels -> tokens [M, k]; fills logprobs [M, k] unless None."""
-    M, C = hidden.shape
-    vocab_ids = _contiguous(vocab_ids)
-    T = 1 if noise[0] is None else M // len(noise[0])
-    V = weight.shape[0]
-    order, tensors, constants = _stored(weight)
-    hidden = hidden if order is None else hidden[:, order.long()]
-    multiprocessors = _gpu(hidden.device).multi_processor_count
-    blocks = _project_blocks(
-        M, k, hidden.dtype, _aligned(hidden, tensors[0]),
-        small_vocabulary=V < 128 * multiprocessors, noisy=noise[0] is not None,
-        unpacks=isinstance(weight, Quantized), masked=masks is not None)
-    m_tiles = triton.cdiv(M, blocks["BLOCK_M"])
-    tiles = triton.cdiv(V, blocks["BLOCK_V"])
-    at_once = min(max(2 * multiprocessors // m_tiles, 1), 512)  # the merge takes up to 512 lists
-    programs = triton.cdiv(tiles, triton.cdiv(tiles, at_once))  # tile counts differ by at most 1
-    BLOCK_K = triton.next_power_of_2(k)  # entries of a list
-    entries = hidden.new_empty((M, programs, BLOCK_K), dtype=torch.int64)
-    tokens = hidden.new_empty((M, k), dtype=torch.int64)
-    lse = None if logprobs is None else logprobs.new_empty(M, programs)
-    n = programs * BLOCK_K
-    BLOCK_ENTRIES = triton.next_power_of_2(n)
-    _launch(_project_kernel, (m_tiles, programs),
-            hidden, *tensors, vocab_ids, *noise, masks, entries, lse, *_strides(hidden), programs,
-            M, T, V, C=C, BLOCK_K=BLOCK_K, **constants, **blocks)
-    _launch(_merge_lists_kernel, (M,),
-            entries, lse, vocab_ids, logprobs, tokens, programs, n, k,
-            BLOCK_ENTRIES=BLOCK_ENTRIES, num_warps=_num_warps(BLOCK_ENTRIES, 512))
-    return tokens
-
-
-def _check_head(hidden, weight, temperature, seed, sequence, position, vocab_ids=None, masks=None):
-    V = weight.shape[0]
-    M, *_ = _sizes(
-        f"hidden M C real, weight {V} C same, sequence B int, position M int, temperature B "
-        f"float32, seed B int64, vocab_ids {V} int32, masks M words int32", hidden,
-        _check_weight(weight, hidden), sequence, position, temperature, seed, vocab_ids, masks)
-    _check(sequence is None or M % len(sequence) == 0, "M / B rows per sequence", hidden, sequence)
-    _check_masks(masks, V)
-
-
-def project_topk(hidden, weight, k, vocab_ids=None, noise=None):
-    """The k most likely tokens of each row of hidden [M, C], best first, ties by lower id ->
-    (logprobs float32 [M, k], tokens int64 [M, k]). weight: [V, C]. vocab_ids int32 [V]: the tokens
-    of its rows, for a draft vocabulary (FR-Spec, arXiv 2502.14856); ties go to the first row; None:
-    the rows' indices. noise: (temperature, seed, sequence, position) as in `project_sample`: adds
-    temperature * noise to the logits, which favours the tokens that the sampler will choose."""
-    _check_head(hidden, weight, *([None] * 4 if noise is None else noise), vocab_ids)
-    V = weight.shape[0]
-    _check(1 <= k <= min(V, 32), "1 <= k <= 32, and k <= V", k, V)
-    if not runs_triton(hidden):
-        return project_topk_reference(hidden, weight, k, vocab_ids, noise)
-    logprobs = hidden.new_empty((len(hidden), k), dtype=torch.float32)
-    noise = [None] * 4 if noise is None else [filled(x, hidden, len(noise[2])) for x in noise]
-    return logprobs, _project_triton(hidden, weight, k, vocab_ids, logprobs, noise)
-
-
-def project_topk_reference(hidden, weight, k, vocab_ids=None, noise=None):
-    return best_tokens(float_logits(hidden, weight), k, vocab_ids, noise)
-
-
-def best_tokens(logits, k, vocab_ids=None, noise=None):
-    """`project_topk` from logits [M, V]."""
-    tokens = vocab_ids
-    if vocab_ids is None:
-        tokens = torch.arange(logits.shape[1], device=logits.device)
-    if noise is not None:
-        temperature, *key = noise
-        logits = logits + per_row(temperature, logits) * gumbel(*key, tokens)
-    columns = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
-    return logits.log_softmax(-1).gather(1, columns), tokens[columns].long()
-
-
-def project_sample(hidden, weight, temperature, seed, sequence, position, masks=None):
-    """The model's next token for each row of hidden [M, C] -> int64 [M]: argmax at temperature 0,
-    otherwise a sample; ties go to the lowest id. weight: [V, C]. temperature: a number or float32
-    [B]. masks: as in `mask_logits`. The rest as in `gumbel`."""
-    _check_head(hidden, weight, temperature, seed, sequence, position, masks=masks)
-    if not runs_triton(hidden):
-        return project_sample_reference(hidden, weight, temperature, seed, sequence, position,
-                                        masks)
-    masks = _contiguous(masks)
-    if not isinstance(temperature, torch.Tensor) and temperature == 0:
-        return _project_triton(hidden, weight, 1, masks=masks)[:, 0]
-    noise = [filled(x, hidden, len(sequence)) for x in (temperature, seed, sequence, position)]
-    return _project_triton(hidden, weight, 1, noise=noise, masks=masks)[:, 0]
-
-
-def project_sample_reference(hidden, weight, temperature, seed, sequence, position, masks=None):
-    logits = mask_logits(float_logits(hidden, weight), masks)
-    return gumbel_argmax(logits, temperature, seed, sequence, position)
-
-
-def float_logits(hidden, weight):
-    """Logits [M, V] in float32: rounding would cause ties."""
-    if isinstance(weight, Quantized):
-        if runs_triton(hidden):
-            return linear_rows(hidden, weight, dtype=torch.float32)
-        weight = dequantize(weight, hidden.dtype)
-    if hidden.is_cuda and hidden.dtype != torch.float32:
-        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
-    return (weight.float() @ hidden.float().T).T.contiguous()  # twice as fast on a CPU for small M
-
-
-# --------------------------------------------------------------------------------------------------
-# commit_path
-#
-#   kv[:, :, b, :, lengths[b] + j] = old kv[:, :, b, :, lengths[b] + path[b, j]]  for j < count[b]
-#
-# Bytes: 2 * L * Hkv * D elements read and written per moved row. One launch moves all layers.
-
-@triton.jit(do_not_specialize=["P", "S", "Hkv"])
-def _commit_path_kernel(
-    kv_ptr, lengths_ptr, path_ptr, count_ptr, slots_ptr,
-    stride_kvl, stride_kvside, stride_kvb, stride_kvh, stride_kvs, stride_kvd, P, S, Hkv,
-    D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
-):
-    """Program (sequence and kv head; layer, keys or values): moves rows of one [S, D] slice."""
-    b = (tl.program_id(0) // Hkv).to(tl.int64)
-    slot = _slot(slots_ptr, b)
-    head = (tl.program_id(0) % Hkv).to(tl.int64)
-    layer = (tl.program_id(1) // 2).to(tl.int64)
-    side = (tl.program_id(1) % 2).to(tl.int64)
-    index = tl.arange(0, BLOCK_P)
-    dims = tl.arange(0, BLOCK_D).to(tl.int64)
-    valid = (index < P) & (index < tl.load(count_ptr + b))
-    nodes = tl.load(path_ptr + b * P + index, mask=valid, other=0).to(tl.int64)  # [BLOCK_P]
-    target = tl.load(lengths_ptr + slot).to(tl.int64) + index
-    source = target - index + nodes
-    moved = valid & (nodes != index) & (target >= 0) & (target < S) & (source >= 0) & (source < S)
-    moved = moved[:, None] & (dims < D)[None, :]
-    slice_ptr = kv_ptr + layer * stride_kvl + side * stride_kvside
-    slice_ptr = slice_ptr + slot * stride_kvb + head * stride_kvh
-    slice_ptrs = slice_ptr + dims[None, :] * stride_kvd
-    tile = tl.load(slice_ptrs + source[:, None] * stride_kvs, mask=moved)  # [BLOCK_P, BLOCK_D]
-    tl.debug_barrier()  # all warps read before any writes: a target may be another row's source
-    tl.store(slice_ptrs + target[:, None] * stride_kvs, tile, mask=moved)
-
-
-def commit_path(kv, lengths, path, count, slots=None):
-    """Moves the accepted nodes' keys and values to the front of their tree, in place, in all layers
-    of kv [L, 2, B, Hkv, S, D]. path [B, P]: ascending nodes from 0; the first count[b] are used.
-    slots: as in `tree_attention`."""
-    L, n_slots, Hkv, S, D, B, P = _sizes(
-        "kv L 2 slots Hkv S D real, lengths slots int32, path B P int, count B int, slots B int64",
-        kv, lengths, path, count, slots)
-    _check(P <= 64, "a path of at most 64 nodes", path)
-    _check_slots(slots, B, n_slots)
-    if not runs_triton(kv):
-        return commit_path_reference(kv, lengths, path, count, slots)
-    BLOCK_P, BLOCK_D = map(triton.next_power_of_2, (P, D))
-    inputs = map(_contiguous, (lengths, path, count, slots))
-    _launch(_commit_path_kernel, (B * Hkv, L * 2), kv, *inputs, *kv.stride(),
-            P, S, Hkv, D=D, BLOCK_P=BLOCK_P, BLOCK_D=BLOCK_D,
-            num_warps=_num_warps(BLOCK_P * BLOCK_D, 1024))
-
-
-def commit_path_reference(kv, lengths, path, count, slots=None):
-    index = torch.arange(path.shape[1], device=kv.device)
-    moved = (path != index) & (index < count[:, None])  # (B, P)
-    b, index = moved.nonzero(as_tuple=True)
-    slot = b if slots is None else slots[b]
-    target = lengths[slot] + index
-    source = lengths[slot] + path[b, index]
-    kv[:, :, slot, :, target] = kv[:, :, slot, :, source]  # (moved rows, L, 2, Hkv, D)
-
-
-# ==================================================================================================
-# The rest: launch settings, small operations on layers and trees, input checks.
-# --------------------------------------------------------------------------------------------------
-# Launch settings
-
-def runs_triton(*tensors):
-    """Whether to run the kernel on these tensors: not in float64, not if a gradient is required."""
-    x = tensors[0]
-    if not (HAS_TRITON and (x.is_cuda or INTERPRETED.value) and x.dtype != torch.float64):
-        return False
-    return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors))
-
-
-@lru_cache
-def _gpu(device):
-    """Properties of a GPU; off CUDA, in tests, those of an H200 with fewer multiprocessors."""
-    if device.type == "cuda":
-        return torch.cuda.get_device_properties(device)
-    return SimpleNamespace(multi_processor_count=4, shared_memory_per_multiprocessor=233472)
-
-
-def _launch(kernel, grid, *args, **options):
-    """Runs a kernel on the device of its first argument."""
-    with torch.cuda.device_of(args[0]):
-        kernel[grid](*args, **options)
-
-
-def _strides(x):
-    """Strides, but 0 for dimensions of size 1: their strides must not specialise the kernel."""
-    return tuple(stride if n > 1 else 0 for n, stride in zip(x.shape, x.stride()))
-
-
-def _aligned(*tensors):
-    """Whether rows can be loaded 16 bytes at a time: last stride 1, others multiples of 16."""
-    return all(_strides(x)[-1] == 1 and x.data_ptr() % 16 == 0
-               and all(stride % 16 == 0 for stride in _strides(x)[:-1]) for x in tensors)
-
-
-def _contiguous(x):
-    return x if x is None else x.contiguous()
-
-
-def _num_warps(elements, per_warp):
-    return min(max(elements // per_warp, 1), 16)
 
 
 ATTENTION_TILES = {
@@ -1140,31 +349,333 @@ def _splits(rows, min_split, BLOCK_Q, grid_rows, at_once, fewest):
     return min(range(fewest, triton.cdiv(rows, min_split) + 1), key=time)
 
 
-MOST_MEMORY = 96 * 1024  # bytes of shared memory that a program may have on any GPU
+def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=None,
+                             window=0, slots=None):
+    """`tree_attention` by the formula, in float32 or float64."""
+    B, T, Hq, D = q.shape
+    if slots is not None:
+        k_cache, v_cache, lengths = (x[slots] for x in (k_cache, v_cache, lengths))
+    S = min(int(lengths.max()) + T, k_cache.shape[2])  # no node sees later rows
+    dtype = torch.promote_types(q.dtype, torch.float32)
+    node = torch.arange(S, device=q.device) - lengths[:, None]  # (B, S), negative: committed
+    bits = ancestors[:, :, None] >> torch.arange(64, device=q.device) & 1  # (B, T, 64)
+    ancestor = bits.gather(2, node.clamp(0, 63)[:, None].expand(B, T, S))
+    visible = (node < 0)[:, None] | (node < T)[:, None] & (ancestor == 1)  # (B, T, S)
+    depth = (bits.sum(-1) - 1).clamp(min=0)  # (B, T)
+    position = torch.where(node < 0, node, depth.gather(1, node.clamp(0, T - 1)))  # (B, S)
+    distance = depth[:, :, None] - position[:, None]  # (B, T, S)
+    if window:
+        visible &= distance < window
+    seen = visible.any(1)[:, None, :, None]  # the other rows may hold NaN, and 0 * NaN is NaN
+    k, v = (torch.where(seen, x[:, :, :S], 0).to(dtype).repeat_interleave(Hq // x.shape[1], dim=1)
+            for x in (k_cache, v_cache))  # (B, Hq, S, D)
+    scores = q.to(dtype).transpose(1, 2) @ k.mT * (D ** -0.5 if scale is None else scale)
+    if slopes is not None:
+        scores = scores - slopes.to(dtype)[:, None, None] * distance[:, None]
+    scores = scores.masked_fill(~visible[:, None], FINITE_MIN.value)  # (B, Hq, T, S)
+    weights = scores.softmax(-1).masked_fill(~visible[:, None], 0)
+    return (weights @ v).transpose(1, 2).to(q.dtype)  # (B, T, Hq, D)
 
 
-LINEAR_TILES = {
-    # case: most BLOCK_M, before it spills; BLOCK_N, BLOCK_C, num_warps
-    "slow loads": (32, 32, 32, 4),  # float32, unaligned rows
-    "16 bits": (64, 16, 128, 2),
-    "norm, gated, or few inputs": (32, 32, 128, 2),
-    "quantised": (64, 16, 256, 2),
-}
+# --------------------------------------------------------------------------------------------------
+# project_topk and project_sample: one pass over the LM head
+#
+#   project_topk     logits = hidden @ weight.T; the k largest of logits - logsumexp(logits)
+#   project_sample   argmax_t(logits_t / temperature + gumbel(seed, sequence, position, t)), which
+#                    samples softmax(logits / temperature); at temperature 0 argmax_t(logits_t);
+#                    with masks, over the tokens t whose bit t % 32 of word t // 32 is set
+#
+# Bytes: V * C elements of weight, read once. FLOPs: 2 * M * V * C. Two programs per multiprocessor
+# walk the vocabulary in tiles, each with a running log-sum-exp and a list of its best tokens, and a
+# small second kernel merges the lists. The logits are never stored. NaN counts as -inf.
+#
+# The noise is a pure function of its arguments, computed where it is added. The splitmix64
+# finalizer turns (seed, sequence, position) into a 64-bit key per row. The 32-bit finalizer
+# lowbias32 then runs per token. One half of the key is mixed in before its multiplications, the
+# other between them: with one half alone, a row's noise could be a permutation of another's.
+
+@triton.jit
+def _splitmix64(x):
+    x = (x ^ (x >> 30)) * 0xBF58476D1CE4E5B9
+    x = (x ^ (x >> 27)) * 0x94D049BB133111EB
+    return x ^ (x >> 31)
 
 
-def _linear_blocks(M, C, size, dtype, gated, normed):
-    """Tile sizes and launch options; `pytest -m static` compiles every case. size: bytes of a
-    weight's number. BLOCK_C does not depend on M: it is the order of sums."""
-    case = "16 bits" if size == 2 else "quantised"
-    if dtype == torch.float32 or C % 16:
-        case = "slow loads"
-    elif gated or (size < 2 and (normed or C < 2048)):
-        case = "norm, gated, or few inputs"
-    most_rows, BLOCK_N, BLOCK_C, num_warps = LINEAR_TILES[case]
-    BLOCK_M = min(max(16, triton.next_power_of_2(M)), most_rows)
-    stage = BLOCK_C * (BLOCK_N * (1 + gated) * size + BLOCK_M * dtype.itemsize)
-    return dict(BLOCK_M=BLOCK_M, BLOCK_N=BLOCK_N, BLOCK_C=BLOCK_C, num_warps=num_warps,
-                num_stages=min(max(int(MOST_MEMORY // stage), 2), 6))
+@triton.jit
+def load_noise_key(seed_ptr, sequence_ptr, position_ptr, b, m):
+    """The 64-bit noise key of row m in sequence b, as two uint32."""
+    key = _splitmix64(tl.load(seed_ptr + b).to(tl.uint64) + 0x9E3779B97F4A7C15)
+    key = _splitmix64(key + tl.load(sequence_ptr + b).to(tl.int64).to(tl.uint64))
+    key = _splitmix64(key + tl.load(position_ptr + m).to(tl.int64).to(tl.uint64))
+    return key.to(tl.uint32), (key >> 32).to(tl.uint32)
+
+
+@triton.jit
+def _gumbel(low, high, tokens):
+    """`gumbel` from row keys (low, high) and tokens, all uint32."""
+    key = tokens ^ low
+    key = (key ^ (key >> 16)) * 0x7FEB352D
+    key = key ^ high
+    key = (key ^ (key >> 15)) * 0x846CA68B
+    key = key ^ (key >> 16)
+    uniform = ((key >> 8) | 1).to(tl.int32).to(tl.float32) * 5.9604644775390625e-08
+    return -tl.log(-tl.log(uniform))
+
+
+@triton.jit
+def add_noise(x, temperature, low, high, tokens):
+    """x + `gumbel`, or x at temperature 0."""
+    return tl.where(temperature > 0, x + _gumbel(low, high, tokens), x)
+
+
+def gumbel(seed, sequence, position, tokens):
+    """Gumbel noise float32 [M, n], the same on every machine except for the logarithm's rounding.
+    seed: up to 64 bits, or int64 [B]. sequence: a number per sequence, int [B]; each sequence has
+    M / B rows. position: int [M]. tokens: int [n]."""
+    # mixed one by one, so that seed 1, sequence 0 differs from seed 0, sequence 1
+    key = _splitmix64_torch(filled(seed, position) - 0x61C8864680B583EB)
+    key = _splitmix64_torch(key + sequence.long())  # (B,)
+    key = _splitmix64_torch(per_row(key, position) + position.long()[:, None])  # (M, 1)
+    x = (tokens ^ key) & 0xFFFFFFFF  # (M, n), of 32 bits
+    x = (x ^ (x >> 16)) * 0x7FEB352D
+    x = (x ^ (key >> 32)) & 0xFFFFFFFF
+    x = (x ^ (x >> 15)) * 0x846CA68B & 0xFFFFFFFF
+    x = (x ^ (x >> 16)) >> 8 | 1
+    return -(-(x.float() * 2.0 ** -24).log()).log()  # odd / 2^24: never 0 and never 1
+
+
+def _splitmix64_torch(x):
+    """`_splitmix64` on int64: the masks remove the copies of the sign bit that >> makes."""
+    x = (x ^ ((x >> 30) & 0x3FFFFFFFF)) * -0x40A7B892E31B1A47
+    x = (x ^ ((x >> 27) & 0x1FFFFFFFFF)) * -0x6B2FB644ECCEEE15
+    return x ^ ((x >> 31) & 0x1FFFFFFFF)
+
+
+def filled(x, rows, B=1):
+    """A number or a tensor [B] -> a contiguous tensor [B] on the device of `rows`."""
+    if not isinstance(x, torch.Tensor):
+        x = (x + 2**63) % 2**64 - 2**63 if isinstance(x, int) else x  # wraps an unsigned seed
+        x = torch.full((B,), x, device=rows.device)
+    return x.contiguous()
+
+
+def per_row(x, rows):
+    """A number, or a tensor [B] with one per M / B rows -> [M, 1]. rows: [M, ...]."""
+    x = filled(x, rows)
+    return x.repeat_interleave(len(rows) // len(x))[:, None]
+
+
+@triton.jit
+def allowed(masks_ptr, row, columns, V):
+    """Whether these columns' bits are set in a row of masks; not beyond V."""
+    words = masks_ptr + row.to(tl.int64) * ((V + 31) // 32) + columns // 32
+    return (tl.load(words, mask=columns < V, other=0) >> columns % 32) & 1 != 0
+
+
+def mask_logits(logits, masks):
+    """logits [M, V] with -inf for the tokens that masks forbid, int32 [M, ceil(V / 32)] with a bit
+    for each token; None: allow all."""
+    if masks is None:
+        return logits
+    bits = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device)
+    forbidden = (bits & 1 == 0).flatten(1)[:, :logits.shape[1]]
+    return logits.masked_fill(forbidden, -math.inf)
+
+
+@triton.jit
+def sortable(x):
+    """float32 -> int32 in the same order."""
+    bits = tl.where(x == 0.0, 0, x.to(tl.int32, bitcast=True))  # -0.0 is 0.0
+    return bits ^ ((bits >> 31) & 0x7FFFFFFF)
+
+
+@triton.jit
+def from_sortable(order):
+    """The inverse of `sortable`."""
+    return (order ^ ((order >> 31) & 0x7FFFFFFF)).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def pack_entries(scores, columns):
+    """int64 entries, ordered by score; of equal scores the lower column is larger."""
+    return (sortable(scores).to(tl.int64) << 32) | (columns ^ NO_TOKEN)
+
+
+@triton.jit
+def _take_best(entries, best):
+    """Merges a tile's entries [rows, n] into each row's list of its best, [rows, k], in any order.
+    A round replaces the least of a list by the largest of the tile; the first tile takes k."""
+    largest = tl.max(entries, 1)
+    if best.shape[1] == 1:
+        return tl.maximum(best, largest[:, None])
+    least = tl.min(best, 1)
+    while tl.max((largest > least).to(tl.int32), 0) > 0:
+        best = tl.where(best == least[:, None], tl.maximum(best, largest[:, None]), best)
+        largest = tl.max(tl.where(entries < largest[:, None], entries, NO_ENTRY), 1)
+        least = tl.min(best, 1)
+    return best
+
+
+@triton.jit
+def load_rows(
+    weight, rows, start, N, dtype: tl.constexpr, C: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+):
+    """The tile [BLOCK_N, BLOCK_C] of a weight [N, C]: these rows, columns start, start + 1, ..."""
+    weight_ptr, stride_n, stride_c = weight
+    columns = (start + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
+    inside = (columns < C) | (C % BLOCK_C == 0)
+    row = tl.minimum(rows, N - 1).to(tl.int64)[:, None]
+    return tl.load(weight_ptr + row * stride_n + columns * stride_c, mask=inside, other=0)
+
+
+def reader(x, weight):
+    """How kernels multiply x [M, C] by a weight [N, C] -> (x, a Triton function like `load_rows`,
+    what it reads, its FORMAT). A backend's weight brings its own, as `backends.linear.Quantized`
+    does, and `values` for the references."""
+    if isinstance(weight, torch.Tensor):
+        return x, load_rows, (weight, *strides(weight)), None
+    return weight.reader(x)
+
+
+def check_weight(x, weight):
+    """Returns a tensor; a backend's weight checks itself, for a product with x -> None."""
+    return weight if isinstance(weight, torch.Tensor) else weight.check(x)
+
+
+@triton.jit(do_not_specialize=["M", "T", "programs"])
+def _project_kernel(
+    hidden_ptr, weight, vocab_ids_ptr, temperature_ptr, seed_ptr, sequence_ptr, position_ptr,
+    masks_ptr, entries_ptr, lse_ptr, stride_hm, stride_hc, programs, M, T, V, C: tl.constexpr,
+    BLOCK_K: tl.constexpr, DRAFTS: tl.constexpr, LOAD: tl.constexpr, FORMAT: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_C: tl.constexpr,
+):
+    """Program (tile of rows; p): the k best and the log-sum-exp of vocabulary tiles p, p +
+    programs, ... One loop over (tile, channels) loads the next weights during a search. LOAD,
+    FORMAT: from `reader`. DRAFTS: temperature multiplies the noise, instead of dividing scores."""
+    program = tl.program_id(1)
+    m = tl.program_id(0) * BLOCK_M + tl.arange(0, BLOCK_M)
+    row_mask = m < M
+    row = tl.minimum(m, M - 1)[:, None]
+    hidden_ptrs = hidden_ptr + row.to(tl.int64) * stride_hm
+    slots = tl.arange(0, BLOCK_K).to(tl.int64)[None, :]
+    # Empty slots hold NO_ENTRY, NO_ENTRY + 1, ...: a round finds the slot to replace by its entry.
+    best = tl.full([BLOCK_M, BLOCK_K], NO_ENTRY, tl.int64) + slots
+    row_max = tl.full([BLOCK_M], FINITE_MIN, tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if sequence_ptr is not None:
+        low, high = load_noise_key(seed_ptr, sequence_ptr, position_ptr, row // T, row)
+
+    # Hopper's wide tensor-core instructions need 64 rows or more in the first operand, so few
+    # hidden states are the second.
+    VOCABULARY_FIRST: tl.constexpr = BLOCK_M < 32
+    CHUNKS: tl.constexpr = (C + BLOCK_C - 1) // BLOCK_C
+    acc = tl.zeros([BLOCK_V, BLOCK_M] if VOCABULARY_FIRST else [BLOCK_M, BLOCK_V], tl.float32)
+    tiles = tl.cdiv(tl.cdiv(V, BLOCK_V) - program, programs)
+    for step in range(0, tiles * CHUNKS):
+        tile_start = (program + step // CHUNKS * programs) * BLOCK_V
+        column = tile_start + tl.arange(0, BLOCK_V)
+        output = tl.minimum(column, V - 1)
+        start = step % CHUNKS * BLOCK_C
+        channels = (start + tl.arange(0, BLOCK_C)).to(tl.int64)[None, :]
+        inside = (channels < C) | (C % BLOCK_C == 0)
+        # [BLOCK_V, BLOCK_C]
+        rows = LOAD(weight, column, start, V, hidden_ptr.dtype.element_ty, C, FORMAT, BLOCK_C)
+        # [BLOCK_M, BLOCK_C]
+        hidden = tl.load(hidden_ptrs + channels * stride_hc, mask=inside, other=0.0)
+        if VOCABULARY_FIRST:  # [BLOCK_V, BLOCK_M] += [BLOCK_V, BLOCK_C] @ [BLOCK_C, BLOCK_M]
+            acc = dot(rows, tl.trans(hidden), acc)
+        else:  # [BLOCK_M, BLOCK_V] += [BLOCK_M, BLOCK_C] @ [BLOCK_C, BLOCK_V]
+            acc = dot(hidden, tl.trans(rows), acc)
+        if step % CHUNKS == CHUNKS - 1:
+            # [BLOCK_M, BLOCK_V]
+            scores = tl.trans(acc) if VOCABULARY_FIRST else acc
+            scores = tl.where((column < V)[None, :] & (scores == scores), scores, float("-inf"))
+            if masks_ptr is not None:
+                scores = tl.where(allowed(masks_ptr, row, column[None, :], V), scores,
+                                  float("-inf"))
+            acc = tl.zeros(acc.shape, tl.float32)
+            if sequence_ptr is not None:
+                token = output
+                if vocab_ids_ptr is not None:
+                    token = tl.load(vocab_ids_ptr + output)
+                ids = token.to(tl.uint32)[None, :]
+                temperature = tl.load(temperature_ptr + row // T)  # late, to save registers
+                if DRAFTS:
+                    scores += temperature * _gumbel(low, high, ids)
+                else:
+                    scores /= tl.where(temperature > 0, temperature, 1.0)
+                    scores = add_noise(scores, temperature, low, high, ids)
+            if lse_ptr is not None:
+                new_max = tl.maximum(row_max, tl.max(scores, 1))
+                row_sum *= tl.exp(row_max - new_max)
+                row_sum += tl.sum(tl.exp(scores - new_max[:, None]), 1)
+                row_max = new_max
+            best = _take_best(pack_entries(scores, column[None, :]), best)
+
+    lists = m * programs + program
+    if lse_ptr is not None:
+        tl.store(lse_ptr + lists, row_max + tl.log(row_sum), mask=row_mask)
+    tl.store(entries_ptr + lists[:, None] * BLOCK_K + slots, best, mask=row_mask[:, None])
+
+
+@triton.jit(do_not_specialize=["programs", "n", "k"])
+def _merge_lists_kernel(
+    entries_ptr, lse_ptr, vocab_ids_ptr, logprobs_ptr, tokens_ptr, programs, n, k,
+    BLOCK_ENTRIES: tl.constexpr,
+):
+    """Program m: the k best of the n entries of row m's lists; ties go to the lowest column."""
+    row = tl.program_id(0).to(tl.int64)
+    index = tl.arange(0, BLOCK_ENTRIES)
+    entries = tl.load(entries_ptr + row * n + index, mask=index < n, other=NO_ENTRY)
+    if lse_ptr is not None:
+        # [BLOCK_ENTRIES], one per program
+        lse = tl.load(lse_ptr + row * programs + index, mask=index < programs, other=float("-inf"))
+        max_lse = tl.max(lse, 0)
+        lse = max_lse + tl.log(tl.sum(tl.exp(lse - max_lse), 0))
+    for slot in range(0, k):
+        entry = tl.max(entries, 0)
+        entries = tl.where(entries == entry, NO_ENTRY, entries)
+        token = entry.to(tl.int32) ^ NO_TOKEN
+        if vocab_ids_ptr is not None:
+            token = tl.load(vocab_ids_ptr + token)
+        tl.store(tokens_ptr + row * k + slot, token.to(tl.int64))
+        if lse_ptr is not None:
+            logprob = from_sortable((entry >> 32).to(tl.int32)) - lse
+            tl.store(logprobs_ptr + row * k + slot, logprob)
+
+
+def _project_triton(hidden, weight, k, vocab_ids=None, logprobs=None, noise=(None,) * 4,
+                    masks=None):
+    """Launches both kernels -> tokens [M, k]; fills logprobs [M, k] unless None."""
+    M, C = hidden.shape
+    vocab_ids = contiguous(vocab_ids)
+    T = 1 if noise[0] is None else M // len(noise[0])
+    V = weight.shape[0]
+    hidden, load, weight, layout = reader(hidden, weight)
+    multiprocessors = _gpu(hidden.device).multi_processor_count
+    blocks = _project_blocks(
+        M, k, hidden.dtype, _aligned(hidden, weight[0]),
+        small_vocabulary=V < 128 * multiprocessors, noisy=noise[0] is not None,
+        unpacks=load is not load_rows, masked=masks is not None)
+    m_tiles = triton.cdiv(M, blocks["BLOCK_M"])
+    tiles = triton.cdiv(V, blocks["BLOCK_V"])
+    at_once = min(max(2 * multiprocessors // m_tiles, 1), 512)  # the merge takes up to 512 lists
+    programs = triton.cdiv(tiles, triton.cdiv(tiles, at_once))  # tile counts differ by at most 1
+    BLOCK_K = triton.next_power_of_2(k)  # entries of a list
+    entries = hidden.new_empty((M, programs, BLOCK_K), dtype=torch.int64)
+    tokens = hidden.new_empty((M, k), dtype=torch.int64)
+    lse = None if logprobs is None else logprobs.new_empty(M, programs)
+    n = programs * BLOCK_K
+    BLOCK_ENTRIES = triton.next_power_of_2(n)
+    launch(_project_kernel, (m_tiles, programs),
+           hidden, weight, vocab_ids, *noise, masks, entries, lse, *strides(hidden), programs,
+           M, T, V, C=C, BLOCK_K=BLOCK_K, DRAFTS=logprobs is not None, LOAD=load, FORMAT=layout,
+           **blocks)
+    launch(_merge_lists_kernel, (M,),
+           entries, lse, vocab_ids, logprobs, tokens, programs, n, k,
+           BLOCK_ENTRIES=BLOCK_ENTRIES, num_warps=_num_warps(BLOCK_ENTRIES, 512))
+    return tokens
 
 
 PROJECT_TILES = {
@@ -1201,6 +712,188 @@ def _project_blocks(M, k, dtype, aligned, small_vocabulary, noisy, unpacks, mask
         maxnreg = 128  # two programs of 8 warps share a multiprocessor; more entries would spill
     return dict(BLOCK_M=BLOCK_M, BLOCK_V=BLOCK_V, BLOCK_C=BLOCK_C, num_stages=num_stages,
                 num_warps=8 if BLOCK_M >= 64 else 4, maxnreg=maxnreg)
+
+
+def _check_head(hidden, weight, temperature, seed, sequence, position, vocab_ids=None, masks=None):
+    V = weight.shape[0]
+    M, *_ = check_sizes(
+        f"hidden M C real, weight {V} C same, sequence B int, position M int, temperature B "
+        f"float32, seed B int64, vocab_ids {V} int32, masks M words int32", hidden,
+        check_weight(hidden, weight), sequence, position, temperature, seed, vocab_ids, masks)
+    require(sequence is None or M % len(sequence) == 0, "M / B rows per sequence", hidden, sequence)
+    check_masks(masks, V)
+
+
+def project_topk(hidden, weight, k, vocab_ids=None, noise=None):
+    """The k most likely tokens of each row of hidden [M, C], best first, ties by lower id ->
+    (logprobs float32 [M, k], tokens int64 [M, k]). weight: [V, C]. vocab_ids int32 [V]: the tokens
+    of its rows, for a draft vocabulary (FR-Spec, arXiv 2502.14856); ties go to the first row; None:
+    the rows' indices. noise: (temperature, seed, sequence, position) as in `project_sample`: adds
+    temperature * noise to the logits, which favours the tokens that the sampler will choose."""
+    _check_head(hidden, weight, *([None] * 4 if noise is None else noise), vocab_ids)
+    V = weight.shape[0]
+    require(1 <= k <= min(V, 32), "1 <= k <= 32, and k <= V", k, V)
+    if not runs_triton(hidden):
+        return project_topk_reference(hidden, weight, k, vocab_ids, noise)
+    logprobs = hidden.new_empty((len(hidden), k), dtype=torch.float32)
+    noise = [None] * 4 if noise is None else [filled(x, hidden, len(noise[2])) for x in noise]
+    return logprobs, _project_triton(hidden, weight, k, vocab_ids, logprobs, noise)
+
+
+def project_topk_reference(hidden, weight, k, vocab_ids=None, noise=None):
+    return best_tokens(float_logits(hidden, weight), k, vocab_ids, noise)
+
+
+def best_tokens(logits, k, vocab_ids=None, noise=None):
+    """`project_topk` from logits [M, V]."""
+    tokens = vocab_ids
+    if vocab_ids is None:
+        tokens = torch.arange(logits.shape[1], device=logits.device)
+    if noise is not None:
+        temperature, *key = noise
+        logits = logits + per_row(temperature, logits) * gumbel(*key, tokens)
+    columns = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
+    return logits.log_softmax(-1).gather(1, columns), tokens[columns].long()
+
+
+def project_sample(hidden, weight, temperature, seed, sequence, position, masks=None):
+    """The model's next token for each row of hidden [M, C] -> int64 [M]: argmax at temperature 0,
+    otherwise a sample; ties go to the lowest id. weight: [V, C]. temperature: a number or float32
+    [B]. masks: as in `mask_logits`. The rest as in `gumbel`."""
+    _check_head(hidden, weight, temperature, seed, sequence, position, masks=masks)
+    if not runs_triton(hidden):
+        return project_sample_reference(hidden, weight, temperature, seed, sequence, position,
+                                        masks)
+    masks = contiguous(masks)
+    if not isinstance(temperature, torch.Tensor) and temperature == 0:
+        return _project_triton(hidden, weight, 1, masks=masks)[:, 0]
+    noise = [filled(x, hidden, len(sequence)) for x in (temperature, seed, sequence, position)]
+    return _project_triton(hidden, weight, 1, noise=noise, masks=masks)[:, 0]
+
+
+def project_sample_reference(hidden, weight, temperature, seed, sequence, position, masks=None):
+    logits = mask_logits(float_logits(hidden, weight), masks)
+    return gumbel_argmax(logits, temperature, seed, sequence, position)
+
+
+def sample_filtered(logits, *, temperature, top_k, top_p, min_p, seed, sequence, position,
+                    masks=None):
+    """The next token for each row of logits [M, V] -> int64 [M]: `gumbel_argmax` of the tokens that
+    masks and `filter_logits` keep. Parameters: numbers or tensors [B]; position [M]."""
+    logits = filter_logits(mask_logits(logits, masks), top_k, top_p, min_p, temperature)
+    return gumbel_argmax(logits, 1.0 * (temperature > 0), seed, sequence, position)
+
+
+def gumbel_argmax(logits, temperature, seed, sequence, position):
+    """Samples softmax(logits / temperature) for logits [M, V] -> int64 [M]; at temperature 0 the
+    first argmax."""
+    if not isinstance(temperature, torch.Tensor) and temperature == 0:
+        return logits.argmax(-1)
+    tokens = torch.arange(logits.shape[1], device=logits.device)
+    noise = gumbel(seed, sequence, position, tokens) * (per_row(temperature, logits) > 0)
+    return (filter_logits(logits.float(), temperature=temperature) + noise).argmax(-1)
+
+
+def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0):
+    """x = logits [M, V] / temperature (undivided at 0), with -inf for the tokens that are removed.
+    Keeps the top_k largest; of these the fewest whose mass, the sum of exp(x), reaches top_p of the
+    total (arXiv 1904.09751); of these the tokens with at least min_p times the largest mass (arXiv
+    2407.01082). Ties with the last kept token are kept."""
+    top_k, top_p, min_p, temperature = (
+        per_row(x, logits) for x in (top_k, top_p, min_p, temperature))
+    logits = logits / torch.where(temperature > 0, temperature, 1.0)
+    V = logits.shape[1]
+    if (top_k > 0).any():
+        k = top_k.clamp(1, V)
+        kth = logits.topk(int(k.max())).values.gather(1, k - 1)
+        logits = logits.masked_fill((logits < kth) & (top_k > 0), -math.inf)
+    if (top_p < 1).any():
+        total = logits.logsumexp(dim=-1, keepdim=True)
+        for n in (min(1024, V), V):  # the 1,024 likeliest, or all if some row needs more
+            ranked = logits.topk(n).values
+            probs = (ranked - total).exp()
+            kept = probs.cumsum(dim=-1) - probs < top_p
+            if not (kept[:, -1:] & (top_p < 1)).any():
+                break
+        last = (kept.sum(dim=-1, keepdim=True) - 1).clamp(min=0)  # if all is NaN, none is kept
+        cut = ranked.gather(1, last)
+        logits = logits.masked_fill((logits < cut) & (top_p < 1), -math.inf)
+    if (min_p > 0).any():
+        cut = logits.amax(dim=-1, keepdim=True) + min_p.double().log().to(logits.dtype)
+        logits = logits.masked_fill(logits < cut, -math.inf)
+    return logits
+
+
+def float_logits(hidden, weight):
+    """Logits [M, V] in float32: rounding would cause ties."""
+    if not isinstance(weight, torch.Tensor):
+        weight = weight.values(hidden.dtype)
+    if hidden.is_cuda and hidden.dtype != torch.float32:
+        return torch.mm(hidden, weight.T, out_dtype=torch.float32)
+    return (weight.float() @ hidden.float().T).T.contiguous()  # twice as fast on a CPU for small M
+
+
+# --------------------------------------------------------------------------------------------------
+# commit_path
+#
+#   kv[:, :, b, :, lengths[b] + j] = old kv[:, :, b, :, lengths[b] + path[b, j]]  for j < count[b]
+#
+# Bytes: 2 * L * Hkv * D elements read and written per moved row. One launch moves all layers.
+
+@triton.jit(do_not_specialize=["P", "S", "Hkv"])
+def _commit_path_kernel(
+    kv_ptr, lengths_ptr, path_ptr, count_ptr, slots_ptr,
+    stride_kvl, stride_kvside, stride_kvb, stride_kvh, stride_kvs, stride_kvd, P, S, Hkv,
+    D: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_D: tl.constexpr,
+):
+    """Program (sequence and kv head; layer, keys or values): moves rows of one [S, D] slice."""
+    b = (tl.program_id(0) // Hkv).to(tl.int64)
+    slot = slot_of(slots_ptr, b)
+    head = (tl.program_id(0) % Hkv).to(tl.int64)
+    layer = (tl.program_id(1) // 2).to(tl.int64)
+    side = (tl.program_id(1) % 2).to(tl.int64)
+    index = tl.arange(0, BLOCK_P)
+    dims = tl.arange(0, BLOCK_D).to(tl.int64)
+    valid = (index < P) & (index < tl.load(count_ptr + b))
+    nodes = tl.load(path_ptr + b * P + index, mask=valid, other=0).to(tl.int64)  # [BLOCK_P]
+    target = tl.load(lengths_ptr + slot).to(tl.int64) + index
+    source = target - index + nodes
+    moved = valid & (nodes != index) & (target >= 0) & (target < S) & (source >= 0) & (source < S)
+    moved = moved[:, None] & (dims < D)[None, :]
+    slice_ptr = kv_ptr + layer * stride_kvl + side * stride_kvside
+    slice_ptr = slice_ptr + slot * stride_kvb + head * stride_kvh
+    slice_ptrs = slice_ptr + dims[None, :] * stride_kvd
+    tile = tl.load(slice_ptrs + source[:, None] * stride_kvs, mask=moved)  # [BLOCK_P, BLOCK_D]
+    tl.debug_barrier()  # all warps read before any writes: a target may be another row's source
+    tl.store(slice_ptrs + target[:, None] * stride_kvs, tile, mask=moved)
+
+
+def commit_path(kv, lengths, path, count, slots=None):
+    """Moves the accepted nodes' keys and values to the front of their tree, in place, in all layers
+    of kv [L, 2, B, Hkv, S, D]. path [B, P]: ascending nodes from 0; the first count[b] are used.
+    slots: as in `tree_attention`."""
+    L, n_slots, Hkv, S, D, B, P = check_sizes(
+        "kv L 2 slots Hkv S D real, lengths slots int32, path B P int, count B int, slots B int64",
+        kv, lengths, path, count, slots)
+    require(P <= 64, "a path of at most 64 nodes", path)
+    check_slots(slots, B, n_slots)
+    if not runs_triton(kv):
+        return commit_path_reference(kv, lengths, path, count, slots)
+    BLOCK_P, BLOCK_D = map(triton.next_power_of_2, (P, D))
+    inputs = map(contiguous, (lengths, path, count, slots))
+    launch(_commit_path_kernel, (B * Hkv, L * 2), kv, *inputs, *kv.stride(),
+           P, S, Hkv, D=D, BLOCK_P=BLOCK_P, BLOCK_D=BLOCK_D,
+           num_warps=_num_warps(BLOCK_P * BLOCK_D, 1024))
+
+
+def commit_path_reference(kv, lengths, path, count, slots=None):
+    index = torch.arange(path.shape[1], device=kv.device)
+    moved = (path != index) & (index < count[:, None])  # (B, P)
+    b, index = moved.nonzero(as_tuple=True)
+    slot = b if slots is None else slots[b]
+    target = lengths[slot] + index
+    source = lengths[slot] + path[b, index]
+    kv[:, :, slot, :, target] = kv[:, :, slot, :, source]  # (moved rows, L, 2, Hkv, D)
 
 
 def _pair_blocks(n, tokens):
@@ -1252,16 +945,16 @@ def _add_norm_kernel(
 def add_norm(x, delta, weight, bias=None, eps=1e-5):
     """Residual add, then norm -> (norm(x + delta), x + delta), each [..., C]. delta: None for 0.
     weight [C]: None for ones. bias [C]: selects LayerNorm; None: RMSNorm."""
-    _, C = _sizes("x/delta ... C same, weight/bias C same|float32", x, delta, weight, bias)
-    _check(x.is_floating_point() and C <= 16384, "real x of at most 16384 channels", x)
+    _, C = check_sizes("x/delta ... C same, weight/bias C same|float32", x, delta, weight, bias)
+    require(x.is_floating_point() and C <= 16384, "real x of at most 16384 channels", x)
     if not runs_triton(x, delta, weight, bias):
         return add_norm_reference(x, delta, weight, bias, eps)
-    x, delta, weight, bias = map(_contiguous, (x, delta, weight, bias))
+    x, delta, weight, bias = map(contiguous, (x, delta, weight, bias))
     total = x if delta is None else torch.empty_like(x)
     normed = torch.empty_like(x)
     BLOCK_C = triton.next_power_of_2(C)
-    _launch(_add_norm_kernel, (x.numel() // C,), x, delta, weight, bias, total, normed, eps,
-            C=C, BLOCK_C=BLOCK_C, num_warps=_num_warps(BLOCK_C, 512))
+    launch(_add_norm_kernel, (x.numel() // C,), x, delta, weight, bias, total, normed, eps,
+           C=C, BLOCK_C=BLOCK_C, num_warps=_num_warps(BLOCK_C, 512))
     return normed, total
 
 
@@ -1308,7 +1001,7 @@ def _rope_cache_kernel(
     high_mask = low_mask & (dims + HALF < D)
     # [BLOCK_H, BLOCK_D]
     head_ptrs = qkv_ptr + b * stride_qb + t * stride_qt + head * stride_qh
-    slot = _slot(slots_ptr, b)
+    slot = slot_of(slots_ptr, b)
     row = tl.load(lengths_ptr + slot).to(tl.int64) + t
     low = tl.load(head_ptrs + dims * stride_qd, mask=low_mask, other=0.0)
     high = tl.load(head_ptrs + (dims + HALF) * stride_qd, mask=high_mask, other=0.0)
@@ -1342,23 +1035,23 @@ def rope_cache(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5, s
     1, ... -> the queries [B, T, Hq, D], a view of qkv. qkv [B, T, H, D]: H = Hq + 2 Hkv query, key
     and value heads in this order, overwritten. rope: as in `rotate`, or None. kv [2, B, Hkv, S, D]:
     a layer's cache. q_weight, k_weight [D]: RMSNorm, or None. slots: as in `tree_attention`."""
-    B, T, H, D, n_slots, Hkv, S = _sizes(
+    B, T, H, D, n_slots, Hkv, S = check_sizes(
         "qkv B T H D real, kv 2 slots Hkv S D same, rope B T 2 D same, lengths slots int, "
         "q_weight/k_weight D same, slots B int64",
         qkv, kv, rope, lengths, q_weight, k_weight, slots)
-    _check(H > 2 * Hkv and T <= S and (rope is None or D % 2 == 0)
-           and (q_weight is None) == (k_weight is None), "H > 2 Hkv, T <= S, even D for a "
-           "rotation, both weights or none", qkv, kv, q_weight, k_weight)
-    _check_slots(slots, B, n_slots)
+    require(H > 2 * Hkv and T <= S and (rope is None or D % 2 == 0)
+            and (q_weight is None) == (k_weight is None), "H > 2 Hkv, T <= S, even D for a "
+            "rotation, both weights or none", qkv, kv, q_weight, k_weight)
+    check_slots(slots, B, n_slots)
     if not runs_triton(qkv, kv):
         return rope_cache_reference(qkv, rope, kv, lengths, q_weight, k_weight, eps, slots)
-    tables = map(_contiguous, (rope, q_weight, k_weight))
+    tables = map(contiguous, (rope, q_weight, k_weight))
     BLOCK_D = triton.next_power_of_2((D + 1) // 2)
     BLOCK_H = min(triton.next_power_of_2(H), 16, 1024 // BLOCK_D)
-    _launch(_rope_cache_kernel, (B * T, triton.cdiv(H, BLOCK_H)),
-            qkv, *tables, kv, lengths.contiguous(), _contiguous(slots), *_strides(qkv),
-            *_strides(kv), eps, T, S, H - 2 * Hkv, Hkv, D=D, BLOCK_H=BLOCK_H, BLOCK_D=BLOCK_D,
-            num_warps=4)
+    launch(_rope_cache_kernel, (B * T, triton.cdiv(H, BLOCK_H)),
+           qkv, *tables, kv, lengths.contiguous(), contiguous(slots), *strides(qkv),
+           *strides(kv), eps, T, S, H - 2 * Hkv, Hkv, D=D, BLOCK_H=BLOCK_H, BLOCK_D=BLOCK_D,
+           num_warps=4)
     return qkv[:, :, :H - 2 * Hkv]
 
 
@@ -1388,6 +1081,13 @@ def rope_cache_reference(qkv, rope, kv, lengths, q_weight=None, k_weight=None, e
 #   GELU, in its tanh approximation: act(z) = z * sigmoid(2 sqrt(2 / pi) (z + 0.044715 z^3))
 
 @triton.jit
+def activate(gate, GELU: tl.constexpr):
+    """SiLU, or GELU in its tanh approximation."""
+    z = 1.5957691216057308 * (gate + 0.044715 * gate * gate * gate) if GELU else gate
+    return gate * tl.sigmoid(z)
+
+
+@triton.jit
 def _glu_kernel(x_ptr, out_ptr, N, GELU: tl.constexpr, BLOCK_N: tl.constexpr):
     """Program (block of columns, row m)."""
     m = tl.program_id(0).to(tl.int64)
@@ -1395,21 +1095,21 @@ def _glu_kernel(x_ptr, out_ptr, N, GELU: tl.constexpr, BLOCK_N: tl.constexpr):
     mask = columns < N
     gate = tl.load(x_ptr + m * 2 * N + columns, mask=mask, other=0.0).to(tl.float32)  # [BLOCK_N]
     up = tl.load(x_ptr + m * 2 * N + N + columns, mask=mask, other=0.0).to(tl.float32)
-    out = _activate(gate, GELU) * up
+    out = activate(gate, GELU) * up
     tl.store(out_ptr + m * N + columns, out.to(out_ptr.dtype.element_ty), mask=mask)
 
 
 def glu(x, activation="silu"):
     """act(gate) * up for x [..., 2 N] = [gate, up] -> [..., N]. activation: "silu" or "gelu"."""
-    _, C = _sizes("x ... C real", x)
-    _check(C % 2 == 0 and activation in ("silu", "gelu"), "even C, silu or gelu", x, activation)
+    _, C = check_sizes("x ... C real", x)
+    require(C % 2 == 0 and activation in ("silu", "gelu"), "even C, silu or gelu", x, activation)
     if not runs_triton(x):
         return glu_reference(x, activation)
     x = x.contiguous()
     N = C // 2
     out = x.new_empty(*x.shape[:-1], N)
-    _launch(_glu_kernel, (out.numel() // N, triton.cdiv(N, 1024)),
-            x, out, N, GELU=activation == "gelu", BLOCK_N=1024, num_warps=4)
+    launch(_glu_kernel, (out.numel() // N, triton.cdiv(N, 1024)),
+           x, out, N, GELU=activation == "gelu", BLOCK_N=1024, num_warps=4)
     return out
 
 
@@ -1443,17 +1143,17 @@ def _cosine_mix_kernel(z_ptr, q_ptr, kv_ptr, out_ptr, C, D: tl.constexpr, BLOCK_
 
 def cosine_mix(z, q, kv, n_head):
     """z + cos(q, k) * v per head -> [..., C]. z, q: [..., C]; kv [..., 2 C] = [k, v]."""
-    _, C, C2 = _sizes("z/q ... C same, kv ... C2 same", z, q, kv)
+    _, C, C2 = check_sizes("z/q ... C same, kv ... C2 same", z, q, kv)
     D = C // max(n_head, 1)
-    _check(z.is_floating_point() and D * n_head == C and D <= 16384 and C2 == 2 * C,
-           "real z [..., C] in n_head parts of at most 16384, kv [..., 2 C]", z, n_head, kv)
+    require(z.is_floating_point() and D * n_head == C and D <= 16384 and C2 == 2 * C,
+            "real z [..., C] in n_head parts of at most 16384, kv [..., 2 C]", z, n_head, kv)
     if not runs_triton(z, q, kv):
         return cosine_mix_reference(z, q, kv, n_head)
     z = z.contiguous()
     BLOCK_D = triton.next_power_of_2(D)
     out = torch.empty_like(z)
-    _launch(_cosine_mix_kernel, (z.numel() // C, n_head), z, q.contiguous(), kv.contiguous(), out,
-            C, D=D, BLOCK_D=BLOCK_D, num_warps=_num_warps(BLOCK_D, 256))
+    launch(_cosine_mix_kernel, (z.numel() // C, n_head), z, q.contiguous(), kv.contiguous(), out,
+           C, D=D, BLOCK_D=BLOCK_D, num_warps=_num_warps(BLOCK_D, 256))
     return out
 
 
@@ -1519,7 +1219,7 @@ def _select_candidates_kernel(
     out = (b * K + depth) * n
     beams_ptr = joint_ptr + out - n
     joint += tl.load(beams_ptr + column // W, mask=valid & (depth > 0), other=0.0)  # root: 0
-    place = _places(_order(joint).to(tl.int64), token, entries_ptr + b * 2 * BLOCK_N, BLOCK_J)
+    place = _places(sortable(joint).to(tl.int64), token, entries_ptr + b * 2 * BLOCK_N, BLOCK_J)
     mask = place < n
     out += place
     tl.store(joint_ptr + out, joint, mask=mask)
@@ -1531,18 +1231,18 @@ def select_candidates(logprobs, tokens, candidates, depth):
     """Fills [:, depth] of `Candidates` with the best proposals. logprobs, tokens [B, w, W]: the W
     best next tokens of w beams; a logprob above 0 counts as 0, NaN as -inf. Beams: the root, then
     the first W candidates of the previous depth; w = 1 if all of these propose the same."""
-    B, w, W, K, n = _sizes(f"logprobs B w W float32, tokens B w W int64, {CANDIDATES}",
-                           logprobs, tokens, *candidates)
-    _check((w == 1 or w == W and depth > 0) and W <= min(n, 32) and 0 <= depth < K, "w = 1 or, "
-           "below depth 0, w = W; W <= min(n, 32), 0 <= depth < K", logprobs, depth, K, n)
-    _check(K * n < 2048 and all(x.is_contiguous() for x in candidates),
-           "K * n < 2048, contiguous candidates", *candidates)
+    B, w, W, K, n = check_sizes(f"logprobs B w W float32, tokens B w W int64, {CANDIDATES}",
+                                logprobs, tokens, *candidates)
+    require((w == 1 or w == W and depth > 0) and W <= min(n, 32) and 0 <= depth < K, "w = 1 or, "
+            "below depth 0, w = W; W <= min(n, 32), 0 <= depth < K", logprobs, depth, K, n)
+    require(K * n < 2048 and all(x.is_contiguous() for x in candidates),
+            "K * n < 2048, contiguous candidates", *candidates)
     if not runs_triton(logprobs):
         return select_candidates_reference(logprobs, tokens, candidates, depth)
     count = W * W if depth else W
-    _launch(_select_candidates_kernel, (B,), logprobs.contiguous(), tokens.contiguous(),
-            *candidates, w * W, W if w > 1 else 0, count, n, W, K, depth,
-            **_pair_blocks(max(count, n), tokens))
+    launch(_select_candidates_kernel, (B,), logprobs.contiguous(), tokens.contiguous(),
+           *candidates, w * W, W if w > 1 else 0, count, n, W, K, depth,
+           **_pair_blocks(max(count, n), tokens))
 
 
 def select_candidates_reference(logprobs, tokens, candidates, depth):
@@ -1576,7 +1276,7 @@ def _ngram_lookup_kernel(history_ptr, lengths_ptr, slots_ptr, chain_ptr, S, n,
                          BLOCK_S: tl.constexpr, BLOCK_N: tl.constexpr):
     """Program b: the chain of one sequence."""
     b = tl.program_id(0).to(tl.int64)
-    slot = _slot(slots_ptr, b)
+    slot = slot_of(slots_ptr, b)
     history_ptr += slot * S
     last = tl.load(lengths_ptr + slot)  # the newest token's index
     best = tl.zeros([BLOCK_S], tl.int32)  # the length of a match, << 28, plus its last index
@@ -1604,16 +1304,16 @@ def ngram_lookup(history, lengths, n, slots=None):
     """Proposes n tokens by n-gram lookup -> int64 [B, 1 + n]: the length of the match, 0 to 4, then
     the tokens, which are -1 if there is no match. history: int32 [B, S]. lengths: the index of the
     newest token, int32 [B]. slots: as in `tree_attention`."""
-    n_slots, S, *B = _sizes(
+    n_slots, S, *B = check_sizes(
         "history slots S int32, lengths slots int32, slots B int64", history, lengths, slots)
-    _check(S < 2**28 and 1 <= n <= 63, "texts under 2^28 tokens and 1 <= n <= 63", history, n)
+    require(S < 2**28 and 1 <= n <= 63, "texts under 2^28 tokens and 1 <= n <= 63", history, n)
     if not runs_triton(history):
         return ngram_lookup_reference(history, lengths, n, slots)
     B, = B or [n_slots]
     chain = history.new_empty(B, 1 + n, dtype=torch.int64)
-    inputs = map(_contiguous, (history, lengths, slots))
-    _launch(_ngram_lookup_kernel, (B,), *inputs, chain, S, n,
-            BLOCK_S=4096, BLOCK_N=triton.next_power_of_2(n), num_warps=8)
+    inputs = map(contiguous, (history, lengths, slots))
+    launch(_ngram_lookup_kernel, (B,), *inputs, chain, S, n,
+           BLOCK_S=4096, BLOCK_N=triton.next_power_of_2(n), num_warps=8)
     return chain
 
 
@@ -1698,7 +1398,7 @@ def _best_tree_kernel(
         chance = tl.where(better, power, chance)
         source = tl.where(better, BINS + match, source)
 
-    rank = _pack_entries(chance, depth)
+    rank = pack_entries(chance, depth)
     node = _places(rank, token, entries_ptr + b * 2 * BLOCK_N, BLOCK_J)
     parent = tl.gather(node, above, 0)
     used = chance >= 0
@@ -1724,24 +1424,25 @@ def best_tree(root, candidates, lookup, chances, temperature, tree_size):
     for heads, BINS + match for the chain, -1 for the root and padding. candidates: from
     `select_candidates`; lookup: from `ngram_lookup`, or a match of SCHEMA and a chain that ends
     before its first -1; one may be None. chances: [2, SOURCES]."""
-    _sizes(f"root B int64, {CANDIDATES}, lookup B m int64, chances 2 {SOURCES} float32, "
-           "temperature B float32", root, *(candidates or [None] * 3), lookup, chances, temperature)
+    check_sizes(f"root B int64, {CANDIDATES}, lookup B m int64, chances 2 {SOURCES} float32, "
+                "temperature B float32", root, *(candidates or [None] * 3), lookup, chances,
+                temperature)
     B = len(root)
     K, n = candidates.joint.shape[1:] if candidates else (0, 1)
     n_chain = 0 if lookup is None else lookup.shape[1] - 1
-    _check(candidates or lookup is not None, "candidates or lookup", candidates, lookup)
-    _check(2 <= tree_size <= 64 and n_chain <= 63 and K * n + n_chain < 2048, "2 <= tree_size <= "
-           "64, a chain of at most 63, less than 2048 candidates", tree_size, n_chain, K * n)
+    require(candidates or lookup is not None, "candidates or lookup", candidates, lookup)
+    require(2 <= tree_size <= 64 and n_chain <= 63 and K * n + n_chain < 2048, "2 <= tree_size <= "
+            "64, a chain of at most 63, less than 2048 candidates", tree_size, n_chain, K * n)
     if not runs_triton(chances):
         return best_tree_reference(root, candidates, lookup, chances, temperature, tree_size)
     candidates = candidates or Candidates.empty(root, 0, 1)
     lookup = root.new_empty(B, 1) if lookup is None else lookup
     tree = root.new_empty(5, B, tree_size)
     probabilities = chances.new_empty(B, tree_size)
-    inputs = map(_contiguous, (root, *candidates, lookup, chances, temperature))
-    _launch(_best_tree_kernel, (B,), *inputs, tree, probabilities, K * n, n, n_chain, tree_size,
-            BINS=BINS, SOURCES=SOURCES, **_pair_blocks(max(K * n + 1 + n_chain, tree_size), root),
-            enable_fp_fusion=False)  # fused sums would round differently from the reference's
+    inputs = map(contiguous, (root, *candidates, lookup, chances, temperature))
+    launch(_best_tree_kernel, (B,), *inputs, tree, probabilities, K * n, n, n_chain, tree_size,
+           BINS=BINS, SOURCES=SOURCES, **_pair_blocks(max(K * n + 1 + n_chain, tree_size), root),
+           enable_fp_fusion=False)  # fused sums would round differently from the reference's
     return *tree.unbind(), probabilities
 
 
@@ -1799,7 +1500,7 @@ def _prompt_chain_kernel(
 ):
     """Program b: the tree of one sequence."""
     b = tl.program_id(0).to(tl.int64)
-    slot = _slot(slots_ptr, b)
+    slot = slot_of(slots_ptr, b)
     start = tl.load(lengths_ptr + slot)
     unread = tl.load(ends_ptr + slot) - start
     node = tl.arange(0, BLOCK_T)
@@ -1826,19 +1527,19 @@ def prompt_chain(history, lengths, ends, tree, probabilities, lookup=None, slots
     and `ngram_lookup`; a replaced tree has no sources and no match. slots: as in
     `tree_attention`."""
     outputs = *tree, probabilities, lookup
-    n_slots, S, B, T, *_ = _sizes(
+    n_slots, S, B, T, *_ = check_sizes(
         "history slots S int32, lengths/ends slots int32, tokens/parents/depths/ancestors/sources "
         "B T int64, probabilities B T float32, lookup B m int64, slots B int64",
         history, lengths, ends, *outputs, slots)
-    _check_slots(slots, B, n_slots)
+    check_slots(slots, B, n_slots)
     is_contiguous = all(x.is_contiguous() for x in outputs if x is not None)
-    _check(T <= 64 and is_contiguous, "T <= 64, contiguous outputs", *tree)
+    require(T <= 64 and is_contiguous, "T <= 64, contiguous outputs", *tree)
     n = 0 if lookup is None else lookup.shape[1] - 1
     if not runs_triton(history):
         return prompt_chain_reference(history, lengths, ends, tree, probabilities, lookup, slots)
-    inputs = map(_contiguous, (history, lengths, ends))
-    _launch(_prompt_chain_kernel, (B,), *inputs, *tree, probabilities, lookup, _contiguous(slots),
-            S, n, T, BLOCK_T=triton.next_power_of_2(T), num_warps=1)
+    inputs = map(contiguous, (history, lengths, ends))
+    launch(_prompt_chain_kernel, (B,), *inputs, *tree, probabilities, lookup, contiguous(slots),
+           S, n, T, BLOCK_T=triton.next_power_of_2(T), num_warps=1)
 
 
 def prompt_chain_reference(history, lengths, ends, tree, probabilities, lookup=None, slots=None):
@@ -1877,7 +1578,7 @@ def _accept_path_kernel(
 ):
     """Program b: the path of one sequence."""
     b = tl.program_id(0).to(tl.int64)
-    slot = _slot(slots_ptr, b)
+    slot = slot_of(slots_ptr, b)
     node = tl.arange(0, BLOCK_T)
     mask = node < T
     offsets = b * T + node
@@ -1943,24 +1644,24 @@ def accept_path(tokens, parents, depths, ancestors, sources, target, active, max
     unread tokens. slots: as in `tree_attention`; active and known are of all slots."""
     tree = tokens, parents, depths, ancestors, sources
     history, lengths, ends = known or (None, None, None)
-    B, T, n_slots, *_ = _sizes(
+    B, T, n_slots, *_ = check_sizes(
         "tokens/parents/depths/ancestors/sources/target B T int64, active slots int32, "
         f"temperature B float32, counts 2 {SOURCES} 2 float64, lookup B m int64, history slots S "
         "int32, lengths/ends slots int32, slots B int64", *tree, target, active, temperature,
         counts, lookup, history, lengths, ends, slots)
-    _check_slots(slots, B, n_slots)
+    check_slots(slots, B, n_slots)
     n = 0 if lookup is None else lookup.shape[1] - 1
-    _check(T <= 64 and 1 <= max_path <= 64 and counts.is_contiguous(),
-           "T <= 64, 1 <= max_path <= 64, contiguous counts", tokens, max_path, counts)
+    require(T <= 64 and 1 <= max_path <= 64 and counts.is_contiguous(),
+            "T <= 64, 1 <= max_path <= 64, contiguous counts", tokens, max_path, counts)
     if not runs_triton(tokens):
         return accept_path_reference(*tree, target, active, max_path, temperature, counts, lookup,
                                      known, slots)
     out = tokens.new_empty(B, 3 * max_path + 2)
     S = history.shape[1] if known else 0
     inputs = *tree, target, active, temperature, lookup, history, lengths, ends, slots
-    _launch(_accept_path_kernel, (B,), *map(_contiguous, inputs), counts, out, T, max_path, n, S,
-            BINS=BINS, SCHEMA=SCHEMA, SOURCES=SOURCES,
-            BLOCK_T=triton.next_power_of_2(max(T, max_path)), num_warps=1)
+    launch(_accept_path_kernel, (B,), *map(contiguous, inputs), counts, out, T, max_path, n, S,
+           BINS=BINS, SCHEMA=SCHEMA, SOURCES=SOURCES,
+           BLOCK_T=triton.next_power_of_2(max(T, max_path)), num_warps=1)
     return out
 
 
@@ -2014,7 +1715,7 @@ def _advance_kernel(
 ):
     """Program b: one sequence."""
     b = tl.program_id(0).to(tl.int64)
-    slot = _slot(slots_ptr, b)
+    slot = slot_of(slots_ptr, b)
     packed_ptr += b * (3 * P + 2)
     count = tl.load(packed_ptr + 3 * P).to(tl.int32)
     if count == 0:
@@ -2040,22 +1741,22 @@ def advance(packed, lengths, root, history=None, states=None, state=None, slots=
     [slots], the newest token. history: int32 [slots, S]. states [B, P, C] of the path's nodes: the
     last one's becomes state [slots, C]. A path of no tokens changes nothing. slots: as in
     `tree_attention`."""
-    B, n, n_slots, *_ = _sizes(
+    B, n, n_slots, *_ = check_sizes(
         "packed B n int64, lengths slots int32, root slots int64, history slots S int32, "
         "states B P C real, state slots C real, slots B int64",
         packed, lengths, root, history, states, state, slots)
-    _check_slots(slots, B, n_slots)
+    check_slots(slots, B, n_slots)
     outputs = lengths, root, history, state
     P = (n - 2) // 3
-    _check(all(x is None or x.is_contiguous() for x in outputs) and (states is None or (
+    require(all(x is None or x.is_contiguous() for x in outputs) and (states is None or (
         state is not None and states.shape[1] == P and states.dtype == state.dtype)),
         "contiguous outputs, states of the path's nodes", packed, lengths, states, state)
     if not runs_triton(packed):
         return advance_reference(packed, lengths, root, history, states, state, slots)
     S = 0 if history is None else history.shape[1]
     C = 0 if state is None else state.shape[1]
-    _launch(_advance_kernel, (B,), *map(_contiguous, (packed, states, slots)), *outputs, P, S, C,
-            BLOCK_P=triton.next_power_of_2(P), BLOCK_C=1024, num_warps=4)
+    launch(_advance_kernel, (B,), *map(contiguous, (packed, states, slots)), *outputs, P, S, C,
+           BLOCK_P=triton.next_power_of_2(P), BLOCK_C=1024, num_warps=4)
 
 
 def advance_reference(packed, lengths, root, history=None, states=None, state=None, slots=None):
@@ -2074,202 +1775,47 @@ def advance_reference(packed, lengths, root, history=None, states=None, state=No
 
 
 # --------------------------------------------------------------------------------------------------
-# filtered_sample: sampling after top-k, top-p and min-p
-#
-#   x = logits / temperature. Keep the top_k largest; of these the fewest whose mass, the sum of
-#   exp(x), reaches top_p of the total (arXiv 1904.09751); of these the tokens with at least min_p
-#   times the largest mass (arXiv 2407.01082). Among the kept tokens take
-#   argmax(x + gumbel(seed, sequence, position, token)); at temperature 0 argmax(logits). Masks, as
-#   in project_sample, make x of the other tokens -inf before.
-#
-# Bytes: M * V float32 logits, read once for the mass and the largest x of up to 1,024 groups. All
-# later reads are of the groups that reach a floor, a bound below which no token is kept: few, if
-# the distribution is peaked. top-k raises the floor by bisection. top-p needs no exact bound: if
-# the best token from the floor up is kept, it is the answer; otherwise all kept tokens are above
-# it. If a share s of the floor's mass is kept, that takes 1 - ln(s) reads on average.
+# Launching kernels
 
-@triton.jit
-def _load_logits(logits_ptr, masks_ptr, columns, V, temperature):
-    """logits / temperature in float32; NaN is -inf, like tokens that the row's mask forbids."""
-    mask = columns < V
-    if masks_ptr is not None:
-        mask = _allowed(masks_ptr, tl.full([], 0, tl.int64), columns, V)
-    x = tl.load(logits_ptr + columns, mask=mask, other=float("-inf"))
-    x /= tl.where(temperature > 0, temperature, 1.0)
-    return tl.where(x == x, x, float("-inf"))
+def runs_triton(*tensors):
+    """Whether to run the kernel on these tensors: not in float64, not if a gradient is required."""
+    x = tensors[0]
+    if not (HAS_TRITON and (x.is_cuda or INTERPRETED.value) and x.dtype != torch.float64):
+        return False
+    return not (torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors))
 
 
-@triton.jit
-def _column(entry, V):
-    """The column of an entry, or V - 1 for NO_ENTRY, which is all that a row of NaN has."""
-    return tl.minimum(entry.to(tl.int32) ^ NO_TOKEN, V - 1)
+@lru_cache
+def _gpu(device):
+    """Properties of a GPU; off CUDA, in tests, those of an H200 with fewer multiprocessors."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device)
+    return SimpleNamespace(multi_processor_count=4, shared_memory_per_multiprocessor=233472)
 
 
-@triton.jit
-def _look(row, groups, floor, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The number, the mass and the best entry of the tokens with _order(x) >= floor; a result that
-    the caller ignores is compiled away. groups: sorted entries of each group's largest x."""
-    logits_ptr, masks_ptr, V, temperature, low, high, row_max = row
-    column = tl.arange(0, COLUMNS)[None, :]
-    number = tl.zeros([ROWS, COLUMNS], tl.int32)
-    mass = tl.zeros([ROWS, COLUMNS], tl.float32)
-    best = tl.full([ROWS, COLUMNS], NO_ENTRY, tl.int64)
-    for start in range(0, tl.sum((groups >> 32 >= floor).to(tl.int32), 0), ROWS):
-        group = tl.gather(groups, start + tl.arange(0, ROWS), 0).to(tl.int32) ^ NO_TOKEN
-        columns = (column // 8 * groups.shape[0] + group[:, None]) * 8 + column % 8
-        x = _load_logits(logits_ptr, masks_ptr, columns, V, temperature)
-        scores = _add_noise(x, temperature, low, high, columns.to(tl.uint32))
-        above = _order(x) >= floor
-        number += above.to(tl.int32)
-        mass += tl.where(above, tl.exp(x - row_max), 0.0)
-        best = tl.maximum(best, tl.where(above, _pack_entries(scores, columns), NO_ENTRY))
-    return tl.sum(number), tl.sum(mass), tl.max(best)
+def launch(kernel, grid, *args, **options):
+    """Runs a kernel on the device of its first argument."""
+    with torch.cuda.device_of(args[0]):
+        kernel[grid](*args, **options)
 
 
-@triton.jit
-def _look_above(row, groups, entry, ROWS: tl.constexpr, COLUMNS: tl.constexpr):
-    """The mass and the best entry of the tokens with a larger x than an entry's."""
-    logits_ptr, masks_ptr, V, temperature, low, high, row_max = row
-    x = _load_logits(logits_ptr, masks_ptr, _column(entry, V), V, temperature)
-    number, mass, best = _look(row, groups, _order(x).to(tl.int64) + 1, ROWS, COLUMNS)
-    return mass, best
+def strides(x):
+    """Strides, but 0 for dimensions of size 1: their strides must not specialise the kernel."""
+    return tuple(stride if n > 1 else 0 for n, stride in zip(x.shape, x.stride()))
 
 
-@triton.jit(do_not_specialize=["T"])
-def _filtered_sample_kernel(
-    logits_ptr, temperature_ptr, top_k_ptr, top_p_ptr, min_p_ptr, seed_ptr, sequence_ptr,
-    position_ptr, masks_ptr, tokens_ptr, T, V,
-    GROUPS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
-):
-    """Program m: samples row m. Group g has columns 8 g to 8 g + 7 of every 8 * GROUPS."""
-    m = tl.program_id(0).to(tl.int64)
-    b = m // T
-    logits_ptr += m * V
-    if masks_ptr is not None:
-        masks_ptr += m * ((V + 31) // 32)
-    temperature = tl.load(temperature_ptr + b)
-    group = tl.arange(0, GROUPS)
-    largest = tl.full([GROUPS], FINITE_MIN, tl.float32)
-    mass = tl.zeros([GROUPS], tl.float32)
-    for start in range(0, V, 8 * GROUPS):
-        columns = start + group[:, None] * 8 + tl.arange(0, 8)[None, :]
-        x = _load_logits(logits_ptr, masks_ptr, columns, V, temperature)  # [GROUPS, 8]
-        before = largest
-        largest = tl.maximum(largest, tl.max(x, 1))
-        mass = mass * tl.exp(before - largest) + tl.sum(tl.exp(x - largest[:, None]), 1)
-    row_max = tl.max(largest, 0)
-    mass = tl.sum(mass * tl.exp(largest - row_max), 0)
-    low, high = _load_key(seed_ptr, sequence_ptr, position_ptr, b, m)
-    row = logits_ptr, masks_ptr, V, temperature, low, high, row_max
-    groups = tl.sort(_pack_entries(largest, group), descending=True)
-    orders = groups >> 32
-
-    floor = tl.full([], -2147483648, tl.int64)
-    top_k = tl.load(top_k_ptr + b)
-    if (top_k > 0) & (top_k < V):
-        # At least top_k tokens reach `floor`, at most top_k reach `end`. The search begins with the
-        # top_k-th largest group and ends where they meet, or once exactly top_k reach `floor`.
-        end = tl.max(orders, 0) + 1
-        middle = tl.max(tl.where(group >= top_k - 1, orders, floor), 0)
-        while middle < end:
-            number, part, _ = _look(row, groups, middle, ROWS, COLUMNS)
-            if number >= top_k:
-                floor = middle
-                mass = part
-            if number <= top_k:
-                end = middle
-            middle = (floor + end + 1) >> 1
-
-    top_p = tl.load(top_p_ptr + b)
-    wanted = tl.maximum(mass * top_p, 1e-37)  # positive even if all are NaN
-    wanted = tl.where(top_p < 1, wanted, float("inf"))
-    masses = tl.exp(_value(orders.to(tl.int32)) - row_max)
-    reached = tl.cumsum(masses, 0) >= wanted  # by the largest of each group alone
-    floor = tl.maximum(floor, tl.max(tl.where(reached, orders, floor), 0))
-    # noise spans less than 20 = -log(2e-9), so a token further below the largest cannot win
-    reach = tl.log(tl.maximum(tl.load(min_p_ptr + b), 2e-9))
-    least = row_max + tl.where(temperature > 0, reach, 0.0)
-    floor = tl.maximum(floor, _order(least).to(tl.int64))
-    best = _look(row, groups, floor, ROWS, COLUMNS)[2]
-    if top_p < 1:
-        # All kept tokens reach `floor`, and `best` is the best of those that do. If the tokens
-        # with a larger x than `best` have the mass that is wanted, only they are kept.
-        mass, following = _look_above(row, groups, best, ROWS, COLUMNS)
-        while mass >= wanted:
-            best = following
-            mass, following = _look_above(row, groups, best, ROWS, COLUMNS)
-    tl.store(tokens_ptr + m, _column(best, V).to(tl.int64))
+def _aligned(*tensors):
+    """Whether rows can be loaded 16 bytes at a time: last stride 1, others multiples of 16."""
+    return all(strides(x)[-1] == 1 and x.data_ptr() % 16 == 0
+               and all(stride % 16 == 0 for stride in strides(x)[:-1]) for x in tensors)
 
 
-def filtered_sample(logits, *, temperature, top_k, top_p, min_p, seed, sequence, position,
-                    masks=None):
-    """The model's next token for each row of logits [M, V] -> int64 [M]: a sample of softmax(logits
-    / temperature) over the tokens that `filter_logits` keeps, with the noise of `project_sample`;
-    argmax at temperature 0. masks: as in `mask_logits`. sequence, position: as in `gumbel`. Others:
-    numbers or tensors [B]."""
-    M, V, B, *_ = _sizes(
-        "logits M V float32|float64, sequence B int, position M int, temperature/top_p/min_p B "
-        "float32, top_k/seed B int64, masks M words int32", logits, sequence, position, temperature,
-        top_p, min_p, top_k, seed, masks)
-    _check(M % B == 0, "M / B rows per sequence", logits, sequence)
-    _check_masks(masks, V)
-    parameters = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
-                      sequence=sequence, position=position)
-    if not runs_triton(logits):
-        return filtered_sample_reference(logits, **parameters, masks=masks)
-    parameters = [filled(x, logits, B) for x in parameters.values()]
-    tokens = logits.new_empty(M, dtype=torch.int64)
-    GROUPS = min(max(64, triton.next_power_of_2(V // 32)), 1024)
-    COLUMNS = 8 * triton.next_power_of_2(triton.cdiv(V, 8 * GROUPS))
-    tile = 2048 if V % 16 else 4096  # loads that are not aligned take more registers
-    _launch(_filtered_sample_kernel, (M,),
-            logits.contiguous(), *parameters, _contiguous(masks), tokens, M // B, V, GROUPS=GROUPS,
-            ROWS=min(tile // COLUMNS, GROUPS), COLUMNS=COLUMNS, num_warps=16)
-    return tokens
+def contiguous(x):
+    return x if x is None else x.contiguous()
 
 
-def filtered_sample_reference(logits, *, temperature, top_k, top_p, min_p, seed, sequence,
-                              position, masks=None):
-    logits = filter_logits(mask_logits(logits, masks), top_k, top_p, min_p, temperature)
-    return gumbel_argmax(logits, 1.0 * (temperature > 0), seed, sequence, position)
-
-
-def gumbel_argmax(logits, temperature, seed, sequence, position):
-    """Samples softmax(logits / temperature) for logits [M, V] -> int64 [M]; at temperature 0 the
-    first argmax."""
-    if not isinstance(temperature, torch.Tensor) and temperature == 0:
-        return logits.argmax(-1)
-    tokens = torch.arange(logits.shape[1], device=logits.device)
-    noise = gumbel(seed, sequence, position, tokens) * (per_row(temperature, logits) > 0)
-    return (filter_logits(logits.float(), temperature=temperature) + noise).argmax(-1)
-
-
-def filter_logits(logits, top_k=0, top_p=1.0, min_p=0.0, temperature=1.0):
-    """logits [M, V] / temperature (undivided at 0), with -inf for tokens that top-k, top-p and
-    min-p remove, see above; ties with the last kept token are kept."""
-    top_k, top_p, min_p, temperature = (
-        per_row(x, logits) for x in (top_k, top_p, min_p, temperature))
-    logits = logits / torch.where(temperature > 0, temperature, 1.0)
-    V = logits.shape[1]
-    if (top_k > 0).any():
-        k = top_k.clamp(1, V)
-        kth = logits.topk(int(k.max())).values.gather(1, k - 1)
-        logits = logits.masked_fill((logits < kth) & (top_k > 0), -math.inf)
-    if (top_p < 1).any():
-        total = logits.logsumexp(dim=-1, keepdim=True)
-        for n in (min(1024, V), V):  # the 1,024 likeliest, or all if some row needs more
-            ranked = logits.topk(n).values
-            probs = (ranked - total).exp()
-            kept = probs.cumsum(dim=-1) - probs < top_p
-            if not (kept[:, -1:] & (top_p < 1)).any():
-                break
-        last = (kept.sum(dim=-1, keepdim=True) - 1).clamp(min=0)  # if all is NaN, none is kept
-        cut = ranked.gather(1, last)
-        logits = logits.masked_fill((logits < cut) & (top_p < 1), -math.inf)
-    if (min_p > 0).any():
-        cut = logits.amax(dim=-1, keepdim=True) + min_p.double().log().to(logits.dtype)
-        logits = logits.masked_fill(logits < cut, -math.inf)
-    return logits
+def _num_warps(elements, per_warp):
+    return min(max(elements // per_warp, 1), 16)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -2281,22 +1827,22 @@ DTYPES = dict(float="float32|float16|bfloat16", real="float32|float16|bfloat16|f
 CANDIDATES = "joint B K n float32, tokens/parents B K n int64"
 
 
-def _check_slots(slots, B, n_slots):
-    _check(slots is not None or B == n_slots, "slots, or B sequences in all tensors", B, n_slots)
+def check_slots(slots, B, n_slots):
+    require(slots is not None or B == n_slots, "slots, or B sequences in all tensors", B, n_slots)
 
 
-def _check_masks(masks, V):
-    _check(masks is None or masks.shape[1] == (V + 31) // 32, "masks of ceil(V / 32) words", masks)
+def check_masks(masks, V):
+    require(masks is None or masks.shape[1] == (V + 31) // 32, "masks of ceil(V / 32) words", masks)
 
 
-def _check(condition, expected, *got):
+def require(condition, expected, *got):
     if not condition:
         got = [f"{list(x.shape)} {x.dtype} on {x.device}" if isinstance(x, torch.Tensor) else str(x)
                for x in got]
         raise ValueError(f"expected {expected}, got {', '.join(got)}".replace("torch.", ""))
 
 
-def _sizes(spec, *tensors):
+def check_sizes(spec, *tensors):
     """The sizes of tensors, in the order of their letters. spec: "q B T float, k/v B S same" has
     the names, sizes and dtypes. ...: any leading sizes; same: the first tensor's dtype. A tensor
     must not be empty, and be on the first one's device. None and numbers pass."""
@@ -2306,7 +1852,7 @@ def _sizes(spec, *tensors):
 
 @lru_cache(2**12)
 def _match(spec, *kinds):
-    """`_sizes` of tensors with these (shape, dtype, device)."""
+    """`check_sizes` of tensors with these (shape, dtype, device)."""
     _, first_dtype, first_device = kinds[0]
     parts = [part.split() for part in spec.split(", ")]
     parts = [(name, *part) for names, *part in parts for name in names.split("/")]
@@ -2326,6 +1872,6 @@ def _match(spec, *kinds):
         fits = shape == expected and len(shape) == len(letters) and 0 not in kind[0]
         if not fits or dtype not in dtypes or device != first_device:
             wanted = ", ".join(f"{letter}={sizes.get(letter, '?')}" for letter in letters)
-            _check(False, f"{name} [{wanted}] of {dtypes} on {first_device}",
-                   f"{[*kind[0]]} {dtype} on {device}")
+            require(False, f"{name} [{wanted}] of {dtypes} on {first_device}",
+                    f"{[*kind[0]]} {dtype} on {device}")
     return [*sizes.values()]

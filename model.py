@@ -323,7 +323,6 @@ class Block(nn.Module):
 class LMHead(nn.Linear):
     """The output projection. Its methods take hidden states after the final norm, [M, C] unless
     noted otherwise."""
-    filtered_sample = staticmethod(kernels.filtered_sample)  # of `logits`
 
     def select(self, tokens):
         """An LM head with only these tokens' rows, copied. tokens: int32 [n]."""

@@ -1,4 +1,4 @@
-"""8- and 4-bit weights (`kernels.Quantized`) as files store them, and the rounding of `--quantize`.
+"""8- and 4-bit weights (`linear.Quantized`) as files store them, and the rounding of `--quantize`.
 backends/cpu.py and backends/gpu.py compute with them. hf/quantization.py reads them from folders,
 hf/gguf.py from GGUF files."""
 
@@ -6,7 +6,7 @@ import torch
 import torch.nn as nn
 
 from backends import cpu
-from kernels import Quantized, unpack_nibbles
+from backends.linear import Quantized, unpack_nibbles
 from model import expect
 
 GROUPS = 128, 64, 32  # channels that share a scale
@@ -31,8 +31,7 @@ def pack(weight):
     """A `Quantized` weight as a `cpu.PackedWeight`. float8 has no C kernel: it is rounded to 8
     bits."""
     q, scales, minimums, order = weight
-    expect(order is None, "a checkpoint quantised with act-order (desc_act) runs on a GPU only; "
-           "use one without it")
+    assert order is None  # no C kernel gathers its inputs
     if q.dtype == torch.float8_e4m3fn:
         return pack(round_weight(weight.values(), 8, 32))
     if minimums is not None or scales.dtype != torch.float16:

@@ -16,8 +16,9 @@ import torch.distributed as dist
 import torch.nn as nn
 import torch.nn.functional as F
 
+from backends.sampling import filtered_sample
 from common.devices import pick_device
-from kernels import best_tokens, filtered_sample
+from kernels import best_tokens
 from model import Block, Blocks, InputError, LMHead, expect
 
 TIMEOUT = timedelta(hours=24)  # for collectives; if a rank ends, torchrun ends the others
@@ -215,7 +216,6 @@ class ParallelNorm(nn.Module):
 class VocabParallelHead(nn.Module):
     """`LMHead` with its rows split across the ranks. All ranks gather all logits and choose the
     same tokens."""
-    filtered_sample = staticmethod(filtered_sample)
 
     def __init__(self, local, group, vocab_size, selected=slice(None)):
         super().__init__()

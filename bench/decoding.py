@@ -8,10 +8,12 @@ from operator import add, eq
 from pathlib import Path
 from statistics import fmean, median
 
+from backends.capture import warm_up
 from bench import Measured, Table, operations
 from bench.llama_cpp import llama_cpp_methods
 from bench.timing import step_time, timing_decoder
-from generate import Policy, Sampling, prepare
+from engine.policy import Policy
+from generate import Sampling, prepare
 from hf.chat import stop_tokens
 from hf.heads import load_heads
 from hf.paths import find_model
@@ -88,7 +90,7 @@ def start_decoding(model, texts, new, stop=(), **options):
     plain = engine.policy = Policy(model)
     decode(engine, texts[:engine.decoder.batch_size], 1)  # compiles the plain step
     engine.clear()
-    engine.decoder.warm_up()
+    warm_up(engine)
 
     def run(part):
         engine.policy = plain
@@ -104,7 +106,7 @@ def decode(engine, texts, new, stop=(), sampling=None):
     """`Engine.generate`, except that prompts do not reuse the cache of earlier ones."""
     def forget(step):
         if step.sequence.ended:
-            engine.cached_prefix = dict.fromkeys(engine.cached_prefix, ())
+            engine.idle = dict.fromkeys(engine.idle, ())
     return engine.generate(texts, new, stop, forget, sampling=sampling)
 
 
@@ -172,7 +174,7 @@ def gpu_rows(model, heads, texts, new, stop, B, temperature=0.0, seeds=(0,)):
         drafter = dict(tree_size=T, batch_size=B, **operations.drafters(name, heads))
         started = time.perf_counter()
         engine = prepare(model, texts, new, temperature=temperature, **drafter)
-        engine.decoder.warm_up()
+        warm_up(engine)
         decode(engine, texts, 1)  # compiles prefill
         engine.clear()
         alone = dict(warm_seconds=time.perf_counter() - started)

@@ -11,6 +11,8 @@ import torch.nn.functional as F
 
 import kernels
 from backends import cpu, gpu, quantized
+from backends.linear import Quantized, linear_rows
+from backends.sampling import filtered_sample
 from bench import Table, size_config
 from bench.timing import PREFIX, copy_bandwidth, seconds, stage_times, step_time, timing_decoder
 from clover import CloverHeads, preset
@@ -68,7 +70,7 @@ def lm_head_cases(c, device, sizes):
                    partial(kernels.project_sample, temperature=t, **noise),
                    partial(sample, temperature=t))
         ones = torch.ones(M, device=device)
-        filtered = partial(kernels.filtered_sample, temperature=0.8 * ones, top_p=0.9 * ones,
+        filtered = partial(filtered_sample, temperature=0.8 * ones, top_p=0.9 * ones,
                            top_k=torch.zeros_like(row), min_p=0 * ones, **noise)
         logits = lambda: (4 * torch.randn(M, V, device=device),)
         yield "filtered_sample", dict(M=M), 4 * M * V, logits, filtered, None
@@ -83,7 +85,7 @@ def linear_cases(c, device, sizes):
         make = lambda: (random(M, K, device=device), random_weight(N, K, bits, device))
         plain = partial(by_torch, activation=activation) if bits == 16 else None
         yield ("linear_rows", dict(layer=layer, M=M, bits=bits), N * K * bits // 8, make,
-               partial(kernels.linear_rows, activation=activation), plain)
+               partial(linear_rows, activation=activation), plain)
 
 
 def random_weight(N, K, bits, device):
@@ -93,9 +95,9 @@ def random_weight(N, K, bits, device):
     q = torch.randint(0, 256, (N, K * bits // 8), device=device, dtype=torch.uint8)
     ones = torch.ones(K // 32, N, device=device, dtype=torch.float16)
     if bits == 8:
-        return kernels.Quantized(q.view(torch.int8), ones / (74 * K ** 0.5))
+        return Quantized(q.view(torch.int8), ones / (74 * K ** 0.5))
     scale = ones / (4.6 * K ** 0.5)
-    return kernels.Quantized(q, scale, -7.5 * scale)
+    return Quantized(q, scale, -7.5 * scale)
 
 
 def by_torch(x, weight, activation):
@@ -166,7 +168,7 @@ def in_graph(body, device):
     """A function that runs body(). On CUDA it replays a graph, so there are no launch gaps."""
     with torch.inference_mode():  # the mode of `capture`: torch.compile compiles once per mode
         body()
-    return capture(body, device) if device.type == "cuda" else body
+    return capture(body, device)[0] if device.type == "cuda" else body
 
 
 # --------------------------------------------------------------------------------------------------

@@ -137,6 +137,8 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
         backend.apply(model)
     if backend is cpu:
         cpu.trim_memory()
+    if device.type == "cuda":  # plain layers, too
+        model.decoder = gpu.GraphDecoder
     return model
 
 
@@ -202,7 +204,8 @@ def choose_packers(model, matches, rounding, dtype, on_gpu):
         pack_floats = lambda tensor: cpu.pack_floats(tensor.load().to(dtype))
         packers = dict.fromkeys(names, (8 * dtype.itemsize, pack_floats))
     for name, stacked in matches.items():
-        if all(tensor.bits for _, tensor in stacked) and dtype != torch.float32:
+        read = "read_quantized" if on_gpu else "read_packed"
+        if all(getattr(tensor, read) for _, tensor in stacked) and dtype != torch.float32:
             bits = max(tensor.quantized_bits if on_gpu else tensor.bits for _, tensor in stacked)
             packers[name] = bits, StoredTensor.quantized if on_gpu else StoredTensor.packed
     pack_rounded = lambda how, tensor: pack(quantized.round_weight(tensor.load(), *how))

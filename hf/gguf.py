@@ -15,12 +15,12 @@ import torch
 from gguf import GGMLQuantizationType, GGUFValueType, TokenType
 
 from backends import cpu, quantized
+from backends.linear import Quantized
 from common.values import one_line, one_of, warn
 from hf.families import family_of, value_of
 from hf.paths import gguf_parts
 from hf.splits import PIECE_IS_TOKEN, byte_level_spec, sentencepiece_spec
 from hf.tensors import StoredTensor
-from kernels import Quantized
 from model import InputError, expect
 
 ARCHITECTURES = "llama", "qwen2", "qwen3", "gemma3", "phi3", "smollm3"
@@ -289,7 +289,7 @@ class GGUFFile:
         return packed
 
     def read_quantized(self, tensor, order):
-        """A tensor's rows in this order as a `kernels.Quantized`."""
+        """A tensor's rows in this order as a `linear.Quantized`."""
         if tensor.kind.name not in UNIT_SCALES:
             return self.read_rounded(tensor, order, UNIT_SCALES)
         weight = unpack_blocks(tensor.kind, tensor.data)
@@ -330,7 +330,7 @@ def dequantized(tensor):
 
 
 def unpack_blocks(kind, data):
-    """A `kernels.Quantized` with the values of blocks, uint8 [N, bytes of a row]. The products of
+    """A `linear.Quantized` with the values of blocks, uint8 [N, bytes of a row]. The products of
     K-quants' two scales are rounded to float16."""
     N, size = len(data), gguf.GGML_QUANT_SIZES[kind][1]
     blocks = data.reshape(-1, size)

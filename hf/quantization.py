@@ -7,10 +7,10 @@ from typing import NamedTuple
 
 import torch
 
+from backends.linear import Quantized, unpack_nibbles
 from backends.quantized import largest_group, pack, pack_nibbles, select_rows
 from common.values import one_of
 from hf.tensors import FP8, StoredTensor
-from kernels import Quantized, unpack_nibbles
 from model import expect
 
 AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7  # the nibble of an int32 that holds each of 8 neighbours
@@ -72,17 +72,25 @@ def read_layer(what, layer, scheme, shape):
     row = torch.arange(N) // rows
     column = torch.arange(C // group)[:, None] * group // columns
     spread = lambda x: x.reshape(-(-N // rows), -(-C // columns))[row, column].contiguous()
-    order = None
-    in_order = torch.arange(C) // columns
-    if "g_idx" in layer and not torch.equal(groups := layer["g_idx"].load().long(), in_order):
-        order = groups.argsort(stable=True)  # act-order
-        expect(torch.equal(groups[order], in_order), f"{what}.g_idx does not name each group "
-               f"{columns} times; download it again")
+    order = act_order(what, layer, C, columns)
+    if order is not None:
         q = q[:, order]
         order = order.int()
     if q.dtype == torch.uint8:
         q = pack_nibbles(q)
     return Quantized(q, spread(scales), None if zeros is None else spread(zeros), order)
+
+
+def act_order(what, layer, C, columns):
+    """The channel of x for each column of q, int64 [C], where groups hold channels of similar
+    importance (GPTQ's act-order); None if they hold neighbours."""
+    in_order = torch.arange(C) // columns
+    if "g_idx" not in layer or torch.equal(groups := layer["g_idx"].load().long(), in_order):
+        return None
+    order = groups.argsort(stable=True)
+    expect(torch.equal(groups[order], in_order), f"{what}.g_idx does not name each group {columns} "
+           "times; download it again")
+    return order
 
 
 def shared_columns(C, columns):
@@ -163,5 +171,8 @@ def combine_layer(stem, layer, scheme):
     rows = lambda order: select_rows(weight(), order)
     scale_bits = 8 * layer[scales].dtype.itemsize + (scheme.bits == 4) * 8  # and a zero
     quantized_bits = scheme.bits + scale_bits / shared_columns(C, columns)
+    # no kernel for a CPU gathers inputs, so there the layer is dequantised
+    read_packed = None if act_order(what, layer, C, columns) is not None else (
+        lambda order: pack(rows(order)))
     return StoredTensor(file, (N, C), torch.bfloat16, lambda: weight().values(), scheme.bits,
-                        lambda order: pack(rows(order)), rows, quantized_bits)
+                        read_packed, rows, quantized_bits)

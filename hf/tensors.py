@@ -26,7 +26,7 @@ class StoredTensor(NamedTuple):
     bits: float | None = None            # bits per number, if quantised
     # row order -> its values as they are quantised in the file, if they are
     read_packed: Callable | None = None     # as a `cpu.PackedWeight`
-    read_quantized: Callable | None = None  # as a `kernels.Quantized`,
+    read_quantized: Callable | None = None  # as a `linear.Quantized`,
     quantized_bits: float | None = None     # which has this many bits per number
     order: torch.Tensor | None = None    # which stored row comes where, int64 [N]; None: in order
 

@@ -26,17 +26,23 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
-from backends import gpu
+from backends import gpu, linear, sampling
+from backends.linear import Quantized
 from bench import size_config
 from bench.operations import quantize_randomly
 from clover import CloverHeads
 from generate import Decoder, Policy
-from kernels import Quantized
 from model import GPT, InputError
 from tools.flags import DEMO
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
+MODULES = kernels, linear, sampling  # that have kernels
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_unsafe_view"}
+
+
+def module_of(name):
+    """The module that has a function or kernel."""
+    return next(module for module in MODULES if hasattr(module, name))
 
 
 def h200(multiprocessors=132):
@@ -55,9 +61,11 @@ def recorded(multiprocessors=132):
     def run(kernel, *args, grid, warmup, **named):
         launches.append((kernel.__name__, grid, args, named))
 
-    with (patch.object(JITFunction, "run", run),
-          patch.object(kernels, "runs_triton", lambda *_: True),
-          patch.object(kernels, "_gpu", lambda _: h200(multiprocessors))):
+    with contextlib.ExitStack() as patches:
+        patches.enter_context(patch.object(JITFunction, "run", run))
+        patches.enter_context(patch.object(kernels, "_gpu", lambda _: h200(multiprocessors)))
+        for module in (*MODULES, gpu):
+            patches.enter_context(patch.object(module, "runs_triton", lambda *_: True))
         yield launches
 
 
@@ -179,9 +187,9 @@ def quantized_weight(N, K, kind, group, minimums=None, device="meta"):
 
 
 def arguments(name, dtype=BF16, present="", aligned=True, device="meta", quantized=None, **given):
-    """Arguments for a kernels.py function. given: sizes and others. present: optional tensors. aligned: to 16 bytes.
-    quantized: as in `quantized_weight`."""
-    function = getattr(kernels, name)
+    """Arguments for a function that has kernels. given: sizes and others. present: optional tensors. aligned: to 16
+    bytes. quantized: as in `quantized_weight`."""
+    function = getattr(module_of(name), name)
     scope = DIMENSIONS | given
     scope["2N"] = scope.get("N", 0) * (2 if scope.get("activation") else 1)
     scope |= {"2C": 2 * scope["C"], "1+m": 1 + scope["m"], "3P+2": 3 * scope.get("P", 0) + 2,
@@ -214,10 +222,10 @@ def arguments(name, dtype=BF16, present="", aligned=True, device="meta", quantiz
 
 
 def launches_of(name, dtype=BF16, present="", aligned=True, multiprocessors=132, **given):
-    """The launches of a function of kernels.py, with `arguments` on the meta device."""
+    """The launches of a function that has kernels, with `arguments` on the meta device."""
     made = arguments(name, dtype, present, aligned, **given)
     with recorded(multiprocessors) as launches:
-        getattr(kernels, name)(**made)
+        getattr(module_of(name), name)(**made)
     return launches
 
 
@@ -285,15 +293,19 @@ def all_launches(sample=False):
 def signature(name, args, named):
     """The key by which Triton compiles a launch: types, constants, which arguments are multiples of 16."""
     from triton._C.libtriton import native_specialize_impl
+    from triton._utils import find_paths_if, get_iterable_path
     from triton.backends.compiler import BaseBackend
-    parameters = getattr(kernels, name).params
+    parameters = getattr(module_of(name), name).params
     values = [*args, *(named[parameter.name] for parameter in parameters[len(args):])]
     found = [("constexpr", None) if parameter.is_constexpr else native_specialize_impl(
         BaseBackend, value, False, not parameter.do_not_specialize, True)
         for parameter, value in zip(parameters, values)]
     kinds = tuple(kind for kind, _ in found)
-    constants = tuple((i, values[i]) for i, kind in enumerate(kinds) if kind == "constexpr")
-    multiples = tuple(i for i, (_, key) in enumerate(found) if key == "D")
+    keys = ["" if kind == "constexpr" else key for kind, key in found]
+    constants = ((path, get_iterable_path(values, path))
+                 for path in find_paths_if(kinds, lambda _, kind: kind == "constexpr"))
+    constants = tuple((path, getattr(value, "__name__", value)) for path, value in constants)  # of a function
+    multiples = tuple(find_paths_if(keys, lambda _, key: key == "D"))
     options = ((key, named[key]) for key in ("maxnreg", "num_stages", "num_warps") if named.get(key))
     return name, kinds, constants, multiples, tuple(options)
 
@@ -305,9 +317,11 @@ def compiled(target, launch):
     from triton.compiler import ASTSource
     name, kinds, constants, multiples, options = launch
     backend, arch = target.split(":")
-    kernel = getattr(kernels, name)
-    source = ASTSource(kernel, dict(zip(kernel.arg_names, kinds)), {(i,): value for i, value in constants},
-                       {(i,): [["tt.divisibility", 16]] for i in multiples})
+    kernel = getattr(module_of(name), name)
+    constants = {path: getattr(module_of(value), value) if isinstance(value, str) else value
+                 for path, value in constants}
+    source = ASTSource(kernel, dict(zip(kernel.arg_names, kinds)), constants,
+                       {path: [["tt.divisibility", 16]] for path in multiples})
     return triton.compile(source, target=GPUTarget(backend, int(arch), 32), options=dict(options))
 
 

@@ -6,7 +6,7 @@ import torch
 from gguf import GGMLQuantizationType as Type
 
 from backends import cpu, gpu
-from backends.quantized import pack, pack_nibbles
+from backends.quantized import pack_nibbles
 from clover import CloverHeads
 from conftest import SHAPES, edit_weights, random_prompts, refusal, toy_model
 from generate import Sampling, generate
@@ -113,8 +113,9 @@ def test_quantised_weights_take_little_more_memory_than_their_file(kind, most, t
     assert model.weight_bytes() < checked[0] < model.weight_bytes() + 2 * 2 * 2 * 512 * 256  # one layer dequantised
 
 
-def test_act_order_permutes_the_inputs(tmp_path):
-    """Bug: inputs in another order than their scales, or than the layer's other parts; a CPU's layers ignore it."""
+def test_act_order_permutes_the_inputs(tmp_path, monkeypatch):
+    """Bug: inputs in another order than their scales, or than the layer's other parts; a CPU's layers ignore it, or
+    are dequantised without it."""
     path = write_quantised(tmp_path, "gptq-4")
     model = checkpoint.load(path, BF16, "cpu")
     order = torch.randperm(128)
@@ -135,7 +136,12 @@ def test_act_order_permutes_the_inputs(tmp_path):
     torch.testing.assert_close(shuffled.blocks[0].attn.qkv(x), model.blocks[0].attn.qkv(x[:, order.argsort()]))
     plain = checkpoint.load(path, FP32, "cpu", packed=False)
     assert torch.equal(plain.blocks[0].attn.qkv.weight, weight[:, order])
-    refusal(lambda: pack(got), "act-order (desc_act) runs on a GPU only")
+    if cpu.library():
+        monkeypatch.setattr(cpu, "is_usable", lambda device: True)
+        monkeypatch.setattr(gpu, "is_usable", lambda device: False)
+        attn = checkpoint.load(path, BF16, "cpu").blocks[0].attn
+        assert torch.equal(attn.qkv.embedding(torch.arange(256)), weight[:, order].bfloat16().float())
+        assert attn.qkv.packed.linear.kind < cpu.header.INT8 <= attn.proj.packed.linear.kind
 
 
 @pytest.mark.parametrize("options", [dict(), dict(temperature=0.9, seed=3), dict(temperature=0.7, top_p=0.8)], ids=str)

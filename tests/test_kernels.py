@@ -376,7 +376,9 @@ def test_kernels_under_the_interpreter(cases):
     triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
     if triton < (3, 7) and numpy >= (2, 4):
         pytest.skip("the interpreter of triton 3.6 converts arrays to numbers in a way that numpy 2.4 rejects")
-    files = sorted(ROOT.glob("tests/test_kernels*.py"), key=lambda file: "fused" in file.name)
+    files = [file for name in ("kernels", "backends_linear", "backends_sampling", "backends_tree")
+             for file in ROOT.glob(f"tests/test_{name}*.py")]
+    files.sort(key=lambda file: "fused" in file.name)
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", cases]
     one_thread = dict(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")  # or numpy's threads compete
     runs = [subprocess.Popen([*command, *files], cwd=ROOT, env=os.environ | one_thread | dict(TRITON_INTERPRET="1"),

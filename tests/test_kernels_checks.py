@@ -1,4 +1,4 @@
-"""Input checks of all functions in kernels.py, and whether the kernel or the reference runs."""
+"""Input checks of all functions that have kernels, and whether the kernel or the reference runs."""
 
 import ast
 import inspect
@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import kernels
-from static import FP32, TENSORS, arguments, quantized_weight
+from static import FP32, MODULES, TENSORS, arguments, module_of, quantized_weight
 from test_kernels import INTERPRETED, as_int64, plain
 
 GIVEN = dict(  # arguments of each function, optional tensors included
@@ -24,7 +24,8 @@ GIVEN = dict(  # arguments of each function, optional tensors included
     accept_path=dict(N=4, S=8, T=3, max_path=3, present="lookup known slots"),
     advance=dict(N=4, S=8, P=3, C=8, present="history states state slots"),
     filtered_sample=dict(M=2, V=8, present="masks"))
-NAMES = [name.removesuffix("_reference") for name in vars(kernels) if name.endswith("_reference")]
+NAMES = list(dict.fromkeys(
+    name.removesuffix("_reference") for module in MODULES for name in vars(module) if name.endswith("_reference")))
 
 
 def valid(name, **given):
@@ -102,7 +103,7 @@ def test_wrong_input_is_named_in_one_line(name):
               for changed in FURTHER[name]]
     for made in cases:
         with pytest.raises(ValueError, match=r"^expected .*, got ") as error:
-            getattr(kernels, name)(**made)
+            getattr(module_of(name), name)(**made)
             print(f"accepted: {made}")
         assert "\n" not in str(error.value) and len(str(error.value)) < 300
 
@@ -135,7 +136,7 @@ def test_offsets_have_64_bits(name, changed, given, dims):
     for dim in range(dims):
         near = {argument: made[argument].clone() for argument in changed.split()}  # some change it in place
         far = {argument: far_apart(x, dim) for argument, x in near.items()}
-        want, got = (getattr(kernels, name)(**made | some) for some in (near, far))
+        want, got = (getattr(module_of(name), name)(**made | some) for some in (near, far))
         torch.testing.assert_close(got, want, rtol=0, atol=0)
         assert all(map(torch.equal, near.values(), far.values()))
 
@@ -149,10 +150,11 @@ def test_offsets_have_64_bits(name, changed, given, dims):
 def test_dispatch(name, wanted, monkeypatch):
     """Bug: kernels run on a CPU, or the interpreter tests run the reference; signatures differ; a kernel runs although
     a tensor requires a gradient."""
-    function, reference = getattr(kernels, name), getattr(kernels, f"{name}_reference")
+    module = module_of(name)
+    function, reference = getattr(module, name), getattr(module, f"{name}_reference")
     assert inspect.signature(function) == inspect.signature(reference)
     ran, made = [], valid(name)
-    monkeypatch.setattr(kernels, f"{name}_reference", lambda *args, **named: ran.append(args))
+    monkeypatch.setattr(module, f"{name}_reference", lambda *args, **named: ran.append(args))
     if wanted:
         made[wanted] = made[wanted].clone().requires_grad_()
     function(**made)
@@ -167,7 +169,7 @@ def test_no_loop_begins_with_two_names_of_one_value():
         found = [x for x in ast.walk(node) if isinstance(x, ast.Assign)]
         return {x: {x.value.id, x.targets[0].id} for x in found
                 if isinstance(x.value, ast.Name) and isinstance(x.targets[0], ast.Name)}
-    for function in ast.parse(inspect.getsource(kernels)).body:
+    for function in (x for module in MODULES for x in ast.parse(inspect.getsource(module)).body):
         everywhere = copies(function)
         for loop in ast.walk(function):
             if isinstance(loop, (ast.For, ast.While)):

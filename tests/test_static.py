@@ -5,7 +5,6 @@ import re
 
 import pytest
 
-import kernels
 import static
 from generate import Sampling
 from static import launches_of, step_launches
@@ -21,7 +20,8 @@ def check_figures(launches, figures):
     for (name, _, constants, _, options), used in zip(launches, figures, strict=True):
         assert 8 <= used["registers"] <= 255  # fewer means a trap instead of a kernel
         if used["spilled"] or used["shared"] > 101376:
-            sizes = {getattr(kernels, name).arg_names[i]: value for i, value in constants}
+            names = getattr(static.module_of(name), name).arg_names
+            sizes = {names[i]: value for (i, *_), value in constants}
             wrong.append((name, sizes, options, used))
     assert not wrong, "\n".join(map(str, wrong))
 
@@ -30,7 +30,8 @@ def check_figures(launches, figures):
 def test_a_launch_of_every_kernel_compiles_without_spills(target):
     """Bug: a kernel compiles only in the interpreter, spills, or needs too much shared memory."""
     launches = static.all_launches(sample=True)
-    assert {launch[0] for launch in launches} == {name for name in vars(kernels) if name.endswith("_kernel")}
+    assert {launch[0] for launch in launches} == {
+        name for module in static.MODULES for name in vars(module) if name.endswith("_kernel")}
     check_figures(launches, (static.usage(target, launch) for launch in launches))
 
 
@@ -44,9 +45,9 @@ def test_every_launch_compiles_without_spills():
 @pytest.mark.parametrize("target", ["cuda:80", "cuda:89"])
 def test_products_compile_for_older_gpus(target):
     """Bug: unpacked weights that spill, FP8 that only a newer GPU converts."""
-    launches = [launch for launch in static.all_launches() if any(
-        getattr(kernels, launch[0]).arg_names[i] == "GROUP" and (value or "linear" in launch[0])
-        for i, value in launch[2])]
+    launches = [(name, *rest) for name, *rest in static.all_launches() if any(
+        getattr(static.module_of(name), name).arg_names[i] == "FORMAT" and (value or "linear" in name)
+        for (i, *_), value in rest[1])]
     check_figures(launches, static.compile_all(target, launches))
 
 

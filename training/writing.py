@@ -16,7 +16,8 @@ from pathlib import Path
 
 from common.files import read_json
 from common.values import human
-from generate import Engine, Sampling
+from engine.batching import Engine
+from generate import Sampling
 from hf.chat import end_of_text
 from hf.grammar import GrammarTokenizer
 from hf.heads import model_hash

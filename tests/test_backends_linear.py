@@ -1,4 +1,4 @@
-"""linear_rows and quantised weights, as in test_kernels.py, against formulas in float64."""
+"""backends/linear.py, as in test_kernels.py, against formulas in float64."""
 
 import math
 
@@ -6,9 +6,10 @@ import pytest
 import torch
 
 import kernels
+from backends.gpu import QuantizedHead
+from backends.linear import Quantized, dequantize, linear_rows
 from backends.quantized import pack_nibbles, round_weight, select_rows, stack
 from conftest import needs_cuda
-from kernels import Quantized, linear_rows
 from test_kernels import BF16, DTYPES, FP16, FP32, device, every_second, glu_formula, slow_to_interpret
 
 ERROR = {FP32: 2e-6, FP16: 2e-3, BF16: 3e-2}  # of the largest output; the interpreter truncates bfloat16
@@ -120,7 +121,7 @@ def test_rows_are_dequantised(kind, device):
     weight = draw_quantized(37, 576, *FORMATS[kind], order=kind == "int4-zeros")
     want, rows = values(weight), torch.tensor([[36, 0, 5], [5, 9, 35]])
     for some, part in ((None, want), (rows.to(device), want[rows])):
-        got = kernels.dequantize(on(device, weight), FP32, some)
+        got = dequantize(on(device, weight), FP32, some)
         torch.testing.assert_close(got.cpu().double(), part, rtol=1e-6, atol=1e-7)
 
 
@@ -153,7 +154,8 @@ def test_the_lm_heads_kernels_read_quantised_weights(kind, device):
     place = torch.arange(6)
     logits = hidden.double() @ values(weight).T
     args = hidden.to(device), on(device, weight)
-    torch.testing.assert_close(kernels.float_logits(*args).cpu().double(), logits, rtol=1e-4, atol=1e-4)
+    got = QuantizedHead(args[1], FP32).logits(args[0])
+    torch.testing.assert_close(got.cpu().double(), logits, rtol=1e-4, atol=1e-4)
     logprobs, tokens = kernels.project_topk(*args, 3)
     want = logits.log_softmax(-1).topk(3)
     assert torch.equal(tokens.cpu(), want.indices)
