@@ -31,7 +31,8 @@ from backends.linear import Quantized
 from bench import size_config
 from bench.operations import quantize_randomly
 from clover import CloverHeads
-from generate import Decoder, Policy
+from engine.policy import Policy
+from generate import Plan
 from model import GPT, InputError
 from tools.flags import DEMO
 
@@ -95,8 +96,8 @@ def step_launches(model, heads=None, lookup=False, tree_size=1, **options):
     """Counts the launches of a Decoder's step by operation. The modules must be on the meta device."""
     policy = Policy(model, heads, lookup, tree_size)
     with recorded() as launches:
-        decoder = Decoder(model, policy=policy, graph=False, reads_in_steps=True, **options)
-        step = partial(decoder.step, decoder.B, *policy.select(1))
+        decoder = gpu.GraphDecoder(model, policy=policy, graph=False, **options)
+        step = partial(decoder.step, Plan(1, *policy.select(1), decoder.sampling.mode))
         step()  # also does what only the first step does
         launches.clear()
         with Launches() as operations:
