@@ -1,19 +1,13 @@
 """A causal language model in one file: Llama, GPT-2 and ALiBi variants by config, with a KV cache.
-
-One process and plain PyTorch layers, which backends/ replaces from outside.
+Plain PyTorch layers in one process, which backends/ replaces from outside.
 
 Letters: B sequences, T tokens or tree nodes, C hidden size, V vocabulary, L layers, S cache
 capacity in tokens, D head size, Hq query heads, Hkv key/value heads."""
 
 import contextlib
-import json
 import math
-import os
-import re
-import sys
 from dataclasses import dataclass, replace
-from functools import lru_cache, partial
-from pathlib import Path
+from functools import partial
 
 import torch
 import torch.nn as nn
@@ -33,6 +27,22 @@ class InputError(ValueError):
     """Bad input that the user can fix. One line: what was expected, what we got, what to do."""
 
 
+def check(name, value, low, high, whole=False, above=False):
+    """Raises InputError unless value is a number from low to high. above: excludes low itself."""
+    kind = int if whole else (int, float)
+    is_number = isinstance(value, kind) and not isinstance(value, bool)
+    numbers = "a whole number" if whole else "a number"
+    bounds = f"above {low} and at most {high}" if above else f"from {low} to {high}"
+    expect(is_number and low <= value <= high and not (above and value == low),
+           f"{name} must be {numbers} {bounds}, not {value!r}")
+
+
+def expect(valid, message):
+    """Raises InputError(message) unless valid."""
+    if not valid:
+        raise InputError(message)
+
+
 @dataclass
 class GPTConfig:
     vocab_size: int = 4096     # V
@@ -47,7 +57,8 @@ class GPTConfig:
     norm_eps: float = 1e-5
     positions: str = "rope"    # "rope", "learned" as in GPT-2, or "alibi"
     rope_theta: float = 10000.0
-    rope_scaling: dict | None = None  # rope_type "linear", "yarn", "llama3", "longrope"; parameters
+    rope_frequencies: tuple | None = None  # radians per token of each pair; None: by rope_theta
+    rope_factor: float = 1.0   # multiplies cos and sin
     activation: str = "silu"   # "silu" or "gelu" (the tanh approximation)
     gated: bool = True         # MLP: act(gate(x)) * up(x) instead of act(up(x))
     qkv_bias: bool = False
@@ -192,50 +203,24 @@ class NoNorm(nn.Identity):
         return total, total
 
 
-def rope_frequencies(config):
-    """RoPE (arXiv 2104.09864), scaled by position interpolation (2306.15595), YaRN (2309.00071),
-    LongRoPE (2402.13753) or as in Llama 3.1 -> (radians per token of each pair of dimensions, a
-    factor for cos and sin)."""
-    D = config.rotary_size or config.head_size
-    scaling = config.rope_scaling or dict(rope_type="default")
-    plain = config.rope_theta ** -(torch.arange(0, D, 2, dtype=torch.float32) / D)
-    match scaling["rope_type"]:
-        case "linear":
-            return plain / scaling["factor"], 1.0
-        case "longrope":
-            return plain / torch.tensor(scaling["short_factor"]), scaling["attention_factor"]
-        case "llama3":  # stretches long wavelengths, keeps short ones, interpolates in between
-            turns = scaling["original_max_position_embeddings"] * plain / (2 * math.pi)
-            low = scaling["low_freq_factor"]
-            high = scaling["high_freq_factor"]
-            keep = ((turns - low) / (high - low)).clamp(0, 1)
-            stretch = torch.tensor(1 / scaling["factor"])
-            return plain * torch.lerp(stretch, torch.tensor(1.0), keep), 1.0
-        case "yarn":  # the same, but interpolates over dimensions (arXiv 2309.00071, section 3)
-            context = scaling["original_max_position_embeddings"]
-            wave = lambda turns: context / (turns * 2 * math.pi)
-            dim = lambda turns: D * math.log(wave(turns)) / (2 * math.log(config.rope_theta))
-            low, high = dim(scaling["beta_fast"]), dim(scaling["beta_slow"])
-            if scaling["truncate"]:
-                low, high = math.floor(low), math.ceil(high)
-            low, high = max(low, 0), min(high, D - 1)
-            blend = ((torch.arange(D // 2) - low) / max(high - low, 1e-3)).clamp(0, 1)
-            stretch = torch.lerp(torch.tensor(1.0), torch.tensor(1 / scaling["factor"]), blend)
-            return plain * stretch, scaling["attention_factor"]
-    return plain, 1.0
+def rope_frequencies(theta, size):
+    """The angles of RoPE (arXiv 2104.09864): radians per token of each pair of `size` rotated
+    dimensions, float32 [size / 2]."""
+    return theta ** -(torch.arange(0, size, 2, dtype=torch.float32) / size)
 
 
 def rope_table(config, dtype, device):
     """cos and signed sin of each position, [positions, 2, D], for `kernels.rotate`. Unrotated
     dimensions are at the end of each half."""
-    frequencies, scale = rope_frequencies(config)
+    frequencies = rope_frequencies(config.rope_theta, config.rotary_size or config.head_size)
+    if config.rope_frequencies is not None:
+        frequencies = torch.tensor(config.rope_frequencies)
     positions = torch.arange(config.block_size + MAX_TREE, device=device)  # trees may exceed it
     angles = positions[:, None] * frequencies.to(device)  # (positions, rotary_size/2)
-    cos, sin = (x.mul_(scale).to(dtype) for x in (angles.cos(), angles.sin()))
-    if config.rotary_size:
-        rest = (config.head_size - config.rotary_size) // 2
-        cos = F.pad(cos, (0, rest), value=1.0)
-        sin = F.pad(sin, (0, rest))
+    cos, sin = (x.mul_(config.rope_factor).to(dtype) for x in (angles.cos(), angles.sin()))
+    rest = config.head_size // 2 - len(frequencies)  # pairs of dimensions that are not rotated
+    cos = F.pad(cos, (0, rest), value=1.0)
+    sin = F.pad(sin, (0, rest))
     return torch.stack((torch.cat((cos, cos), dim=1), torch.cat((-sin, sin), dim=1)), dim=1)
 
 
@@ -246,8 +231,8 @@ class Attention(nn.Module):
         c = self.config = config
         self.query_heads = slice(None)  # its share of the model's query heads
         self.window = c.windows[layer] if c.windows else 0
-        self.rotates = layer % c.n_layer not in c.unrotated
-        self.has_own_rope = self.window > 0 and c.window_theta is not None
+        rope = "window" if self.window and c.window_theta is not None else "global"
+        self.rope = None if layer in c.unrotated else rope
         self.qkv = nn.Linear(c.n_embd, (c.n_head + 2 * c.n_kv_head) * c.head_size, bias=c.qkv_bias)
         self.proj = nn.Linear(c.n_head * c.head_size, c.n_embd, bias=c.proj_bias)
         if c.qk_norm:
@@ -313,9 +298,9 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Transformer block number `layer` of a model, by default the last."""
+    """Transformer block number `layer` of a model."""
 
-    def __init__(self, c, layer=-1):
+    def __init__(self, c, layer):
         super().__init__()
         size = c.n_embd
         norm = lambda at: Norm(c.norm, size, c.norm_eps) if c.norm_at in (at, "both") else NoNorm()
@@ -375,30 +360,27 @@ class Blocks(nn.ModuleList):
                 documents=None):
         """hidden [B, T, C] -> (hidden, residual), as in `Block`. tables: `GPT.tables`. The rest as
         in `GPT.forward`."""
-        *ropes, slopes = tables
-        ropes = [x if x is None else x[positions] for x in ropes]
+        *rotations, slopes = tables
+        ropes = {kind: table if table is None else table[positions]
+                 for kind, table in zip(("global", "window"), rotations)}
         if slopes is not None:
             slopes = slopes[self[0].attn.query_heads]
         windows = {block.attn.window for block in self}
         if ancestors is not None:
             masks = dict.fromkeys(windows, TreeMask(ancestors, slopes))
         else:
-            masks = {window: causal_mask(hidden, start, window, documents, slopes)
-                     for window in windows}
-            if cache is not None:  # only the rows up to the last token
-                cache = KVCache(cache.kv[..., :start + hidden.shape[1], :], positions[:, 0])
+            masks = {w: causal_mask(hidden, start, w, documents, slopes) for w in windows}
+            if cache is not None:  # only the rows up to the last token, which follow `start` rows
+                lengths = cache.lengths.new_full(hidden.shape[:1], start)
+                cache = KVCache(cache.kv[..., :start + hidden.shape[1], :], lengths)
         residual = None
         with sdpa_kernel(CUDA_ATTENTION) if hidden.is_cuda else contextlib.nullcontext():
             for layer, block in enumerate(self):
                 attn = block.attn
-                rope = ropes[attn.has_own_rope] if attn.rotates else None
+                rope = ropes[attn.rope] if attn.rope else None
                 own_cache = cache and KVCache(cache.kv[layer], cache.lengths, cache.slots)
                 hidden, residual = block(hidden, residual, rope, masks[attn.window], own_cache)
         return hidden, residual
-
-    def decoder_class(self, heads):
-        """The backend's Decoder class for these blocks and heads; None: generate.Decoder."""
-        return None
 
     def prepare(self, module):
         """Applies the backend of these blocks to another module, such as draft heads."""
@@ -408,15 +390,13 @@ class Blocks(nn.ModuleList):
 # The model
 
 class GPT(nn.Module):
-    """A decoder-only transformer with random weights; `from_pretrained` loads a checkpoint. hash:
-    16 hex digits of the checkpoint's files, or None. group: the `tensor_parallel.Group` of
-    processes that the model is split across, or None."""
+    """A decoder-only transformer with random weights; `from_pretrained` loads a checkpoint."""
 
     def __init__(self, config):
         super().__init__()
         c = self.config = config
-        self.hash = None
-        self.group = None
+        self.hash = None     # 16 hex digits of the checkpoint's files
+        self.decoder = None  # a backend's `generate.Decoder` class, which also has `runs(heads)`
         # nn.Embedding(...) draws random numbers, which on the meta device costs a second of imports
         embedding = lambda n: nn.Embedding.from_pretrained(torch.zeros(n, c.n_embd), freeze=False)
         self.embed = embedding(c.vocab_size)
@@ -436,13 +416,12 @@ class GPT(nn.Module):
         if self.norm.weight.is_meta:
             return  # the tables would cost half a second of imports, for nothing
         table = lambda config: rope_table(config, self.dtype, self.device)
-        windowed = replace(c, rope_theta=c.window_theta, rope_scaling=None)
-        slopes = alibi_slopes(c.n_head).to(self.device)
+        windowed = replace(c, rope_theta=c.window_theta, rope_frequencies=None, rope_factor=1.0)
         scale = torch.tensor(c.embed_scale, dtype=self.dtype, device=self.device)
         buffer = partial(self.register_buffer, persistent=False)
         buffer("rotations", table(c) if c.positions == "rope" else None)
         buffer("window_rotations", table(windowed) if c.window_theta else None)
-        buffer("slopes", slopes if c.positions == "alibi" else None)
+        buffer("slopes", alibi_slopes(c.n_head).to(self.device) if c.positions == "alibi" else None)
         buffer("embed_scale", scale if c.embed_scale != 1 else None)
 
     def _apply(self, fn, *args, **kwargs):
@@ -465,9 +444,8 @@ class GPT(nn.Module):
 
     def check_plain(self, use):
         """Raises InputError if the layers are packed for decoding. use: such as "saved"."""
-        if self.blocks.is_packed:
-            raise InputError(f"this model is packed for decoding, so it cannot be {use}; load it "
-                             "with packed=False")
+        expect(not self.blocks.is_packed, f"this model is packed for decoding, so it cannot be "
+               f"{use}; load it with packed=False")
 
     @property
     def tables(self):
@@ -487,20 +465,16 @@ class GPT(nn.Module):
         tensors = *self.parameters(), *self.buffers()
         return sum(x.nbytes for x in tensors) + sum(getattr(x, "nbytes", 0) for x in self.modules())
 
-    def new_cache(self, batch, capacity, blocks=None):
-        """A `KVCache` for blocks, default the model's. Raises InputError if memory is short."""
+    def new_cache(self, batch, capacity, blocks=None, device=None):
+        """An empty `KVCache` for blocks, default the model's. device: default the model's; "meta"
+        gives the sizes of a cache without allocating it."""
         blocks = self.blocks if blocks is None else blocks
         config = blocks[0].attn.config if len(blocks) else self.config
         shape = len(blocks), 2, batch, config.n_kv_head, capacity, config.head_size
-        free = free_memory(self.device)
-        if self.group is not None:
-            free = self.group.min(free)
-        check_memory(f"a cache of {batch} sequences of {capacity} tokens takes",
-                     math.prod(shape) * self.dtype.itemsize, free, self.device,
-                     "use a smaller batch size or fewer new tokens")
+        device = device or self.device
         # not torch.empty: torch's masked products read unwritten rows too, and 0 * NaN is NaN
-        return KVCache(torch.zeros(shape, dtype=self.dtype, device=self.device),
-                       torch.zeros(batch, dtype=torch.int32, device=self.device))
+        return KVCache(torch.zeros(shape, dtype=self.dtype, device=device),
+                       torch.zeros(batch, dtype=torch.int32, device=device))
 
     def forward(self, tokens, positions=None, cache=None, ancestors=None, start=0, documents=None):
         """tokens int64 [B, T] -> hidden [B, T, C], the last block's output, before the final norm.
@@ -538,9 +512,8 @@ class GPT(nn.Module):
 
     @classmethod
     def from_pretrained(cls, path, dtype=None, device=None, packed=None):
-        """Loads a Hugging Face folder, by path or name, or a GGUF file: `hf.checkpoint.load`. On a
-        CPU with a C compiler the layers are packed for decoding, which is several times as fast;
-        packed=False gives plain layers, to train, read or change."""
+        """Loads a checkpoint by path or name: `hf.checkpoint.load`. packed=False: plain layers, to
+        train, read or change, where others would decode several times as fast."""
         with needs_folders():
             from hf.checkpoint import load
         return load(path, dtype, device, packed=packed)
@@ -553,9 +526,6 @@ class GPT(nn.Module):
         save(self, path, dtype)
 
 
-# --------------------------------------------------------------------------------------------------
-# Files, folders, memory
-
 @contextlib.contextmanager
 def needs_folders():
     """Wraps imports from folders. Raises InputError naming a folder that was not copied."""
@@ -563,127 +533,7 @@ def needs_folders():
         yield
     except ModuleNotFoundError as error:
         name = str(error.name).split(".")[0]
-        if name not in ("backends", "hf", "tools"):
+        if name not in ("backends", "common", "drafters", "engine", "hf", "tools", "training"):
             raise
         raise InputError(f"this needs the folder {name}/, which is not beside model.py: copy it "
                          "here too") from None
-
-
-@lru_cache
-def warn(line):
-    """Prints a line to standard error; the same line only once."""
-    print(line, file=sys.stderr)
-
-
-def one_line(error):
-    """An error, or its text, as one line of at most 300 characters."""
-    return " ".join(str(error).split())[:300]
-
-
-def atomic_write(path, write):
-    """Calls write(temporary path), then renames the file: readers see the old or the new one."""
-    tmp = f"{path}.tmp{os.getpid()}"
-    try:
-        write(tmp)
-        os.chmod(tmp, 0o644)  # safetensors makes files that only their owner can read
-        os.replace(tmp, path)
-    finally:
-        Path(tmp).unlink(missing_ok=True)
-
-
-def read_json(path):
-    """The object in a JSON file. Raises InputError if it is missing or malformed."""
-    try:
-        value = json.loads(Path(path).read_bytes())  # bytes: a byte order mark is skipped
-    except FileNotFoundError:
-        raise InputError(f"{path}: no such file; expected a checkpoint folder with it") from None
-    except (OSError, RecursionError, ValueError) as error:
-        raise InputError(f"{path}: not a readable JSON file ({error})") from None
-    expect(isinstance(value, dict), f"{path}: expected a JSON object, got {type(value).__name__}")
-    return value
-
-
-def pick_device(name=None):
-    """A torch.device, default CUDA if there is a GPU. Raises InputError if it is not available."""
-    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
-    try:
-        device = torch.device(name)
-        torch.zeros(1, device=device).item()
-        if device.type not in ("cpu", "cuda"):
-            raise RuntimeError("only cpu and cuda are supported")
-    except (RuntimeError, AssertionError) as error:
-        reason = str(error).splitlines()[0]
-        raise InputError(f"device {name!r} is not available here ({reason}); try --device "
-                         "cpu") from None
-    return device
-
-
-def check(name, value, low, high, whole=False, above=False):
-    """Raises InputError unless value is a number from low to high. above: excludes low itself."""
-    kind = int if whole else (int, float)
-    valid = isinstance(value, kind) and not isinstance(value, bool) and low <= value <= high
-    if not valid or (above and value == low):
-        numbers = "a whole number" if whole else "a number"
-        bounds = f"above {low} and at most {high}" if above else f"from {low} to {high}"
-        raise InputError(f"{name} must be {numbers} {bounds}, not {value!r}")
-
-
-def expect(valid, message):
-    """Raises InputError(message) unless valid."""
-    if not valid:
-        raise InputError(message)
-
-
-def one_of(what, value, supported):
-    """Returns value. Raises InputError unless it equals a supported one, types included."""
-    expect(any(value == other and type(value) is type(other) for other in supported),
-           f"{what} {value!r} is not supported; supported: {', '.join(map(str, supported))}")
-    return value
-
-
-def human(number, unit=""):
-    """A number for people: 9.3 M, 7.2 B; with unit "B", in bytes: 18.6 MB, 1.5 GB."""
-    prefixes = ["", "k", "M", "G" if unit else "B", "T"]
-    while number >= 999.5 and len(prefixes) > 1:
-        number /= 1000
-        del prefixes[0]
-    digits = f"{number:.0f}" if number >= 99.95 else f"{number:.1f}".removesuffix(".0")
-    return f"{digits} {prefixes[0]}{unit}".strip()
-
-
-def check_memory(what, size, free, device, advice):
-    """Raises InputError if size exceeds free, both in bytes. what: such as "the weights take"."""
-    expect(size <= free, f"{what} {human(size, 'B')}, but {human(free, 'B')} are free on {device}; "
-           f"{advice}")
-
-
-def free_memory(device):
-    """Bytes that can still be allocated on a device; infinity where the system does not say."""
-    device = torch.device(device)
-    if device.type == "cuda":
-        torch.cuda.empty_cache()  # except what live CUDA graphs reserve
-        return torch.cuda.mem_get_info(device)[0]
-    return available_memory()
-
-
-def available_memory(root="/"):
-    """Bytes of main memory that can still be allocated: MemAvailable, or less where a cgroup around
-    this process has a limit (v1 or v2); infinity where the system does not say. root: for tests."""
-    free = 1024 * find(Path(root, "proc/meminfo"), r"MemAvailable: *(\d+)", math.inf)
-    for version, limit, used, droppable in (
-            ("", "memory.max", "memory.current", "inactive_file"),
-            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")):
-        own = find(Path(root, "proc/self/cgroup"), rf"\d+:{version}:/(.*)", "", str)
-        own = Path(root, "sys/fs/cgroup", version, own)
-        for group in (own, *own.parents):  # a container may only see one above its own
-            kept = find(group / used, r"(\d+)") - find(group / "memory.stat", rf"{droppable} (\d+)")
-            free = min(free, max(find(group / limit, r"(\d+)", math.inf) - kept, 0))
-    return free
-
-
-def find(file, pattern, missing=0, kind=int):
-    """What a pattern's group matches at the start of a line in a file, as this kind of value."""
-    with contextlib.suppress(OSError):
-        if match := re.search(f"^{pattern}", file.read_text(), re.MULTILINE):
-            return kind(match[1])
-    return missing

@@ -7,319 +7,271 @@
 
 A run is saved every few minutes, on Ctrl-C and on SIGTERM. --resume leads to the same heads as an
 uninterrupted run: bit for bit on a CPU, up to rounding on a GPU.
-"""
 
-import sys
+The program is in training/. This file has the objective and the loop, which also train on any
+tensor of token ids: `train(heads, ids, steps=500, batch_size=8, block_size=256, lr=6e-3)`.
+
+Letters: B windows, T positions of a window, K draft heads, C hidden size, V vocabulary, n size of
+the draft vocabulary, R rows of a chunk."""
 
 if __name__ == "__main__":  # parse the flags before loading torch, to report a typo at once
-    from training.flags import parse_heads
-    args = parse_heads()
+    from contextlib import suppress
+    with suppress(ModuleNotFoundError):  # the last lines name the folder that is missing
+        from training.flags import parse_heads
+        args = parse_heads()
 
-import contextlib
-import signal
-import time
-from dataclasses import replace
-from pathlib import Path
+import sys
+from functools import partial
+from itertools import cycle
 
 import torch
+import torch.nn.functional as F
+from torch.func import functional_call
 
-from backends import cpu, tensor_parallel
-from clover import CloverHeads, model_hash, preset, read_record
-from hf.chat import load_chat_template, stop_tokens
-from model import InputError, check, expect, human, warn
-from tools.errors import command
-from tools.load import load_model, read_prompt_file
-from training import data, runs, writing
-from training.evaluate import measure, record
-from training.flags import SELF, STORED, SWITCHES, TRAINING, RunConfig
-from training.loss import window_losses
+from model import InputError, check, needs_folders
 
-SHOW_EVERY = 20     # steps
-SAVE_EVERY = 180.0  # seconds
-HEAD_WEIGHT = 0.7   # head i's loss has weight 0.7^i: decoding reaches later heads less often
-MIN_VOCABULARY = 8  # the smallest draft vocabulary: twice the default beam width
-MIN_SELF_TOKENS = 30_000  # over a hundred texts, so that some are held out
-STANDARD_LIBRARY = "the Python standard library's source"  # in heads.json, without --data
+HEAD_WEIGHT = 0.7  # head i's loss has weight 0.7^i: decoding reaches later heads less often
+SHOW_EVERY = 20    # steps
+# Logits per chunk: 16 MB in float32, to fit a CPU's cache; larger on a GPU, where small products
+# are bound by reading the LM head. Peak memory is about six such chunks.
+CHUNK_LOGITS = 2**22
+CUDA_CHUNK_LOGITS = 2**27
 
 
-class Run:
-    """A training run that writes to folder `out`. tokenizer: its hash. key: the training data's
-    `tokens_key`. state: the saved state to resume from."""
+# --------------------------------------------------------------------------------------------------
+# Hidden states. dtype: of matrix products, float32 or bfloat16.
 
-    def __init__(self, config, out, heads, tokenizer, key, group, state=None):
-        self.config = config
-        self.out = out
+def autocast(model, dtype):
+    return torch.autocast(model.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
+
+
+@torch.no_grad()
+def run_model(model, ids, documents=None, dtype=torch.float32):
+    """The model's hidden states [B, T, C] for all but the last of the token ids [B, T + 1], and
+    their documents likewise."""
+    documents = None if documents is None else documents[:, :-1]
+    is_half = model.dtype.itemsize == 2  # needs no autocast, like decoding
+    with autocast(model, None if is_half else dtype):
+        return model(ids[:, :-1], documents=documents)
+
+
+def run_heads(heads, hidden, ids, documents=None, dtype=torch.float32):
+    """The heads' K outputs [B, T, C], with teacher forcing. hidden: [B, T + K, C] from `run_model`;
+    ids, documents: [B, T + K + 1]."""
+    K = heads.config.n_draft
+    documents = None if documents is None else documents[:, :-K - 1]
+    inputs = hidden[:, :-K], ids[:, 1:], documents
+    if heads.model.dtype == dtype:  # as in decoding; autocast would compute norms in float32
+        weights = {name: weight.to(dtype) for name, weight in heads.named_parameters()}
+        return functional_call(heads, weights, inputs)
+    with autocast(heads.model, dtype):
+        return heads(*inputs)
+
+
+# --------------------------------------------------------------------------------------------------
+# Rows of logits
+
+def teacher_targets(logits, drafted=None):
+    """The model's logits [R, V] -> (its probabilities of the draft vocabulary [R, n], their sum
+    [R], both float32, and the greedy token [R])."""
+    logits = logits.float()
+    target = logits.softmax(dim=-1)
+    target = target if drafted is None else target[:, drafted]
+    return target, target.sum(dim=-1), logits.argmax(dim=-1)
+
+
+def cross_entropy(logits, target, mass):
+    """A head's logits [R, n] and the model's target [R, n] of sum mass [R] -> (cross-entropy [R],
+    top-1 [R], the gradient [R, n] in logits' dtype)."""
+    dtype, logits = logits.dtype, logits.float()
+    top, guess = logits.max(dim=-1, keepdim=True)
+    probabilities = logits.softmax(dim=-1)
+    total = (top - probabilities.gather(1, guess).log())[:, 0]
+    loss = total * mass - (logits * target).sum(dim=-1)
+    gradient = probabilities.mul_(mass[:, None]).sub_(target)
+    return loss, guess[:, 0], gradient.to(dtype)
+
+
+ROWS = teacher_targets, cross_entropy  # training/loss.py has others with the same results
+
+
+# --------------------------------------------------------------------------------------------------
+# The objective. Head i (from 0) at position t guesses token t + 2 + i, which the model predicts at
+# position t + 1 + i. With a draft vocabulary, the loss covers only its tokens. Losses are sums, so
+# that several processes can add them up.
+#
+# K heads over B T positions have K B T V logits, and a gradient as large: with K = 5, B T = 4096
+# and V = 152,000, 12 GB each. But the LM head is frozen, so the gradient of its input can be taken
+# as soon as the logits are known. The forward pass does so chunk by chunk, and keeps only that
+# gradient, K B T C. With torch.utils.checkpoint instead, training steps take 1.3 times as long.
+
+def guess_masks(tokens, K, loss_mask, documents=None):
+    """Which guesses are in the loss, bool [K, B, T]: those of a token in loss_mask, in the same
+    document as their position. tokens, loss_mask, documents: [B, T + K + 1]."""
+    T = tokens.shape[1] - K - 1
+    documents = torch.zeros_like(tokens) if documents is None else documents
+    ahead = [slice(i + 2, i + 2 + T) for i in range(K)]
+    return torch.stack([loss_mask[:, at] & (documents[:, at] == documents[:, :T]) for at in ahead])
+
+
+def window_losses(heads, ids, loss_mask, documents=None, dtype=torch.float32, rows=ROWS):
+    """Losses of windows [B, T + K + 1], as in `Trainer.train_step` -> the losses and hits of
+    `head_losses`, and the number of guesses, each float32 [K]."""
+    hidden = run_model(heads.model, ids, documents, dtype)
+    outputs = run_heads(heads, hidden, ids, documents, dtype)
+    guess_mask = guess_masks(ids, len(outputs), loss_mask, documents)
+    losses, hits = head_losses(heads, hidden, outputs, guess_mask, dtype, rows)
+    return losses, hits, guess_mask.sum(dim=(1, 2)).float()
+
+
+def head_losses(heads, hidden, outputs, guess_mask, dtype=torch.float32, rows=ROWS):
+    """Sums over guess_mask [K, B, T] for each head -> (cross-entropy against the model's next-token
+    distribution in nats, hits: top-1 is the model's greedy token), each float32 [K]. hidden:
+    [B, T + K, C] of the model; outputs: K tensors [B, T, C]; both before the final norm. outputs
+    of m kinds of heads with one draft vocabulary, m K tensors, give m K results."""
+    K = len(guess_mask)
+    teacher_rows, head_rows = rows
+    norm = heads.model.norm
+    weight = heads.model.head.weight.to(dtype)  # (V, C)
+    drafted = heads.vocabulary
+    drafted_weight = weight if drafted is None else weight[drafted]  # (n, C)
+    teacher = norm(hidden).to(dtype).flatten(0, 1)  # (B (T + K), C)
+    # head i's position t is in row t + 1 + i, as the model's prediction of the same token
+    shifts = [(i + 1, K - 1 - i) for i in range(K)]
+    states = [F.pad(norm(out.to(hidden.dtype)).to(dtype), (0, 0, *shift)).flatten(0, 1)
+              for out, shift in zip(outputs, cycle(shifts))]
+    counted = torch.stack([F.pad(mask, shift).flatten() for mask, shift in zip(guess_mask, shifts)])
+    counted = counted.repeat(len(outputs) // K, 1)  # (m K, B (T + K))
+    grads = [torch.zeros_like(x) for x in states]
+    wants_gradient = torch.is_grad_enabled()
+    chunk_logits = CUDA_CHUNK_LOGITS if weight.is_cuda else CHUNK_LOGITS
+    losses, hits = torch.zeros(2, *counted.shape, device=weight.device)
+    with torch.no_grad():
+        for chunk in chunks(counted.any(dim=0), max(1, chunk_logits // len(weight))):
+            target, mass, greedy = teacher_rows(teacher[chunk] @ weight.T, drafted)
+            for i, state in enumerate(states):
+                losses[i, chunk], guess, gradient = head_rows(state[chunk] @ drafted_weight.T,
+                                                              target, mass)
+                guess = guess if drafted is None else drafted[guess]
+                hits[i, chunk] = (guess == greedy).float()
+                if wants_gradient:
+                    grads[i][chunk] = gradient @ drafted_weight
+    slopes = torch.stack([(x * grad).sum(-1) for x, grad in zip(states, grads)]).float()
+    losses = losses + (slopes - slopes.detach())  # the value of losses, and their gradient
+    return (losses * counted).sum(dim=1), (hits * counted).sum(dim=1)
+
+
+def chunks(mask, n):
+    """Yields n row numbers at a time where mask [rows] is set. On a GPU yields slices of all rows,
+    set or not, as reading the mask would synchronise."""
+    if mask.device.type == "cpu":
+        yield from mask.nonzero()[:, 0].split(n)
+    else:
+        yield from (slice(first, first + n) for first in range(0, len(mask), n))
+
+
+# --------------------------------------------------------------------------------------------------
+# The loop
+
+def set_learning_rate(optimizer, peak, step, steps):
+    """Linear warm-up over the first 2% of the steps, linear decay to zero over the last 40%."""
+    for group in optimizer.param_groups:
+        group["lr"] = peak * min(1.0, (step + 1) / (0.02 * steps), (steps - step) / (0.4 * steps))
+
+
+class Trainer:
+    """Heads in training, float32 on the model's device. lr: the highest learning rate. reduce: sums
+    a tensor over the ranks in place and returns it; each trains on its part of a batch."""
+
+    def __init__(self, heads, steps, lr, dtype=torch.float32, rows=ROWS, reduce=lambda x: x):
         self.heads = heads.to(heads.model.device, torch.float32).requires_grad_().train()
-        self.tokenizer = tokenizer
-        self.key = key
-        self.group = group
-        self.step = state["step"] if state else 0
-        self.log = state["log"] if state else []  # the lines of log.jsonl
-        self.last_save = time.monotonic()
+        self.steps = steps
+        self.lr = lr
+        self.dtype = dtype
+        self.rows = rows
+        self.reduce = reduce
+        self.step = 0
         self.optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0,
                                            fused=True)
-        self.dtype = product_dtype(config, group)
-        if state:
-            heads.set_vocabulary(state["heads"].get("vocabulary", []))
-            heads.load_state_dict(state["heads"])
-            self.optimizer.load_state_dict(state["optimizer"])
 
-    def train(self, corpus):
-        """Trains until the last step, Ctrl-C or SIGTERM. Returns the exit code."""
-        config, group, heads = self.config, self.group, self.heads
-        mine = slice(group.rank, None, group.size)  # this process's part of a batch
-        show = runs.progress(self.step, config.steps, config.tokens_per_step, group.print)
-        with runs.noted_signals() as signals:
-            while self.step < config.steps and not self.interrupted(signals):
-                windows = data.window_batch(corpus, config.batch_size, config.block_size,
-                                            config.n_draft + 1, config.seed, self.step,
-                                            heads.model.device, mine)
-                loss, accuracies = self.train_step(*windows)
-                if self.step % SHOW_EVERY == 0 or self.step == config.steps:
-                    self.check_finite(loss)
-                    self.report(show, loss.item(), accuracies.tolist())
-                if self.step < config.steps and time.monotonic() > self.last_save + SAVE_EVERY:
-                    self.save()
-        # if another process got the signal, assume SIGTERM
-        return 0 if self.step >= config.steps else 128 + (signals or [signal.SIGTERM])[0]
+    def train(self, windows):
+        """Trains on windows(step), the arguments of `train_step`, until the last step. Yields the
+        (loss, head accuracies [K]) of each step."""
+        while self.step < self.steps:
+            yield self.train_step(*windows(self.step))
 
-    def interrupted(self, signals):
-        """Whether any process got a signal; of several, checked every tenth step to sync less."""
-        return (self.group.size == 1 or self.step % 10 == 0) and self.group.any(bool(signals))
-
-    def report(self, show, loss, accuracies):
-        tokens = self.step * self.config.tokens_per_step
-        self.log.append(dict(step=self.step, tokens=tokens, loss=loss, accuracy=accuracies,
-                             lr=self.optimizer.param_groups[0]["lr"]))
-        shown = " ".join(map("{:.3f}".format, accuracies))
-        show(self.step, f"step {self.step}/{self.config.steps}  loss {loss:.3f}  accuracy {shown}")
-
-    def train_step(self, *windows):
-        """Does one optimizer step on a batch of windows -> (loss, head accuracies [K])."""
-        loss, accuracies = self.loss(*windows)
+    def train_step(self, ids, loss_mask, documents=None):
+        """Does one optimizer step on windows of token ids [B, T + K + 1] -> (loss, head accuracies
+        [K]). loss_mask: the tokens to guess, bool; documents: the number of each token's document,
+        None if no window has two; both like ids."""
+        loss, accuracies = self.loss(ids, loss_mask, documents)
         loss.backward()
-        for parameter in self.heads.parameters():
-            self.group.all_reduce(parameter.grad)
-        torch.nn.utils.clip_grad_norm_(self.heads.parameters(), 1.0)
-        runs.set_learning_rate(self.optimizer, self.config.lr, self.step, self.config.steps)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
-        self.step += 1
+        self.update()
         return loss.detach(), accuracies
 
     def loss(self, ids, loss_mask, documents):
         """The (loss in nats, head accuracies [K]) of a batch over all processes. The gradient
         covers only this process's part of the batch."""
-        group = self.group
-        losses, hits, guesses = window_losses(self.heads, ids, loss_mask, documents, self.dtype)
-        count = group.all_reduce(guesses).clamp(min=1)
+        losses, hits, guesses = window_losses(self.heads, ids, loss_mask, documents, self.dtype,
+                                              self.rows)
+        count = self.reduce(guesses).clamp(min=1)
         weights = HEAD_WEIGHT ** torch.arange(len(count), device=count.device)
         loss = (losses * weights / count).sum()
-        total = group.all_reduce(loss.detach().clone())
-        return total + (loss - loss.detach()), group.all_reduce(hits) / count
+        total = self.reduce(loss.detach().clone())
+        return total + (loss - loss.detach()), self.reduce(hits) / count
 
-    def save(self):
-        """Writes the heads, then the state, so that the previous state survives any failure."""
-        self.check_finite(*self.heads.parameters())
-        self.last_save = time.monotonic()
-        if self.group.rank:
-            return
-        config, heads = self.config, self.heads
-        path = self.out / runs.STATE_FILE
-        training = dict(steps=self.step, tokens=self.step * config.tokens_per_step,
-                        init=config.init and Path(config.init).name,
-                        **config.select(TRAINING), **data_record(config.data, self.key))
-        state = dict(identity=[model_hash(heads.model), self.key], step=self.step, log=self.log,
-                     heads=heads.state_dict(), optimizer=self.optimizer.state_dict())
-        advice = "make room and --resume" if path.exists() else "make room and start it again"
-        with runs.saving(f"{self.out}: step {self.step} cannot be saved", advice):
-            heads.save_pretrained(self.out, self.tokenizer, torch.bfloat16, training=training)
-            runs.save_lines(self.out / "log.jsonl", self.log)
-            runs.save_lines(self.out / runs.RUN_FILE, [config.select(STORED)])
-            runs.save_file(path, state)
+    def update(self):
+        """Changes the weights by their gradients."""
+        for parameter in self.heads.parameters():
+            self.reduce(parameter.grad)
+        torch.nn.utils.clip_grad_norm_(self.heads.parameters(), 1.0)
+        set_learning_rate(self.optimizer, self.lr, self.step, self.steps)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self.step += 1
 
-    def check_finite(self, *tensors):
-        finite = all(x.isfinite().all() for x in tensors)
-        expect(finite, f"training diverged at step {self.step}: a value is not finite; "
-               f"{self.out} keeps the last good state; start again with a lower --lr")
+    def is_shown(self):
+        """Whether this step's loss is read, which waits for a GPU."""
+        return self.step % SHOW_EVERY == 0 or self.step == self.steps
+
+    def describe(self, loss, accuracies):
+        """The line that reports a step."""
+        shown = " ".join(map("{:.3f}".format, accuracies))
+        return f"step {self.step}/{self.steps}  loss {loss:.3f}  accuracy {shown}"
 
 
-def product_dtype(config, group):
-    """The dtype of matrix products: --dtype, or else bfloat16 where it is faster than float32. On a
-    CPU where it is not, prints a line."""
-    if config.dtype:
-        return torch.float32 if config.dtype == "float32" else torch.bfloat16
-    if on_cuda(config) or cpu.torch_multiplies_bfloat16():
-        return torch.bfloat16
-    if group.rank == 0:
-        warn(cpu.SLOW_BFLOAT16)
-    return torch.float32
+def random_windows(ids, n, length, generator, device, step):
+    """n windows of token ids [N] at random places, all tokens in the loss: the arguments of
+    `Trainer.train_step`."""
+    starts = torch.randint(len(ids) - length + 1, (n, 1), generator=generator)
+    windows = ids[starts + torch.arange(length)].to(device, torch.int64)
+    return windows, torch.ones_like(windows, dtype=torch.bool)
 
 
-def data_record(paths, key):
-    """What heads.json records about --data: names without folders, since it may be published."""
-    return dict(data=[Path(path).name for path in paths or ()] or STANDARD_LIBRARY, key=key)
-
-
-def read_config(args, out, group):
-    """The `RunConfig` from the flags and the preset. Raises InputError for bad values."""
-    config = replace(runs.run_config(args, out), device=group.device)
-    check("lr", config.lr, 0, 10, above=True)
-    check("seed", config.seed, 0, 2**31, whole=True)
-    expect(config.draft_vocabulary in (None, 0) or config.draft_vocabulary >= MIN_VOCABULARY,
-           f"draft vocabulary must be auto, 0 for all, or at least {MIN_VOCABULARY}")
-    expect(args.evaluate or config.batch_size % group.size == 0, f"a batch size of "
-           f"{config.batch_size} cannot be split over {group.size} processes; use a multiple")
-    if "init" in args:
-        given = [f"--{runs.flag(name)}" for name in ("preset", *SWITCHES, "draft_vocabulary")
-                 if name in args]
-        expect(not given, f"--init takes its heads as they are; leave out {', '.join(given)}")
-        heads, _ = read_record(Path(args.init) / "heads.json")
-    else:
-        heads = preset(config.preset, **config.select(SWITCHES))
-    return replace(config, **{name: getattr(heads, name) for name in ("preset", *SWITCHES)})
-
-
-def prepare(config, out, group, resume):
-    """Loads the model, data and saved state, and checks them -> (Run, training Tokens)."""
-    keys = ("identity", "step", "heads", "optimizer", "log")
-    state = runs.load_file(out / runs.STATE_FILE, keys) if resume else None
-    writes = config.prompts or load_chat_template(config.model)
-    if config.data == [SELF] or (config.data is None and writes):
-        config = replace(config, data=[write_texts(config, out, group)])
-    model, encoding = load_frozen(config)
-    torch.manual_seed(config.seed)
-    if config.init and not state:
-        heads = CloverHeads.from_pretrained(config.init, model, encoding.hash)
-    else:
-        heads = CloverHeads(preset(config.preset, **config.select(SWITCHES)), model)
-    config = replace(config, block_size=pick_block_size(config, heads))
-    base = model_hash(model)
-    home = out  # the folder of the tokens; runs on the model's own text share them
-    if config.data and len(config.data) == 1 and writing.written_by(config.data[0]) == base:
-        home = Path(config.data[0])
-
-    def prepare_text():
-        key = data.tokens_key(config.data, encoding)
-        expect(not state or state["identity"] == [base, key], f"{out} holds a run with another "
-               "model or other data; --resume needs the same")
-        stored = data.store_tokens(home / data.FILE, key, config.data, encoding,
-                                   model.config.vocab_size)
-        for leftover in {*out.glob("*.tmp*"), *home.glob("*.tmp*")}:  # from a killed run
-            leftover.unlink()
-        for split in data.SPLITS:  # raises if there is too little text
-            data.window_batch(stored[split], 1, config.block_size, config.n_draft + 1, 0, 0)
-        return key
-    run = Run(config, out, heads, encoding.hash, group.on_first(prepare_text), group, state)
-    corpus = data.open_tokens(home / data.FILE)["train"]
-    if not state and not config.init:
-        data.set_draft_vocabulary(heads, corpus.ids[corpus.loss_mask], config.draft_vocabulary,
-                                  group.print)
-    return run, corpus
-
-
-def load_frozen(config):
-    """The model that heads are trained on, in bfloat16 on a GPU, and its tokenizer."""
-    dtype = torch.bfloat16 if on_cuda(config) else torch.float32
-    return load_model(config, packed=False, dtype=dtype)
-
-
-def on_cuda(config):
-    return config.device.startswith("cuda")
-
-
-def write_texts(config, out, group):
-    """Generates text with the model, or its answers to --prompts, and returns their folder."""
-    # packed weights are faster on a CPU, not for the many sequences that a GPU decodes together
-    model, encoding = load_frozen(config) if on_cuda(config) else load_model(config)
-    prompts = None
-    if config.prompts:
-        missing = None if encoding.template else "a model with a chat template"
-        prompts = group.raise_together(
-            lambda: read_prompt_file(config.prompts, missing, encoding.template))
-        expect(all(prompt.messages[-1]["role"] != "assistant" for prompt in prompts),
-               f"{config.prompts}: a prompt ends with an answer; end each with the user's message")
-    folder = out / SELF
-    enough = max(config.steps * config.batch_size * (config.block_size or 256), MIN_SELF_TOKENS)
-    goal = config.self_tokens or enough
-    group.print(f"generating {human(goal)} tokens of training text with the model, in {folder}")
-    stop = stop_tokens(config.model, encoding)
-    writer = writing.Writer(folder, model, encoding, stop, config.seed, prompts, group.print)
-    for prompt in prompts or ():
-        if prompt.grammar:  # a bad one fails here, not hours later
-            writer.grammar_tokenizer.compile(*prompt.grammar)
-    group.on_first(writer.claim)
-    writer.write(goal, group.rank, group.size)
-    group.barrier()
-    return str(folder.absolute())
-
-
-def pick_block_size(config, heads):
-    """--block-size; default 256, or less if the model's context is too short for such windows."""
-    longest = heads.model.config.block_size - heads.config.n_draft - 1
-    size = config.block_size or min(256, longest)
-    check("block size", size, 1, longest, whole=True)
-    return size
-
-
-def evaluate(config, out):
-    """Measures the heads in `out`, adds the results to heads.json, and prints how to use them."""
-    model, encoding = load_model(config, packed=False)
-    heads = CloverHeads.from_pretrained(out, model, encoding.hash)
-    size = pick_block_size(config, heads)
-    heldout, measured_on = heldout_tokens(config, out, heads, encoding)
-    results = measure(heads, heldout, config.batch_size, size)
-    record(heads, out, encoding.hash, results | dict(measured_on=measured_on))
-    chat = " --chat" if encoding.template else ""
-    print(f"\nto use them:  python generate.py --model {config.model} --heads {out}{chat}")
-
-
-def heldout_tokens(config, out, heads, encoding):
-    """Held-out Tokens of --data, by default of the training data -> (Tokens, `data_record`)."""
-    about = heads.info.get("training", {})
-    if config.data:
-        about = data_record(config.data, data.tokens_key(config.data, encoding))
-    for folder in (out, out / SELF, *map(Path, config.data or ())):
-        with contextlib.suppress(InputError):
-            stored = data.open_tokens(folder / data.FILE)
-            if stored["key"] == about.get("key"):
-                return stored["heldout"], {name: about[name] for name in ("data", "key")}
-    expect(config.data or about.get("data") == STANDARD_LIBRARY, f"{out}: the tokens of the "
-           f"training data ({about.get('data')}) are gone; give --data")
-    about = data_record(config.data, data.tokens_key(config.data, encoding))
-    return data.load_tokens(config.data, encoding, "heldout"), about
-
-
-def train(config, out, group, resume):
-    """Trains heads -> (the `RunConfig` with all defaults resolved, the exit code)."""
-    run, corpus = prepare(config, out, group, resume)
-    parameters = sum(p.numel() for p in run.heads.parameters())
-    group.print(f"{config.preset} heads: {human(parameters)} parameters; "
-                f"{human(len(corpus.ids))} training tokens")
-    if not run.step:
-        run.save()  # so that --resume has a state to start from
-    code = run.train(corpus)
-    run.save()  # before the evaluation, so that Ctrl-C there loses nothing
-    if code:
-        group.print(f"\ninterrupted at step {run.step}; --resume continues from here")
-    return run.config, code
-
-
-def main(args):
-    """Trains and evaluates heads, or only evaluates them. Returns the exit code."""
-    group = tensor_parallel.start(args.device)
-    out = Path(args.out or f"out/{getattr(args, 'preset', RunConfig.preset)}")
-    config = group.raise_together(lambda: read_config(args, out, group))
-    code = 0
-    if not args.evaluate:
-        config, code = train(config, out, group, args.resume)
-    group.close()
-    if code == 0 and group.rank == 0:
-        evaluate(config, out)
-    return code
+def train(heads, ids, *, steps, batch_size, block_size, lr, seed=1, dtype=torch.float32, log=print):
+    """Trains heads on token ids, an integer tensor [N], in batches of batch_size windows of
+    block_size positions. Leaves the heads ready to decode. Raises InputError for too few ids."""
+    ahead = heads.config.n_draft + 1
+    check("block size", block_size, 1, heads.model.config.block_size - ahead, whole=True)
+    length = block_size + ahead
+    check("number of token ids", len(ids), length, 2**63)
+    trainer = Trainer(heads, steps, lr, dtype)
+    windows = partial(random_windows, ids, batch_size, length, torch.Generator().manual_seed(seed),
+                      heads.model.device)
+    for loss, accuracies in trainer.train(windows):
+        if trainer.is_shown():
+            log(trainer.describe(loss.item(), accuracies.tolist()))
+    heads.to(heads.model.dtype).requires_grad_(False).eval()
 
 
 if __name__ == "__main__":
+    try:
+        with needs_folders():
+            from tools.errors import command
+            from training.program import main  # imports this file as a module
+    except InputError as error:
+        print(f"train_heads.py: {error}", file=sys.stderr)
+        sys.exit(2)
     with command():
         if code := main(args):
             sys.exit(code)

@@ -40,7 +40,10 @@ from clover import (
     ResBlock,
     Tree,
 )
-from generate import FILTERED, LARGEST, MAX_CHAIN, Accepted, Decoder
+from common.files import atomic_write
+from common.values import one_line, warn
+from engine.policy import LARGEST
+from generate import FILTERED, MAX_CHAIN, Accepted, Decoder, Draft
 from kernels import (
     BINS,
     SCHEMA,
@@ -51,7 +54,7 @@ from kernels import (
     mask_logits,
     runs_triton,
 )
-from model import MAX_TREE, Blocks, InputError, KVCache, LMHead, atomic_write, expect, warn
+from model import MAX_TREE, Blocks, InputError, KVCache, LMHead, expect
 
 GROUP = 32      # inputs that share an activation scale; quantized weights are padded to a multiple
 MAX_HEAD = 256  # largest head size
@@ -105,6 +108,8 @@ def pack(module):
             module.set_submodule(name, PackedBlocks(blocks))
     if is_heads and can_run_heads(module):
         module.heads = PackedHeads(module)
+    if not is_heads and isinstance(module.blocks, PackedBlocks):
+        module.decoder = CompiledDecoder
 
 
 def can_run_block(block):
@@ -237,7 +242,7 @@ def library():
         output = getattr(error, "stderr", None) or str(error)
         reason = next((line for line in output.splitlines() if "error" in line.lower()), output)
         warn(f"decoding runs without the C kernels, which is several times slower: {compiler} "
-             f"cannot compile them ({models.one_line(reason)}); install a C compiler, such "
+             f"cannot compile them ({one_line(reason)}); install a C compiler, such "
              "as gcc, or set CC to one")
         return None
     for name, types in header.functions.items():
@@ -553,11 +558,14 @@ class PackedBlocks(Packed, Blocks):
         self.structs = (header.BlockWeights * len(blocks))(*(block_struct(block, self.tensors)
                                                for block in blocks))
 
-    def forward(self, hidden, tables, positions, cache=None, ancestors=None, *rest):
+    def forward(self, hidden, tables, positions, cache=None, ancestors=None, start=0,
+                documents=None):
         if cache is None:
-            return super().forward(hidden, tables, positions, None, None, *rest)
+            return super().forward(hidden, tables, positions, None, None, start, documents)
         x = hidden.to(torch.float32, copy=True).contiguous()
-        lengths = positions[:, 0].int() if ancestors is None else cache.lengths
+        lengths = cache.lengths
+        if ancestors is None:  # a prompt's tokens, which follow `start` rows
+            lengths = torch.full(hidden.shape[:1], start, dtype=torch.int32)
         positions = positions.contiguous()
         ancestors = None if ancestors is None else ancestors.contiguous()
         slots = None if cache.slots is None else cache.slots.int()
@@ -568,10 +576,6 @@ class PackedBlocks(Packed, Blocks):
                                       x.data_ptr(), normed.data_ptr())
         check_room(failed, a_pass)
         return x.to(hidden.dtype), None
-
-    def decoder_class(self, heads):
-        is_in_c = heads is None or isinstance(heads.heads, PackedHeads)
-        return CompiledDecoder if is_in_c else None
 
     def prepare(self, module):
         pack(module)
@@ -609,8 +613,8 @@ def block_struct(block, tensors):
     struct.norms_all = config.qk_norm == "all"
     struct.gelu = config.activation == "gelu"
     struct.window = block.attn.window
-    has_rope = block.attn.rotates and config.positions == "rope"
-    struct.rope = block.attn.has_own_rope if has_rope else -1
+    rope = block.attn.rope if config.positions == "rope" else None
+    struct.rope = {None: -1, "global": 0, "window": 1}[rope]
     struct.scale = config.attn_scale or config.head_size ** -0.5
     return struct
 
@@ -677,14 +681,17 @@ class CompiledDecoder(Decoder):
     before."""
     chooses_size = True
 
+    @staticmethod
+    def runs(heads):
+        """Whether heads are None, or packed too."""
+        return heads is None or isinstance(heads.heads, PackedHeads)
+
     @torch.inference_mode()
     def __init__(self, model, **options):
-        expect(not options.get("reads_in_steps"), "with C kernels a prompt has passes of its own; "
-               "leave out reads_in_steps, or load the model with packed=False")
         super().__init__(model, **options)
         B = self.batch_size
-        rows = B * self.policy.largest
-        P = self.path_limit(self.policy.largest)
+        rows = B * self.max_tree
+        P = self.path_limit(self.max_tree)
         cache = self.slots.heads_cache
         self.slots.heads_cache = KVCache(cache.kv, torch.zeros_like(cache.lengths))
         self.slot_array = (c_int32 * B)(*range(B))
@@ -701,6 +708,7 @@ class CompiledDecoder(Decoder):
         self.tensors = []  # keeps alive what the struct points to
         self.embeds = isinstance(model.embed, PackedEmbedding) and model.embed_positions is None
         self.struct = self.step_struct()
+        self.last_guide = None  # to whose tensors the struct points
 
     def step_struct(self):
         """The `Step` that points to this decoder's tensors."""
@@ -752,7 +760,7 @@ class CompiledDecoder(Decoder):
         a_pass.slots = ctypes.addressof(self.slot_array)
         return a_pass
 
-    def run_slots(self, running):
+    def place(self, running):
         self.running = list(running)
         self.struct.trees.B = len(self.running)
         self.slot_array[:len(self.running)] = self.running
@@ -762,71 +770,73 @@ class CompiledDecoder(Decoder):
         slots = self.slots
         return int((slots.cache.lengths - slots.heads_cache.lengths)[self.running].sum())
 
-    @property
-    def samples_in_torch(self):
-        return self.sampling_mode == FILTERED or not self.struct.head.k
+    def samples_in_torch(self, plan):
+        return plan.mode == FILTERED or not self.struct.head.k
 
-    def constrain(self, constraints):
-        super().constrain(constraints)
-        tensors = self.on_device if constraints else {}
+    def read_guide(self):
+        """Points the struct to the guide's tensors."""
+        tensors = self.guide.tensors if self.guide else {}
         for name in ("forced", "first_masks", "masks"):
             setattr(self.struct, name, pointer(tensors.get(name)))
+        self.last_guide = self.guide
 
-    def read_batch(self, B):
-        """Only for sampling in torch: cpu.c reads the slots itself."""
-        if self.samples_in_torch:
-            self.batch = self.slots.batch(torch.tensor(self.running))
-
-    def draft(self, tree_size, depths):
+    def draft(self, plan):
+        if self.guide is not self.last_guide:
+            self.read_guide()
         struct = self.struct
-        struct.tree_size = tree_size or 0
-        struct.depths = depths
+        struct.tree_size = plan.tree_size or 0
+        struct.depths = plan.depths
         struct.trees.threads = threads()
         check_room(library().step_draft(struct), struct.trees)
         key = struct.trees.B, struct.T
         if key not in self.views:
             self.views[key] = self.step_views(*key)
         self.view = self.views[key]
-        return self.view.tree, None
+        batch = None  # cpu.c reads the slots itself
+        if self.samples_in_torch(plan):
+            batch = self.slots.batch(torch.tensor(self.running))
+        return Draft(batch, self.view.tree, self.view.positions, None)
 
     def step_views(self, B, T):
         P = self.struct.P
         view = lambda name, *shape: self.results[name][:math.prod(shape)].view(shape)
         C = self.model.config.n_embd
+        packed = view("accepted", B, 3 * P + 2)
         return SimpleNamespace(
             tree=Tree(*view("tree", 5, B, T), view("probabilities", B, T)),
             positions=view("positions", B, T), x=view("x", B, T, C), normed=view("normed", B, T, C),
             hidden=view("hidden" if "hidden" in self.results else "x", B, T, C),
-            target=view("target", B, T), accepted=Accepted(view("accepted", B, 3 * P + 2), P))
+            target=view("target", B, T), packed=packed, accepted=unpacked(packed))
 
-    def positions(self, tree):
-        return self.view.positions
-
-    def verify(self, tree, positions):
+    def verify(self, plan, draft):
+        positions = draft.positions
         if not self.embeds:
             if self.model.embed_positions is not None:
                 positions = positions.clamp(max=self.model.config.block_size - 1)
-            self.view.x.copy_(self.model.embeddings(tree.tokens, positions))
+            self.view.x.copy_(self.model.embeddings(draft.tree.tokens, positions))
         check_room(library().step_verify(self.struct), self.struct.trees)
         return self.view.normed, self.view.hidden
 
-    def sample(self, normed, positions):
-        if self.samples_in_torch:
-            return self.view.target.copy_(super().sample(normed, positions))
-        self.struct.noise = self.sampling_mode
+    def sample(self, plan, draft, normed):
+        if self.samples_in_torch(plan):
+            return self.view.target.copy_(super().sample(plan, draft, normed))
+        self.struct.noise = plan.mode
         library().step_sample(self.struct)
         return self.view.target
 
-    def accept(self, tree, chain, target):
+    def accept(self, plan, draft, target):
         library().step_accept(self.struct)
         return self.view.accepted
 
-    def commit(self, tree, hidden, accepted):
+    def commit(self, plan, draft, hidden, accepted):
         library().step_commit(self.struct)
 
-    def launch(self, tree_size, depths, with_trees=False):
-        step = super().launch(tree_size, depths, with_trees)
-        if tree_size is None:
+    def to_host(self, accepted):
+        return unpacked(self.view.packed.clone())
+
+    def launch(self, plan, with_trees=False):
+        step = super().launch(plan, with_trees)
+        if plan.tree_size is None:
             step.expected = self.struct.expected
         # a prompt, or what the heads skipped
         step.catches_up = self.struct.behind > 1 + MAX_CHAIN
@@ -849,3 +859,9 @@ class CompiledDecoder(Decoder):
     def forget(self, slot, start):
         """Lets the heads read a slot's rows from `start` on again, which get other tokens."""
         self.slots.heads_cache.lengths[slot].clamp_(max=start)
+
+
+def unpacked(packed):
+    """The `Accepted` in what cpu.c's step_accept writes, int64 [B, 3 P + 2]."""
+    P = packed.shape[1] // 3
+    return Accepted(packed[:, :P], packed[:, P:2 * P], packed[:, 2 * P:3 * P], packed[:, 3 * P])

@@ -2,13 +2,18 @@
 inside, and quantised weights. `apply` replaces the blocks of a model or of draft heads, once; `put`
 replaces a layer by a quantised one."""
 
+from functools import partial
+
 import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
 from backends.linear import Quantized, dequantize, linear_rows
 from backends.quantized import select_rows, stack
-from kernels import HAS_TRITON, INTERPRETED, float_logits, runs_triton
+from backends.sampling import filtered_sample
+from engine.policy import READ_SIZES
+from generate import Decoder, accept_path, build_tree, set_number
+from kernels import HAS_TRITON, INTERPRETED, float_logits, prompt_chain, runs_triton
 from model import Block, Blocks, InputError, LMHead, NoNorm, TreeMask
 
 # The most that linear_rows runs; beyond, cuBLAS is faster (bench/results/gpu-h100-linear.jsonl)
@@ -162,3 +167,70 @@ def put(model, name, parts):
     else:
         new.bias = layer.bias
         model.set_submodule(name, new)
+
+
+# --------------------------------------------------------------------------------------------------
+# The decoder
+
+class GraphDecoder(Decoder):
+    """Decodes with Triton kernels that build and accept trees, so that every step can be captured.
+    Prompts are read by the same steps, beside sequences that generate: a prompt is a draft that
+    cannot be wrong. A slot with unread prompt tokens gets the chain of its next T known tokens."""
+    reads_prompts = True
+
+    @staticmethod
+    def runs(heads):
+        return True
+
+    def __init__(self, model, **options):
+        super().__init__(model, **options)
+        slots = self.slots
+        integers = partial(torch.zeros, device=self.device)
+        self.ends = integers(self.batch_size, dtype=torch.int32)  # index of a prompt's last token
+        self.prompts = slots.history, slots.cache.lengths, self.ends
+        self.no_chain = integers(self.batch_size, 1, dtype=torch.int64)
+
+    @property
+    def max_tree(self):
+        return max(self.policy.largest, *READ_SIZES)
+
+    def path_limit(self, tree_size):
+        return tree_size  # the chain of a prompt's tokens fills the tree
+
+    def can_capture(self, plan):
+        return self.pool is not None
+
+    def chain(self, plan, batch):
+        chain = super().chain(plan, batch)
+        if chain is None and not plan.depths:  # a tree needs candidates of some kind
+            return self.no_chain[:plan.B]
+        return chain
+
+    def build_tree(self, batch, candidates, chain, tree_size):
+        tree = build_tree(batch.root, candidates, chain, self.policy.chances,
+                          batch.sampling["temperature"], tree_size)
+        prompt_chain(*self.prompts, tree[:5], tree[5], chain, batch.slots)
+        return tree
+
+    def filtered_sample(self, logits, batch, positions, masks):
+        return filtered_sample(logits, **batch.sampling, sequence=batch.sequence, masks=masks,
+                               position=positions.view(-1))
+
+    def accept(self, plan, draft, target):
+        return accept_path(draft.tree, target, self.slots.active, plan.tree_size,
+                           draft.batch.sampling["temperature"], self.policy.counts, draft.chain,
+                           draft.batch.slots, self.prompts)
+
+    # On the host
+
+    def begin(self, slot, sequence, start):
+        super().begin(slot, sequence, start)
+        self.set_end(slot, len(sequence.prompt) - 1)
+
+    def release(self, slot, rows=0):
+        super().release(slot, rows)
+        self.set_end(slot, 0)
+
+    @torch.inference_mode()
+    def set_end(self, slot, end):
+        set_number(self.ends, slot, end)

@@ -17,8 +17,9 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from backends.sampling import filtered_sample
+from common.devices import pick_device
 from kernels import best_tokens
-from model import Block, Blocks, InputError, LMHead, expect, pick_device
+from model import Block, Blocks, InputError, LMHead, expect
 
 TIMEOUT = timedelta(hours=24)  # for collectives; if a rank ends, torchrun ends the others
 
@@ -166,7 +167,6 @@ class Group:
         """Connects the layers of a divided model by collectives, once it has its weights."""
         if self.size == 1:
             return
-        model.group = self
         config = model.config
         for block in model.blocks:
             block.attn.query_heads = self.rows(config.n_head)

@@ -58,7 +58,7 @@ def cell(value):
 
 def finish(args, result, file):
     """Prints the flags, the result and the machine as one line of JSON, and writes it to file."""
-    from model import atomic_write  # loads torch
+    from common.files import atomic_write  # loads torch
     flags = {flag: public(value) for flag, value in vars(args).items() if flag != "out"}
     line = json.dumps(flags | result | dict(machine=machine()))
     print(line, flush=True)

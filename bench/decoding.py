@@ -8,12 +8,14 @@ from operator import add, eq
 from pathlib import Path
 from statistics import fmean, median
 
+from backends.capture import warm_up
 from bench import Measured, Table, operations
 from bench.llama_cpp import llama_cpp_methods
 from bench.timing import step_time, timing_decoder
-from clover import CloverHeads
-from generate import Policy, Sampling, prepare
+from engine.policy import Policy
+from generate import Sampling, prepare
 from hf.chat import stop_tokens
+from hf.heads import load_heads
 from hf.paths import find_model
 from hf.text import messages_of, read_objects, tools_of
 from model import expect
@@ -58,7 +60,7 @@ def load_drafters(drafters, model, encoding):
     for drafter in drafters:
         folder = drafter.removesuffix("+lookup")
         if folder not in heads:
-            heads[folder] = CloverHeads.from_pretrained(folder, model, encoding.hash)
+            heads[folder] = load_heads(folder, model, encoding.hash)
         name = Path(folder).name + (" + lookup" if drafter != folder else "")
         options[name] = dict(heads=heads[folder], lookup=drafter != folder or folder == "lookup")
     return options
@@ -88,7 +90,7 @@ def start_decoding(model, texts, new, stop=(), **options):
     plain = engine.policy = Policy(model)
     decode(engine, texts[:engine.decoder.batch_size], 1)  # compiles the plain step
     engine.clear()
-    engine.decoder.warm_up()
+    warm_up(engine)
 
     def run(part):
         engine.policy = plain
@@ -104,7 +106,7 @@ def decode(engine, texts, new, stop=(), sampling=None):
     """`Engine.generate`, except that prompts do not reuse the cache of earlier ones."""
     def forget(step):
         if step.sequence.ended:
-            engine.cached_prefix = dict.fromkeys(engine.cached_prefix, ())
+            engine.idle = dict.fromkeys(engine.idle, ())
     return engine.generate(texts, new, stop, forget, sampling=sampling)
 
 
@@ -172,7 +174,7 @@ def gpu_rows(model, heads, texts, new, stop, B, temperature=0.0, seeds=(0,)):
         drafter = dict(tree_size=T, batch_size=B, **operations.drafters(name, heads))
         started = time.perf_counter()
         engine = prepare(model, texts, new, temperature=temperature, **drafter)
-        engine.decoder.warm_up()
+        warm_up(engine)
         decode(engine, texts, 1)  # compiles prefill
         engine.clear()
         alone = dict(warm_seconds=time.perf_counter() - started)

@@ -8,7 +8,8 @@ from statistics import fmean
 from xml.sax.saxutils import escape
 
 from bench import ROOT, roofline
-from model import InputError, read_json
+from common.files import read_json
+from model import InputError
 
 RUN = ROOT / "docs" / "img" / "run.json"  # from generate.py --json --show-tree
 MEASURED = ROOT / "bench" / "results" / "gpu-h200.jsonl"

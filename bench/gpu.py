@@ -28,8 +28,8 @@ from bench import ROOT, machine, serving, size_config
 from bench import operations as ops
 from bench.decoding import gpu_rows, load_prompts
 from bench.timing import copy_bandwidth, seconds
-from clover import CloverHeads
 from generate import Sampling
+from hf.heads import load_heads
 from hf.paths import default_heads, find_model
 from hf.tokenizer import load_encoding
 from kernels import add_norm
@@ -117,7 +117,7 @@ def decoded(run, model, heads, batch_sizes, temperatures):
                            template_kwargs={})
     prompts, stop = read_prompts(args.model, run.sizes.prompts)
     model, encoding = load_model(args)
-    heads = CloverHeads.from_pretrained(heads, model, encoding.hash)
+    heads = load_heads(heads, model, encoding.hash)
     for B, temperature in product(batch_sizes, temperatures):
         own, seeds = (prompts[::2], (0,)) if B == 1 else (prompts, (0, 1))
         rows = gpu_rows(model, heads, own, run.sizes.new_tokens, stop, B, temperature, seeds)

@@ -13,15 +13,17 @@ from model import check, expect
 from train_heads import (
     HEAD_WEIGHT,
     SHOW_EVERY,
-    data_record,
-    load_frozen,
-    pick_block_size,
-    product_dtype,
+    Trainer,
+    guess_masks,
+    head_losses,
+    run_heads,
+    run_model,
 )
 from training import data, runs
 from training.evaluate import BATCHES
 from training.flags import SWITCHES, RunConfig, parse_heads
-from training.loss import guess_masks, head_losses, run_heads, run_model
+from training.loss import ROWS
+from training.program import load_frozen
 
 
 class Kind:
@@ -39,15 +41,8 @@ class Kind:
         torch.manual_seed(args.seed)
         switches = {name: own[name] for name in SWITCHES if name in own}
         heads = CloverHeads(preset(own["preset"], **switches), model)
-        self.heads = heads.to(model.device, torch.float32).requires_grad_().train()
-        self.optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0,
-                                           fused=True)
-
-    def step(self, step, steps):
-        torch.nn.utils.clip_grad_norm_(self.heads.parameters(), 1.0)
-        runs.set_learning_rate(self.optimizer, self.lr, step, steps)
-        self.optimizer.step()
-        self.optimizer.zero_grad(set_to_none=True)
+        self.trainer = Trainer(heads, args.steps, self.lr)
+        self.heads = self.trainer.heads
 
 
 def bench(args):
@@ -56,11 +51,11 @@ def bench(args):
     config = RunConfig(model=args.model, device=group.device, dtype=args.dtype,
                        quantize=args.quantize, template_kwargs=args.template_kwargs)
     model, encoding = load_frozen(config)
-    dtype = product_dtype(config, group)
+    dtype = runs.product_dtype(config, group)
     kinds = [Kind(flags, model, args) for flags in args.kinds]
     expect(len({kind.heads.config.n_draft for kind in kinds}) == 1,
            "the kinds have different numbers of heads; give all the same --draft-heads")
-    size = pick_block_size(config, kinds[0].heads)
+    size = runs.pick_block_size(config, kinds[0].heads)
     out = Path(args.out)
     for kind in kinds:
         expect(not (out / kind.name).exists(), f"{out / kind.name} exists; use another --out")
@@ -81,7 +76,7 @@ def bench(args):
         outputs = [output for kind in kinds
                    for output in run_heads(kind.heads, hidden, ids, documents, dtype)]
         guess_mask = guess_masks(ids, K, loss_mask, documents)
-        sums = head_losses(kinds[0].heads, hidden, outputs, guess_mask, dtype)
+        sums = head_losses(kinds[0].heads, hidden, outputs, guess_mask, dtype, ROWS)
         return *(x.view(len(kinds), K) for x in sums), guess_mask.sum(dim=(1, 2))
 
     weights = HEAD_WEIGHT ** torch.arange(kinds[0].heads.config.n_draft, device=model.device)
@@ -91,7 +86,7 @@ def bench(args):
         losses = losses / guesses.clamp(min=1)
         (losses * weights).sum().backward()
         for kind in kinds:
-            kind.step(step, args.steps)
+            kind.trainer.update()
         if (step + 1) % SHOW_EVERY == 0:
             firsts = " ".join(map("{:.3f}".format, losses[:, 0].tolist()))
             show(step + 1, f"step {step + 1}/{args.steps}  loss of head 1: {firsts}")
@@ -102,7 +97,7 @@ def bench(args):
     for kind, accuracy in zip(kinds, (hits / guesses.clamp(min=1)).tolist()):
         training = dict(steps=args.steps, tokens=args.steps * args.batch_size * size,
                         batch_size=args.batch_size, block_size=size, lr=kind.lr, seed=args.seed,
-                        **data_record(args.data, key))
+                        **runs.data_record(args.data, key))
         kind.heads.save_pretrained(out / kind.name, encoding.hash, torch.bfloat16,
                                    training=training, accuracy=accuracy)
         table.add(dict(kind=kind.name) | {f"head {i}": x for i, x in enumerate(accuracy, 1)})

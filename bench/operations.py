@@ -16,8 +16,10 @@ from backends.sampling import filtered_sample
 from bench import Table, size_config
 from bench.timing import PREFIX, copy_bandwidth, seconds, stage_times, step_time, timing_decoder
 from clover import CloverHeads, preset
+from common.devices import pick_device
+from common.memory import check_memory, free_memory
 from generate import Sampling, capture
-from model import GPT, check_memory, expect, free_memory, pick_device
+from model import GPT, expect
 
 COPIES = 64  # of a kernel's inputs, at most
 DRAFT_VOCABULARY = 8192  # token ids, for heads with random weights
@@ -166,7 +168,7 @@ def in_graph(body, device):
     """A function that runs body(). On CUDA it replays a graph, so there are no launch gaps."""
     with torch.inference_mode():  # the mode of `capture`: torch.compile compiles once per mode
         body()
-    return capture(body, device) if device.type == "cuda" else body
+    return capture(body, device)[0] if device.type == "cuda" else body
 
 
 # --------------------------------------------------------------------------------------------------

@@ -5,7 +5,7 @@ import numpy as np
 
 from bench import ROOT, Table, size_config
 from clover import DEFAULT_BEAMS
-from model import read_json
+from common.files import read_json
 
 NOMINAL = 3.35e12, 989e12  # H100 SXM datasheet: bytes/s, dense bfloat16 FLOP/s
 RECORD = ROOT / "bench" / "results" / "heads-smollm2-trained-cpu.json"

@@ -6,7 +6,8 @@ from functools import partial
 
 import torch
 
-from generate import Policy, capture, decoder_class
+from engine.policy import Policy
+from generate import Plan, capture, decoder_class
 
 STAGES = ("draft", "verify", "sample", "accept", "commit")
 PREFIX = 256  # cached tokens while a step is timed
@@ -64,31 +65,35 @@ def decoder_seconds(decoder, body):
 @torch.inference_mode()
 def step_time(decoder):
     """Seconds of one step of a `timing_decoder`; on CUDA, of its graph."""
-    option, = decoder.policy.options
     with decoder.context():
-        return decoder_seconds(decoder, partial(decoder.run, decoder.B, *option))
+        return decoder_seconds(decoder, partial(decoder.step, only_plan(decoder)))
+
+
+def only_plan(decoder):
+    """The `Plan` of a `timing_decoder`'s steps."""
+    option, = decoder.policy.options
+    return Plan(decoder.batch_size, *option, decoder.sampling.mode)
 
 
 @torch.inference_mode()
 def stage_times(decoder):
     """{stage: seconds} of a step of a `timing_decoder`. Each stage is timed by itself, in a CUDA
     graph of its own if the decoder uses graphs. Drafting a tree of one node takes 0."""
-    option, = decoder.policy.options
+    plan = only_plan(decoder)
     times = dict.fromkeys(STAGES, 0.0)
     with decoder.context():
-        decoder.step(decoder.B, *option)  # compiles all stages
-        tree, chain = decoder.draft(*option)
-        positions = decoder.positions(tree)
-        normed, hidden = decoder.verify(tree, positions)
-        target = decoder.sample(normed, positions)
-        accepted = decoder.accept(tree, chain, target)
-        arguments = dict(draft=option, verify=(tree, positions), sample=(normed, positions),
-                         accept=(tree, chain, target), commit=(tree, hidden, accepted))
-        if option[0] == 1:
+        decoder.whole_step(plan)  # compiles all stages
+        draft = decoder.draft(plan)
+        normed, hidden = decoder.verify(plan, draft)
+        target = decoder.sample(plan, draft, normed)
+        accepted = decoder.accept(plan, draft, target)
+        arguments = dict(draft=(), verify=(draft,), sample=(draft, normed), accept=(draft, target),
+                         commit=(draft, hidden, accepted))
+        if plan.tree_size == 1:
             del arguments["draft"]  # launches nothing; torch warns about empty CUDA graphs
         for name, values in arguments.items():
-            stage = partial(getattr(decoder, name), *values)
+            stage = partial(getattr(decoder, name), plan, *values)
             if decoder.pool is not None:
-                stage = capture(stage, decoder.device)
+                stage, _ = capture(stage, decoder.device)
             times[name] = decoder_seconds(decoder, stage)
     return times

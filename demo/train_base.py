@@ -12,8 +12,9 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from backends import cpu
 from hf.tokenizer import load_encoding
 from model import GPT, GPTConfig
+from train_heads import set_learning_rate
 from training.data import load_tokens, split_records, window_batch
-from training.runs import progress, set_learning_rate
+from training.runs import progress
 
 OUT = Path("out/base")
 DATA = None                         # None: the standard library; else a list of files and folders

@@ -10,11 +10,12 @@ from functools import partial
 
 import jinja2.sandbox
 
+from common.values import one_line, warn
 from hf.families import text_config
 from hf.files import optional_part, part_file
 from hf.paths import find_model, is_gguf
 from hf.text import read_text
-from model import InputError, expect, one_line, warn
+from model import InputError, expect
 
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")  # keys of generation_config.json
 # Unsupported keys that change the output unless they are 0, null or empty (or 1: the first four)

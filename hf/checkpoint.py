@@ -1,6 +1,5 @@
 """Loads and saves weights: Hugging Face checkpoint folders and GGUF files."""
 
-import hashlib
 import json
 import math
 from collections import defaultdict
@@ -12,26 +11,18 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from backends import cpu, gpu, quantized, tensor_parallel
+from common.files import atomic_write, files_hash, read_json
+from common.memory import check_memory, free_memory
+from common.values import warn
 from hf.families import family_of, llama_json
 from hf.files import read_family, read_part
 from hf.paths import find_model, gguf_parts, is_gguf
 from hf.quantization import combine, read_scheme
 from hf.tensors import StoredTensor, open_tensors
-from model import (
-    GPT,
-    InputError,
-    atomic_write,
-    check_memory,
-    expect,
-    free_memory,
-    read_json,
-    warn,
-)
+from model import GPT, InputError, expect
 
 FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
-SAMPLES = 64   # how many samples of a file are hashed
-SAMPLE = 4096  # bytes per sample
-PATIENCE = 2   # seconds before a progress bar appears
+PATIENCE = 2  # seconds before a progress bar appears
 BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # recomputed from the config
 
 
@@ -48,19 +39,6 @@ def weight_files(path):
             expect(isinstance(shards, dict), f"{index}: expected a weight_map")
             return sorted({index.parent / Path(str(shard)).name for shard in shards.values()})
     raise InputError(f"{path}: expected model.safetensors or pytorch_model.bin; download one")
-
-
-def files_hash(path):
-    """16 hex digits that identify the weight files: a hash of names, sizes and samples."""
-    sha = hashlib.sha256()
-    for file in weight_files(path):
-        size = file.stat().st_size
-        sha.update(f"{file.name} {size}".encode())
-        with file.open("rb") as opened:
-            for i in range(SAMPLES):
-                opened.seek(max(size - SAMPLE, 0) * i // (SAMPLES - 1))
-                sha.update(opened.read(SAMPLE))
-    return sha.hexdigest()[:16]
 
 
 def read_headers(path):
@@ -140,35 +118,67 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
     path = find_model(path)
     device = torch.device(device or ("cuda" if torch.cuda.is_available() else "cpu"))
     group = group or tensor_parallel.Group()
-    on_gpu = packed is not False and gpu.is_usable(device)
-    packed = packed is not False and cpu.is_usable(device)
+    backend = None  # the module whose layers replace the model's
+    if packed is not False:
+        backend = next((module for module in (gpu, cpu) if module.is_usable(device)), None)
     model, matches = read_headers(path)
-    tensors = [tensor for stacked in matches.values() for _, tensor in stacked]
-    stored_bits = max((tensor.bits for tensor in tensors if tensor.bits), default=None)
-    expect(not (quantize and stored_bits) or is_gguf(path), f"{path}: the checkpoint is quantised "
-           f"already, to {stored_bits} bits; leave out --quantize")
-    if packed and dtype == torch.float16:
-        warn("float16 is not for a CPU: there are no kernels for it; using bfloat16")
-        dtype = torch.bfloat16
-    if dtype is None:
-        largest = max(tensors, key=lambda tensor: math.prod(tensor.shape))
-        stored = torch.bfloat16 if stored_bits else largest.dtype
-        dtype = cpu.default_dtype(device, stored, packed and group.size == 1, group.rank)
-    if quantize and model.config.tied:  # round the LM head, but not the embeddings
-        untie(model)
-        matches["head.weight"] = matches["embed.weight"]
-    rounding = quantized.rounding(model, quantize) if quantize else {}
+    rounding = choose_rounding(path, model, matches, quantize)
+    dtype = choose_dtype(dtype, device, matches, backend, group)
     packers = {}
-    if (packed or on_gpu) and group.size == 1:
-        packers = choose_packers(model, matches, rounding, dtype, on_gpu)
+    if backend and group.size == 1:
+        packers = choose_packers(model, matches, rounding, dtype, backend is gpu)
     with torch.device("meta"):
         group.divide(model)
+    allocate(path, model, dtype, device, matches, packers, backend is gpu)
+    read_weights(model, matches, group, rounding, packers, backend and backend.put)
+    model.hash = files_hash(weight_files(path))
+    group.connect(model)
+    if backend:
+        backend.apply(model)
+    if backend is cpu:
+        cpu.trim_memory()
+    if device.type == "cuda":  # plain layers, too
+        model.decoder = gpu.GraphDecoder
+    return model
+
+
+def choose_rounding(path, model, matches, quantize):
+    """{weight name: (bits, group) for `quantized.round_weight`} of --quantize. Unties the LM head,
+    which is rounded, from the embeddings, which are not."""
+    if not quantize:
+        return {}
+    bits = max(tensor.bits or 0 for stacked in matches.values() for _, tensor in stacked)
+    expect(not bits or is_gguf(path), f"{path}: the checkpoint is quantised already, to {bits} "
+           "bits; leave out --quantize")
+    if model.config.tied:
+        untie(model)
+        matches["head.weight"] = matches["embed.weight"]
+    return quantized.rounding(model, quantize)
+
+
+def choose_dtype(dtype, device, matches, backend, group):
+    """The dtype to compute in: if none is given, the largest tensor's, if it is fast here."""
+    if dtype == torch.float16 and backend is cpu:
+        warn("float16 is not for a CPU: there are no kernels for it; using bfloat16")
+        return torch.bfloat16
+    if dtype is not None:
+        return dtype
+    tensors = [tensor for stacked in matches.values() for _, tensor in stacked]
+    stored = max(tensors, key=lambda tensor: math.prod(tensor.shape)).dtype
+    if any(tensor.bits for tensor in tensors):
+        stored = torch.bfloat16
+    return cpu.default_dtype(device, stored, backend is cpu and group.size == 1, group.rank)
+
+
+def allocate(path, model, dtype, device, matches, packers, on_gpu):
+    """Moves a model from the meta device to uninitialised memory, but for the layers in packers,
+    which `put` will replace. Raises InputError if memory is short for all of them."""
     size = 0
     for name, (bits, _) in packers.items():
         layer = model.get_submodule(name.removesuffix(".weight"))
         size += int(layer.weight.numel() * bits / 8)
-        layer.weight = None  # the packed layer allocates its own
-    model = model.to(dtype)
+        layer.weight = None
+    model.to(dtype)
     size += model.weight_bytes()
     if on_gpu and packers:
         largest = max(math.prod(tensor.shape) for name in packers for _, tensor in matches[name])
@@ -177,16 +187,7 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
     check_memory(f"{path}: its weights take", size, free_memory(device), device, advice)
     # not to_empty, which imports sympy
     model._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device))
-    model = model.requires_grad_(False).eval()
-    read_weights(model, matches, group, rounding, packers, gpu.put if on_gpu else cpu.put)
-    model.hash = files_hash(path)
-    group.connect(model)
-    if packed:
-        cpu.apply(model)
-        cpu.trim_memory()
-    if on_gpu:
-        gpu.apply(model)
-    return model
+    model.requires_grad_(False).eval()
 
 
 def choose_packers(model, matches, rounding, dtype, on_gpu):
@@ -254,12 +255,13 @@ def save(model, path, dtype=None):
     dtype: default the model's. Raises InputError for a sharded or packed model, and for one that
     Llama's config.json cannot describe."""
     path, dtype = Path(path), dtype or model.dtype
-    expect(model.group is None, f"{path}: the model is sharded; save it from one process")
+    is_sharded = isinstance(model.head, tensor_parallel.VocabParallelHead)
+    expect(not is_sharded, f"{path}: the model is sharded; save it from one process")
     model.check_plain("saved")
     raw = llama_json(model.config, dtype)
     llama = family_of(raw)
     ours, theirs = vars(model.config), vars(llama.config)
-    others = [f"{name}={ours[name]!r}" for name in ours if ours[name] != theirs[name]]
+    others = [f"{name}={ours[name]!r:.60}" for name in ours if ours[name] != theirs[name]]
     expect(not others, f"{path}: a Llama folder is written, whose config.json has no way to say "
            f"{', '.join(others)}; use torch.save(model.state_dict(), file) instead")
     path.mkdir(parents=True, exist_ok=True)

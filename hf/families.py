@@ -8,7 +8,9 @@ from functools import partial
 
 import torch
 
-from model import GPTConfig, check, expect, one_of
+from common.values import one_of
+from hf.rope import SCALED, scale
+from model import GPTConfig, check, expect
 
 # Our parameter names -> the checkpoint's tensor names, without .weight or .bias. N is the layer
 # number. Several tensors are stacked into one, in this order.
@@ -49,7 +51,7 @@ GPT2_NAMES = {
     "blocks.N.mlp.down": ("transformer.h.N.mlp.c_proj",),
 }
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
-ROPE_TYPES = ("default", "linear", "dynamic", "llama3", "yarn", "longrope")
+ROPE_TYPES = ("default", "dynamic", *SCALED)
 LAYER_TYPES = ("full_attention", "sliding_attention")
 UNSUPPORTED = (  # keys of config.json that change attention or logits
     "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention",
@@ -255,6 +257,7 @@ def llama_json(config, dtype):
     """Llama's config.json of a GPTConfig, with RoPE settings for old and new transformers."""
     c = config
     theta = dict(rope_theta=c.rope_theta)
+    scaling = getattr(c.rope_frequencies, "scaling", None)
     return theta | dict(
         architectures=["LlamaForCausalLM"], model_type="llama", pad_token_id=None,
         torch_dtype=str(dtype).removeprefix("torch."), vocab_size=c.vocab_size,
@@ -263,8 +266,8 @@ def llama_json(config, dtype):
         hidden_size=c.n_embd, intermediate_size=c.n_inner, rms_norm_eps=c.norm_eps,
         hidden_act={"silu": "silu", "gelu": "gelu_new"}[c.activation],
         attention_bias=c.qkv_bias, mlp_bias=c.mlp_bias, tie_word_embeddings=c.tied,
-        rope_scaling=c.rope_scaling,
-        rope_parameters=theta | (c.rope_scaling or dict(rope_type="default")))
+        rope_scaling=scaling,
+        rope_parameters=theta | (scaling or dict(rope_type="default")))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -361,8 +364,8 @@ def rope(raw, rotates_part=False):
     expect(R == D or (rotates_part and R % 2 == 0 and 0 < R < D), f"partial_rotary_factor {part} "
            f"is not supported with {raw['model_type']} and a head size of {D}")
     scaling, context = scale_rope(raw, settings, theta, R)
-    return dict(rope_theta=theta, rope_scaling=scaling, block_size=context,
-                rotary_size=R if R < D else None)
+    return scale(scaling, theta, R) | dict(
+        rope_theta=theta, block_size=context, rotary_size=R if R < D else None)
 
 
 def window_rope(raw, values):
@@ -373,12 +376,12 @@ def window_rope(raw, values):
     one_of("rope type of windows", settings.get("rope_type", "default"), ("default",))
     theta = value_of(raw, "rope_local_base_freq", float, values["rope_theta"])
     theta = value_of(settings, "rope_theta", float, theta)
-    is_own = theta != values["rope_theta"] or values["rope_scaling"]
+    is_own = theta != values["rope_theta"] or "rope_frequencies" in values
     return dict(window_theta=theta if is_own else None)
 
 
 def scale_rope(raw, settings, theta, rotary_size):
-    """(config.json, its RoPE settings, ...) -> (GPTConfig.rope_scaling, GPTConfig.block_size)"""
+    """(config.json, its RoPE settings, ...) -> (those that `scale` reads, GPTConfig.block_size)"""
     number = lambda key, default=None: value_of(settings, key, float, default)
     context = value_of(raw, "max_position_embeddings", int)
     kind = settings.get("rope_type", settings.get("type")) or "default"

@@ -1,8 +1,9 @@
 """Reads a model's JSON files from its folder, or their equivalents from a GGUF file."""
 
+from common.files import read_json
 from hf.families import family_of, text_config
 from hf.paths import find_model, is_gguf
-from model import InputError, expect, read_json
+from model import InputError, expect
 
 
 def part_file(path, name):

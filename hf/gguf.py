@@ -16,11 +16,12 @@ from gguf import GGMLQuantizationType, GGUFValueType, TokenType
 
 from backends import cpu, quantized
 from backends.linear import Quantized
+from common.values import one_line, one_of, warn
 from hf.families import family_of, value_of
 from hf.paths import gguf_parts
 from hf.splits import PIECE_IS_TOKEN, byte_level_spec, sentencepiece_spec
 from hf.tensors import StoredTensor
-from model import InputError, expect, one_line, one_of, warn
+from model import InputError, expect
 
 ARCHITECTURES = "llama", "qwen2", "qwen3", "gemma3", "phi3", "smollm3"
 KEYS = {  # metadata key after the architecture's prefix -> config.json

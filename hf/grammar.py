@@ -5,7 +5,8 @@ import json
 
 import numpy as np
 
-from model import InputError, expect, one_line
+from common.values import one_line
+from model import InputError, expect
 
 ROW_ITEMS = 500  # of the parser: a mask takes 12 ms at worst; by default an ambiguous grammar's 420
 FORCED_BYTES = 512  # of forced text that are tokenized at once

@@ -7,7 +7,8 @@ from pathlib import Path
 
 from huggingface_hub import constants, list_repo_files, snapshot_download
 
-from model import InputError, expect, one_line, warn
+from common.values import one_line, warn
+from model import InputError, expect
 
 PARTS = ["config.json", "generation_config.json", "tokenizer*", "vocab.json", "merges.txt",
          "added_tokens.json", "special_tokens_map.json", "chat_template.*"]

@@ -9,8 +9,9 @@ import torch
 
 from backends.linear import Quantized, unpack_nibbles
 from backends.quantized import largest_group, pack, pack_nibbles, select_rows
+from common.values import one_of
 from hf.tensors import FP8, StoredTensor
-from model import expect, one_of
+from model import expect
 
 AWQ_ORDER = 0, 4, 1, 5, 2, 6, 3, 7  # the nibble of an int32 that holds each of 8 neighbours
 SUFFIXES = {  # of the names of a quantised layer's tensors: values, scales, others

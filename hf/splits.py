@@ -1,6 +1,6 @@
 """Makes the tokenizer.json of a vocabulary in a GGUF file, and knows how tokenizers split text."""
 
-from model import one_of
+from common.values import one_of
 
 # ByteLevel's own pattern, GPT-2's, and the same after Digits, which makes each digit a piece.
 GPT2_PATTERN = r"'s|'t|'re|'ve|'m|'ll|'d| ?\p{L}+| ?\p{N}+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"

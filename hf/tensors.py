@@ -9,7 +9,8 @@ from typing import NamedTuple
 import torch
 from safetensors import safe_open
 
-from model import InputError, one_line
+from common.values import one_line
+from model import InputError
 
 FP8 = torch.float8_e4m3fn
 DTYPES = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16,

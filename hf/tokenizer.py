@@ -8,11 +8,12 @@ from functools import cached_property
 
 from tokenizers import Tokenizer
 
+from common.values import one_line
 from hf.bpe import byte_level_bpe
 from hf.chat import load_chat_template
 from hf.files import part_file, read_part
 from hf.paths import find_model
-from model import InputError, expect, one_line
+from model import InputError, expect
 
 
 class Encoding:

@@ -15,7 +15,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from backends import cpu
 from clover import PRESETS, CloverHeads
-from model import GPT, GPTConfig, InputError, read_json
+from common.files import read_json
+from model import GPT, GPTConfig, InputError
 from training.data import builtin_corpus
 
 torch.set_num_threads(1)  # the models are too small for a second thread

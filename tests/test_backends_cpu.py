@@ -23,6 +23,7 @@ import model as models
 from backends import cpu
 from backends.tensor_parallel import Group
 from clover import PRESETS, CloverHeads, preset
+from common.values import warn
 from conftest import SHAPES, ToyGrammar, needs_compiler, random_prompts, refusal, toy_model
 from generate import Decoder, Engine, Policy, Sampling, generate
 from hf import checkpoint
@@ -404,7 +405,7 @@ def test_models_and_their_heads_are_loaded_packed(quantize, tmp_path, capsys):
     plain = load(packed=False)
     assert type(plain.blocks[0].attn.qkv) is torch.nn.Linear and plain.head.weight.shape == (97, 64)
     assert type(CloverHeads.from_pretrained(tmp_path / "clover", plain).heads[0].mix.query) is torch.nn.Linear
-    models.warn.cache_clear()
+    warn.cache_clear()
     half = load(dtype=torch.float16)
     assert half.dtype == torch.bfloat16 and capsys.readouterr().err.count("float16 is not for a CPU") == 1
     for model in (load(), half):
@@ -420,7 +421,7 @@ def test_what_torch_multiplies_is_loaded_in_the_faster_dtype(fast, tmp_path, mon
     """Bug: bfloat16 at a fraction of float32's speed, packed models in float32, a line from each rank or load."""
     toy_model().save_pretrained(tmp_path, torch.bfloat16)
     monkeypatch.setattr(cpu, "torch_multiplies_bfloat16", lambda: fast)
-    models.warn.cache_clear()
+    warn.cache_clear()
     load = partial(checkpoint.load, tmp_path, device="cpu")
     by_torch = torch.bfloat16 if fast else torch.float32
     assert load().dtype == load(dtype=torch.bfloat16, packed=False).dtype == torch.bfloat16
@@ -509,7 +510,7 @@ def test_without_a_home_the_library_is_cached_where_nobody_else_can_plant_one(tm
     folder, other = tmp_path / f"clover-{os.getuid()}", tmp_path / "other"
 
     def load(says):
-        models.warn.cache_clear()
+        warn.cache_clear()
         for _ in range(2):
             assert cpu.load_or_build(["cc", "-shared", "-fPIC"]).answer() == 42
         (line,) = capsys.readouterr().err.splitlines()

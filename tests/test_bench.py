@@ -10,17 +10,17 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-import train_heads
 from backends import cpu, tensor_parallel
 from bench import MODEL_SIZES, ROOT, Measured, decoding, draw, llama_cpp, operations, roofline, size_config, timing
 from bench import __main__ as bench
 from bench.timing import PREFIX, STAGES
 from clover import PRESETS, CloverHeads
+from common.files import read_json
 from conftest import call_once, needs_compiler, refusal
 from generate import Engine, generate
 from hf.tokenizer import load_encoding
-from model import GPT, read_json
-from training import data, evaluate
+from model import GPT
+from training import data, evaluate, program
 from training.data import load_tokens, prompts
 from training.flags import parse_heads
 
@@ -285,9 +285,9 @@ def test_kinds_side_by_side_are_those_of_train_heads(run, flags, checkpoint, tmp
         alone = tmp_path / f"alone-{row['kind']}"
         args = parse_heads([*shared, "--data", str(text), "--out", str(alone), "--preset", *kind.split()])
         args.device = "cpu"
-        config = train_heads.read_config(args, alone, group := tensor_parallel.start("cpu"))
-        trained, corpus = train_heads.prepare(config, alone, group, False)
-        assert trained.train(corpus) == 0
+        config = program.read_config(args, alone, group := tensor_parallel.start("cpu"))
+        trained, corpus = program.prepare(config, alone, group, False)
+        assert trained.train(program.windows_of(trained, corpus)) == 0
         heads = CloverHeads.from_pretrained(tmp_path / row["kind"], model)
         for one, other in zip(heads.parameters(), trained.heads.parameters(), strict=True):
             torch.testing.assert_close(one, other.detach(), rtol=0.01, atol=1e-4)  # saved in bfloat16

@@ -14,7 +14,6 @@ import pytest
 import torch
 
 import kernels
-import train_heads
 from bench import ROOT, decoding, gpu, operations, size_config, timing
 from bench import __main__ as bench
 from conftest import call_once, refusal
@@ -22,7 +21,7 @@ from hf.tokenizer import load_encoding
 from test_tools_serve import Running
 from test_train_heads import measured
 from tools.flags import DEMO
-from training import writing
+from training import evaluate, program, writing
 from training.flags import parse_heads
 
 
@@ -70,7 +69,7 @@ def run_here(run, log, *flags, elsewhere=gpu.program):
     """gpu.program, but training and servers run in this process, which has loaded torch already."""
     if flags[0] == "train_heads.py":
         with redirect_stdout(io.StringIO()) as output:
-            code = train_heads.main(parse_heads(flags[1:]))
+            code = program.main(parse_heads(flags[1:]))
         yield SimpleNamespace(wait=lambda: code), output.getvalue
     elif flags[1] == "tools.serve":
         server = Running(run.model, *map(str, flags[2:]))
@@ -89,7 +88,7 @@ def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
         monkeypatch.setattr(module, "seconds", call_once)
     monkeypatch.setattr(gpu, "copy_bandwidth", lambda device: 1e9)
     monkeypatch.setattr(gpu, "program", run_here)
-    monkeypatch.setattr(train_heads, "measure", measured)
+    monkeypatch.setattr(evaluate, "measure", measured)
     monkeypatch.setattr(writing, "LONGEST", dict(assistant=64))
     monkeypatch.setitem(gpu.SIZES, "prompts", (None, 4))
     monkeypatch.setenv("CLOVER_COMMIT", "abc123")

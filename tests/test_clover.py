@@ -12,6 +12,7 @@ from backends import cpu
 from clover import PRESETS, CloverHeads, Tree, preset
 from conftest import SHAPES, edit_json, edit_weights, random_prompts, refusal, toy_model
 from hf import checkpoint
+from hf.heads import load_heads
 from kernels import BINS, SOURCES, best_tree
 
 
@@ -160,27 +161,30 @@ def test_heads_serve_their_model_in_any_format_and_no_other_one(toy, tmp_path, c
     load(toy, "abc")
 
 
-RISING = dict.fromkeys(("greedy", "sampled"), [[3, 2]] * BINS)
 BROKEN = {
     "no folder": shutil.rmtree,
     "no record": lambda path: (path / "heads.json").unlink(),
     "record is cut": lambda path: (path / "heads.json").write_text("{"),
     "no base": lambda path: edit_json(path / "heads.json", base=None),
     "unknown switch": lambda path: edit_json(path / "heads.json", "config", colour="blue"),
-    "wrong type": lambda path: edit_json(path / "heads.json", "config", shared=1),
     "absurdly many heads": lambda path: edit_json(path / "heads.json", "config", n_draft=10**9),
-    "an older record": lambda path: edit_json(path / "heads.json", acceptance={"0": [[0.5]]}),
-    "more accepted than proposed": lambda path: edit_json(path / "heads.json", acceptance=RISING),
     "weights are cut": lambda path: os.truncate(path / "heads.safetensors", 999),
     "a weight is missing": lambda path: edit_weights(path, dict.popitem, "heads.safetensors"),
 }
+RISING = dict.fromkeys(("greedy", "sampled"), [[3, 2]] * BINS)
+MISTYPED = {
+    "wrong type": lambda path: edit_json(path / "heads.json", "config", shared=1),
+    "an older record": lambda path: edit_json(path / "heads.json", acceptance={"0": [[0.5]]}),
+    "more accepted than proposed": lambda path: edit_json(path / "heads.json", acceptance=RISING),
+}
 
 
-@pytest.mark.parametrize("case", BROKEN)
+@pytest.mark.parametrize("case", BROKEN | MISTYPED)
 def test_broken_folders_are_refused_in_one_line(toy, case, tmp_path):
     random_heads(toy).save_pretrained(tmp_path / "heads")
-    BROKEN[case](tmp_path / "heads")
-    refusal(lambda: CloverHeads.from_pretrained(tmp_path / "heads", toy), tmp_path / "heads")
+    (BROKEN | MISTYPED)[case](tmp_path / "heads")
+    for load in (load_heads, *[CloverHeads.from_pretrained] * (case in BROKEN)):
+        refusal(lambda: load(tmp_path / "heads", toy), tmp_path / "heads")
 
 
 @pytest.mark.parametrize("name", PRESETS)

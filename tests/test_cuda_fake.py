@@ -26,15 +26,14 @@ import model as models
 from backends import gpu
 from backends.linear import Quantized
 from backends.quantized import round_weight
-from backends.tensor_parallel import Group
 from bench import timing
 from conftest import SHAPES, Operations, ToyGrammar, toy_model
 from generate import GREEDY, Decoder, Engine, Policy, Sampling, capture
 from static import h200
 from test_clover import random_heads
 from test_generate import Cycling
-from train_heads import Run
-from training.flags import RunConfig
+from train_heads import Trainer
+from training.loss import ROWS
 
 pytestmark = pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs triton")
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -491,9 +490,9 @@ def test_losses_of_training_on_a_fake_gpu(name, kind, start, monkeypatch):
     attention = patch.object(F, "scaled_dot_product_attention", lambda q, *_, **__: q.bfloat16())
     with (patch.object(torch.cuda, "is_available", lambda: True), attention, torch.no_grad(), operations,
           patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True)):
-        run = SimpleNamespace(heads=heads, group=Group(), dtype=BF16, config=RunConfig())
+        trainer = SimpleNamespace(heads=heads, dtype=BF16, rows=ROWS, reduce=lambda x: x)
         ids = torch.zeros(2, 40, dtype=torch.int64, device="cuda")
-        loss, accuracies = Run.loss(run, ids, ids.bool(), ids)
+        loss, accuracies = Trainer.loss(trainer, ids, ids.bool(), ids)
     assert loss.shape == () and accuracies.shape == (heads.config.n_draft,)
     assert loss.dtype == FP32 and loss.is_cuda and products == {BF16}
     assert allowed and torch.nn.attention.SDPBackend.CUDNN_ATTENTION not in allowed

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 import test_demo
-import train_heads
 from bench import __main__ as bench
 from bench import timing
 from conftest import call_once
@@ -23,8 +22,9 @@ from test_train_heads import measured
 from tools import fields
 from tools.flags import parse_generate, parse_serve
 from tools.run import main as generate_main
-from training import data
+from training import data, evaluate
 from training.flags import parse_heads
+from training.program import main as train_main
 
 ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "demo" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -109,7 +109,7 @@ def run_command(program, *argv):
     elif program == "generate.py":
         generate_main(parse_generate([*argv, "--device", "cpu", "--max-new-tokens", "3"]))
     elif program == "train_heads.py":
-        assert train_heads.main(parse_heads([*argv, *TINY, "texts.jsonl"])) == 0
+        assert train_main(parse_heads([*argv, *TINY, "texts.jsonl"])) == 0
     else:  # other tests run these
         check_command(program, *argv)
 
@@ -137,7 +137,7 @@ def sandbox(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hi!\n")))
     monkeypatch.setattr(timing, "seconds", call_once)
-    monkeypatch.setattr(train_heads, "measure", measured)
+    monkeypatch.setattr(evaluate, "measure", measured)
     monkeypatch.setattr(test_demo, "STARTS", test_demo.STARTS[:2])
     monkeypatch.setattr(test_demo, "generate", lambda model, given, n, **options: generate(model, given, 2, **options))
     load, end = data.load_tokens, 1200

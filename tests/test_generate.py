@@ -10,10 +10,10 @@ import pytest
 import torch
 
 import generate as module
-import model as models
 from backends import cpu
 from bench.timing import stage_times, timing_decoder
 from clover import PRESETS
+from common import memory
 from conftest import SHAPES, needs_compiler, needs_cuda, random_prompts, refusal, toy_model
 from generate import (
     Accepted,
@@ -296,7 +296,7 @@ def test_caches_that_do_not_fit_are_refused_before_allocation(toy, monkeypatch):
     for length, new in ((30, 5), (15, 6)):
         refusal(lambda: made.generate(random_prompts([length]), new), f"{length + new} tokens does not fit an engine")
     assert len(made.generate(random_prompts([15]), 5).tokens[0]) == 5
-    monkeypatch.setattr(models, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(memory, "free_memory", lambda device: 1000)
     monkeypatch.setattr(torch, "zeros", None)  # must not be called
     refusal(lambda: new_engine(toy, policy=policy, batch_size=4, capacity=100), "4 sequences of 102 tokens",
             "a smaller batch size")

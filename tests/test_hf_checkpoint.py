@@ -8,11 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
-from clover import CloverHeads, preset, state_hash
+from clover import CloverHeads, preset
 from conftest import SHAPES, convert_llama, edit_json, edit_weights, random_prompts, refusal, toy_model
 from generate import generate
 from hf.families import FAMILIES, family_of
 from hf.files import read_config
+from hf.heads import state_hash
 from model import GPT, InputError, alibi_slopes
 
 TINY = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
@@ -271,7 +272,8 @@ def test_a_gemma_folder_that_names_little():
             n_kv_head="num_key_value_heads", head_size="head_dim", norm_eps="rms_norm_eps", qkv_bias="attention_bias",
             tied="tie_word_embeddings").items():
         assert getattr(ours, name) == getattr(theirs, key), key
-    assert (ours.rope_theta, ours.rope_scaling, ours.window_theta) == (1e6, dict(rope_type="linear", factor=8.0), 1e4)
+    assert (ours.rope_theta, ours.window_theta) == (1e6, 1e4)
+    assert ours.rope_frequencies.scaling == dict(rope_type="linear", factor=8.0)
     assert [kind == "sliding_attention" for kind in theirs.layer_types] == [w > 0 for w in ours.windows]
     assert ours.attn_scale == 256 ** -0.5 and ours.embed_scale == 2560 ** 0.5
 

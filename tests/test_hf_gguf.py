@@ -16,13 +16,14 @@ import torch
 import test_hf_tokenizer as tk
 from backends import cpu
 from clover import PRESETS, CloverHeads, sizes_of
+from common.values import warn
 from conftest import needs_compiler, random_prompts, refusal
 from hf import chat
 from hf.files import read_config
 from hf.paths import default_heads, find_model
 from hf.splits import NORMALISED, PIECE_IS_TOKEN, SPLITS
 from hf.tokenizer import encode_prompt, load_encoding
-from model import GPT, InputError, warn
+from model import GPT, InputError
 from test_backends_cpu import rounded
 from test_hf_checkpoint import ROPES, theirs_of
 from tools.flags import parse_generate

@@ -1,13 +1,9 @@
 """model.py: prefill, steps and trees give the same hidden states; initialisation."""
 
-import math
-
 import pytest
 import torch
 
-import model as models
 from conftest import SHAPES, needs_cuda, random_prompts, toy_model
-from generate import capture
 
 
 def chain(n):
@@ -79,20 +75,6 @@ def test_positions_stay_exact_when_a_model_is_cast(shape):
     assert torch.equal(getattr(model.float(), name), want)
 
 
-@pytest.mark.gpu
-@needs_cuda
-def test_memory_of_a_graph_is_not_free_while_it_lives():
-    """Catches memory counted as free that only a captured CUDA graph can use: here 1 GiB."""
-    x = torch.ones(2**28, device="cuda")
-    before = models.free_memory("cuda")
-    body = lambda: (2 * x).sum()
-    body()
-    replay = capture(body, x.device)
-    assert models.free_memory("cuda") < before - 0.9 * 2**30
-    del replay
-    assert models.free_memory("cuda") > before - 0.1 * 2**30
-
-
 @pytest.mark.parametrize("shape", SHAPES)
 def test_documents_in_one_window_do_not_see_one_another(shape):
     """Catches attention across a document border, and positions that do not restart there."""
@@ -104,37 +86,3 @@ def test_documents_in_one_window_do_not_see_one_another(shape):
     for part, got in zip(parts, hidden[0].split([5, 9, 4])):
         torch.testing.assert_close(got, model(torch.tensor([part]))[0], atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(hidden[1], model(tokens[1:])[0], atol=1e-4, rtol=1e-4)
-
-
-@pytest.mark.parametrize("name", ["meta", "mps", "cuda:99", "abacus"])
-def test_devices_without_a_backend_are_refused(name):
-    with pytest.raises(models.InputError, match=f"device '{name}' is not available here"):
-        models.pick_device(name)
-
-
-FILES = {True: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # of cgroups v1
-         False: ("memory.max", "memory.current", "inactive_file")}
-LIMITS = {  # case: (/proc/self/cgroup, {group: (limit, use, use that can be dropped)}, free), in GB
-    "v2": ("0::/a/b", {"a/b": (2, 1, 0.5), "a": ("max", 9, 0)}, 1.5),
-    "the least of several": ("0::/a/b", {"a/b": (9, 1, 0), "a": (2, 1.75, 0.5), ".": (4, 2, 0)}, 0.75),
-    "more than the machine's": ("0::/a", {"a": (100, 1, 0)}, 8),
-    "full": ("0::/a", {"a": (1, 2, 0)}, 0),
-    "v1": ("5:cpu:/x\n4:memory:/a\n0::/", {"memory/a": (2, 1, 0.5), "memory": (2**33, 9, 0)}, 1.5),
-    "the path is the host's": ("4:memory:/docker/0123", {"memory": (2, 1, 0.5)}, 1.5),
-    "not Linux": ("", {}, math.inf)}
-
-
-@pytest.mark.parametrize("case", LIMITS)
-def test_a_containers_limit_bounds_the_free_memory(case, tmp_path):
-    """Bug: MemAvailable alone, the machine's, so that a model that does not fit in the container is killed."""
-    own, groups, free = LIMITS[case]
-    files = {"proc/self/cgroup": own, "proc/meminfo": "MemFree: 1 kB\nMemAvailable:  7812500 kB\n"} if own else {}
-    for group, sizes in groups.items():
-        limit, used, droppable = FILES["memory" in group]
-        sizes = [size if size == "max" else int(size * 10**9) for size in sizes]
-        values = {limit: sizes[0], used: sizes[1], "memory.stat": f"inactive_file_x 1\n{droppable} {sizes[2]}\n"}
-        files |= {f"sys/fs/cgroup/{group}/{name}": value for name, value in values.items()}
-    for name, value in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(str(value))
-    assert models.available_memory(tmp_path) == free * 10**9

@@ -29,7 +29,7 @@ from test_training_data import messages, save_family
 from tools.errors import command
 from tools.flags import parse_generate
 from tools.run import main as generate_main
-from training import data, evaluate, runs, writing
+from training import data, evaluate, program, runs, writing
 from training.data import load_tokens
 from training.flags import RunConfig, parse_heads
 
@@ -72,11 +72,11 @@ def measured(heads, *_):
 @pytest.fixture
 def unmeasured(monkeypatch):
     """Skips the final measurements, which dominate the time of a short run."""
-    monkeypatch.setattr(train_heads, "measure", measured)
+    monkeypatch.setattr(evaluate, "measure", measured)
 
 
 def train(*flags):
-    return train_heads.main(parse_heads([*TINY, *map(str, flags)]))
+    return program.main(parse_heads([*TINY, *map(str, flags)]))
 
 
 def run(checkpoint, texts, out, *flags):
@@ -127,7 +127,7 @@ def test_every_preset_learns(checkpoint, texts, tmp_path, capsys, name):
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])
 def test_a_run_on_a_gpu_learns_and_its_steps_do_not_wait(dtype, checkpoint, texts, tmp_path, monkeypatch):
     """Catches tensors on two devices, a host synchronisation in a step, and errors of CUDA's autocast."""
-    train_step = train_heads.Run.train_step
+    train_step = train_heads.Trainer.train_step
 
     def unwaiting(self, *args):
         torch.cuda.set_sync_debug_mode("error" if self.step else "default")  # the first step loads kernels
@@ -135,7 +135,7 @@ def test_a_run_on_a_gpu_learns_and_its_steps_do_not_wait(dtype, checkpoint, text
             return train_step(self, *args)
         finally:
             torch.cuda.set_sync_debug_mode("default")
-    monkeypatch.setattr(train_heads.Run, "train_step", unwaiting)
+    monkeypatch.setattr(train_heads.Trainer, "train_step", unwaiting)
     learned(checkpoint, texts, tmp_path, "clover", "--device", "cuda", "--dtype", dtype)
 
 
@@ -144,7 +144,7 @@ def finished(checkpoint, texts, tmp_path_factory):
     """The output folder of a run of 12 steps."""
     out = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train_heads, "measure", measured)
+        patch.setattr(evaluate, "measure", measured)
         torch.manual_seed(0)
         run(checkpoint, texts, out, "--steps", "12")
     return out
@@ -155,9 +155,9 @@ def test_a_stopped_run_goes_on(number, finished, checkpoint, texts, tmp_path, mo
     """Catches work lost to a signal; a resume without the optimizer, schedule, data position or flags; windows that
     repeat; and training that changes the base model."""
     monkeypatch.setattr(train_heads, "SHOW_EVERY", 2)
-    windows, train_step = [], train_heads.Run.train_step
-    monkeypatch.setattr(train_heads.Run, "train_step", lambda run, ids, *given: (
-        windows.append((str(ids), run.heads.model)), train_step(run, ids, *given))[1])
+    windows, train_step = [], train_heads.Trainer.train_step
+    monkeypatch.setattr(train_heads.Trainer, "train_step", lambda trainer, ids, *given: (
+        windows.append((str(ids), trainer.heads.model)), train_step(trainer, ids, *given))[1])
     optimizer_step, handler = torch.optim.AdamW.step, signal.getsignal(number)
 
     def stopped(self, *args):  # in the middle of a step
@@ -175,7 +175,7 @@ def test_a_stopped_run_goes_on(number, finished, checkpoint, texts, tmp_path, mo
     step = record(tmp_path)["training"]["steps"]
     assert 0 < step < 12 and signal.getsignal(number) == handler
     monkeypatch.chdir(tmp_path)
-    assert train_heads.main(parse_heads(["--out", str(tmp_path), "--resume"])) == 0
+    assert program.main(parse_heads(["--out", str(tmp_path), "--resume"])) == 0
     assert same_heads(finished, tmp_path) and record(tmp_path) == record(finished)
     before = GPT.from_pretrained(checkpoint, torch.float32, "cpu", packed=False).state_dict()
     assert all(torch.equal(before[name], value) for name, value in windows[-1][1].state_dict().items())
@@ -224,7 +224,7 @@ def run_killed(left, flags):
     for where, name in ((os, "replace"), (os, "chmod"), (torch, "save"), (train_heads, "window_losses"),
                         (torch.optim.AdamW, "step")):
         setattr(where, name, mortal(getattr(where, name)))
-    train_heads.SAVE_EVERY = 0.0  # after each step
+    runs.SAVE_EVERY = 0.0  # after each step
     train(*flags)
 
 
@@ -257,7 +257,7 @@ def test_a_loss_that_is_no_number_ends_the_run(checkpoint, texts, tmp_path, monk
             self.param_groups[0]["params"][0].data.fill_(float("nan"))
     monkeypatch.setattr(torch.optim.AdamW, "step", poisoned)
     for save_every, step in ((0.0, 5), (1e9, 20)):  # detected in the weights, in the loss
-        monkeypatch.setattr(train_heads, "SAVE_EVERY", save_every)
+        monkeypatch.setattr(runs, "SAVE_EVERY", save_every)
         calls.clear()
         diverged = partial(run, checkpoint, texts, tmp_path / str(step), "--steps", "60")
         refusal(diverged, f"diverged at step {step}: ", " lower --lr")
@@ -269,7 +269,7 @@ def test_a_loss_that_is_no_number_ends_the_run(checkpoint, texts, tmp_path, monk
     ("train_state.pt", 1, "--resume"), ("heads.json", 4, "--evaluate")])
 def test_a_full_disk_ends_the_run(file, saved, advice, checkpoint, texts, tmp_path, monkeypatch, unmeasured):
     """Catches a traceback, a partly written state, and leftovers that make the next run fail."""
-    monkeypatch.setattr(train_heads, "SAVE_EVERY", 0.0)
+    monkeypatch.setattr(runs, "SAVE_EVERY", 0.0)
     chmod, path = os.chmod, tmp_path / "train_state.pt"
 
     def full(name):
@@ -326,7 +326,7 @@ def test_two_processes_train_as_one_does(forks, checkpoint, texts, tmp_path, mon
 def test_the_model_writes_its_own_data_and_another_preset_reads_them(checkpoint, tmp_path, monkeypatch, unmeasured):
     """Catches texts generated twice, tokens of another folder, and less text by default than one pass reads."""
     monkeypatch.setattr(writing, "TEMPERATURES", (1.0,))
-    monkeypatch.setattr(train_heads, "MIN_SELF_TOKENS", 1000)
+    monkeypatch.setattr(program, "MIN_SELF_TOKENS", 1000)
     write, goals = writing.Writer.write, []
     monkeypatch.setattr(writing.Writer, "write", lambda self, tokens, *part: (goals.append(tokens),
                                                                               write(self, tokens, *part))[1])
@@ -453,7 +453,7 @@ def test_training_starts_from_other_heads(checkpoint, texts, tmp_path, monkeypat
     pytest.raises(SystemExit, train, "--resume", "--init", second)
 
 
-def test_the_loss_equals_cross_entropy_against_the_shifted_teacher(tmp_path):
+def test_the_loss_equals_cross_entropy_against_the_shifted_teacher():
     """Catches a target off by one position, and loss weights that rise, such as 0.7^-i instead of 0.7^i."""
     model = toy_model()
     heads, ids = random_heads(model), torch.tensor(random_prompts([25, 25]))
@@ -465,8 +465,7 @@ def test_the_loss_equals_cross_entropy_against_the_shifted_teacher(tmp_path):
         logs, teacher = model.lm_head(out).log_softmax(-1), whole[:, i + 1:i + 1 + T]
         want -= 0.7 ** i * (teacher.softmax(-1) * logs).sum(-1).mean()
         hits.append((logs.argmax(-1) == teacher.argmax(-1)).float().mean())
-    run = train_heads.Run(RunConfig(dtype="float32"), tmp_path, heads, "", "", Group())
-    loss, accuracies = run.train_step(ids, loss_mask, None)
+    loss, accuracies = train_heads.Trainer(heads, steps=1, lr=0.01).train_step(ids, loss_mask)
     torch.testing.assert_close(loss, want.detach(), atol=1e-4, rtol=1e-4)
     assert accuracies.tolist() == torch.stack(hits).tolist()
 
@@ -478,9 +477,9 @@ def test_products_are_in_the_faster_dtype(fast, flag, want, tmp_path, monkeypatc
     monkeypatch.setattr(cpu, "torch_multiplies_bfloat16", lambda: fast)
     heads, seen = random_heads(toy_model()), set()
     config = RunConfig(dtype=flag, device="cpu")
-    run = train_heads.Run(config, tmp_path, heads.requires_grad_(), "", "", Group())
+    run = runs.Run(config, tmp_path, heads.requires_grad_(), "", "", Group())
     with Operations(lambda name, args, _: seen.update(x.dtype for x in args if name in ("mm", "addmm"))):
-        run.train_step(torch.tensor(random_prompts([25, 25])), torch.ones(2, 25, dtype=torch.bool), None)
+        run.trainer.train_step(torch.tensor(random_prompts([25, 25])), torch.ones(2, 25, dtype=torch.bool), None)
     assert seen == {want}
 
 

@@ -1,4 +1,4 @@
-"""training/loss.py: loss and gradient equal the plain computation's; memory is bounded."""
+"""train_heads.py's objective: loss and gradient equal the plain computation's; memory is bounded."""
 
 import copy
 from types import SimpleNamespace
@@ -7,10 +7,10 @@ from weakref import WeakValueDictionary
 import pytest
 import torch
 
+import train_heads
 from clover import CloverHeads, preset
 from conftest import SHAPES, Operations, random_prompts, toy_model
-from training import loss
-from training.loss import guess_masks, head_losses, run_heads, run_model
+from train_heads import guess_masks, head_losses, run_heads, run_model
 
 K, B, T = 3, 3, 11
 
@@ -42,7 +42,7 @@ def plain(model, outputs, hidden, ids):
 @pytest.mark.parametrize("chunk", [1, 97 * 4, 97 * 7, 10**9])
 def test_losses_gradients_and_hits_equal_the_plain_computation(chunk, ids, monkeypatch):
     """Catches errors at chunk borders, masked guesses in the loss, a wrong gradient scale, a truncated teacher."""
-    monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk)
+    monkeypatch.setattr(train_heads, "CHUNK_LOGITS", chunk)
     model = toy_model()
     heads = CloverHeads(preset("clover"), model)
     heads.set_vocabulary([] if len(ids) == 97 else ids)
@@ -94,7 +94,7 @@ def test_guesses_across_a_border_and_of_tokens_that_do_not_count_are_left_out():
 def test_memory_does_not_grow_with_heads_tokens_and_vocabulary(monkeypatch):
     """Real sizes on the meta device: 5 heads, 1024 tokens, V = 152,000, C = 4096."""
     V, C, N, heads, chunk = 152_000, 4096, 1024, 5, 2**23
-    monkeypatch.setattr(loss, "CHUNK_LOGITS", chunk)
+    monkeypatch.setattr(train_heads, "CHUNK_LOGITS", chunk)
     with torch.device("meta"):
         weight, hidden = torch.empty(V, C), torch.empty(1, N + heads, C)
         outputs = [torch.empty(1, N, C, requires_grad=True) for _ in range(heads)]

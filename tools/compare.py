@@ -5,6 +5,7 @@ import torch
 from backends import cpu
 from kernels import filter_logits, gumbel, mask_logits
 from tools.load import make_engine
+from tools.statistics import Statistics
 
 # rounding error allowed between scores, in units of the dtype's eps times the largest logit
 ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
@@ -12,13 +13,14 @@ ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
 
 def against_plain(args, loaded, output, say):
     """Decodes the prompts of an `Output` plainly and reports the comparison through say(line).
-    Returns the plain Output and the `first_difference`."""
+    Returns the plain Output, its `Statistics` and the `first_difference`."""
     prompts = [sequence.prompt for sequence in output.sequences]
     sampling = [sequence.sampling for sequence in output.sequences]
     grammars = [sequence.grammar for sequence in output.sequences]
     engine = make_engine(args, loaded, prompts, args.max_new_tokens, plain=True, grammars=grammars)
-    plain = engine.generate(prompts, args.max_new_tokens, loaded.stop, encoding=loaded.encoding,
-                            sampling=sampling, grammars=grammars)
+    counted = Statistics()
+    plain = engine.generate(prompts, args.max_new_tokens, loaded.stop, counted.count,
+                            loaded.encoding, sampling, grammars=grammars)
     say(f"plain decoding: {plain.tokens_per_second:.1f} tokens per second; speed-up "
         f"{output.tokens_per_second / plain.tokens_per_second:.2f}x")
     difference = first_difference(loaded.model, prompts, output.tokens, plain.tokens, sampling,
@@ -29,7 +31,7 @@ def against_plain(args, loaded, output, say):
         prompt, position, gap, kind = difference
         detail = "one output ends there" if gap is None else f"the two scores differ by {gap:.2g}"
         say(f"outputs first differ at new token {position} of prompt {prompt}: a {kind}, {detail}")
-    return plain, difference
+    return plain, counted, difference
 
 
 @torch.inference_mode()

@@ -11,16 +11,21 @@ from typing import NamedTuple
 import torch
 
 from backends import cpu, tensor_parallel
+from backends.capture import warm_up
 from clover import CloverHeads
-from generate import Sampling, prepare
+from common.devices import pick_device
+from common.values import warn
+from engine.clock import seconds_between, timestamp
+from generate import Plan, Sampling, prepare
 from hf import checkpoint
 from hf.chat import SAMPLING_KEYS, load_chat_template, not_applied, sampling_defaults, stop_tokens
 from hf.files import part_file, read_config
 from hf.grammar import GrammarTokenizer
+from hf.heads import load_heads
 from hf.paths import default_heads, find_model
 from hf.text import OBJECTS, decode, messages_of, read_lines, read_objects, read_text, tools_of
 from hf.tokenizer import Encoding, encode_prompt, load_encoding
-from model import GPT, InputError, check, expect, pick_device, warn
+from model import GPT, InputError, check, expect
 
 
 def load_model(args, group=None, packed=None, dtype=None):
@@ -113,7 +118,7 @@ def load_alone(args, group):
     heads = None
     path = args.heads or default_heads(args.model) or "none"
     if drafts(args, "heads") and path != "none":
-        heads = CloverHeads.from_pretrained(path, model, encoding.hash)
+        heads = load_heads(path, model, encoding.hash)
     elif args.draft and "heads" in args.draft:
         raise InputError(f"{args.model}: has no draft heads, but --draft "
                          f"{'+'.join(sorted(args.draft))} needs them; train them with "
@@ -142,14 +147,17 @@ def make_engine(args, loaded, prompts, max_new_tokens, plain=False, grammars=())
     if args.compare:  # the timed run must not compile or load anything
         engine.generate(prompts[:1], min(4, max_new_tokens), grammars=grammars)
         engine.clear()
-        engine.decoder.warm_up(masked=any(grammars))
+        warm_up(engine, guided=any(grammars))
     return engine
 
 
 def plain_seconds(decoder):
     """Seconds of a plain step; None for the first one."""
     with decoder.context():
-        return decoder.launch(1, 0).wait().seconds
+        start = timestamp(decoder.device)
+        step = decoder.launch(Plan(decoder.batch_size, 1, 0, decoder.sampling.mode))
+        step.wait()
+        return None if step.is_first else seconds_between(start, timestamp(decoder.device))
 
 
 def sampling_flags(args):

@@ -4,7 +4,7 @@ from bisect import bisect_left
 from collections import Counter
 from itertools import accumulate
 
-from generate import Output
+from tools.statistics import Statistics
 
 BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0, 2.5, 5.0, 7.5,
            10.0, 20.0, 40.0, 80.0, 160.0, 640.0, 2560.0)  # vLLM's, of seconds to the first token
@@ -14,7 +14,7 @@ class Metrics:
     """What the server has counted since its start."""
 
     def __init__(self):
-        self.output = Output()      # of all requests
+        self.statistics = Statistics()  # of all requests
         self.responses = Counter()  # HTTP status -> responses
         self.first_tokens = [0] * (len(BUCKETS) + 1)  # requests by their time to the first token
         self.first_token_seconds = 0.0
@@ -28,11 +28,12 @@ class Metrics:
         """All metrics: Clover's, then the same and others by vLLM's names, which dashboards know.
         running, waiting: numbers of sequences."""
         # copies, as the worker's thread goes on counting
-        output = Output(shapes=self.output.shapes.copy(), guesses=self.output.guesses.copy())
-        tokens = sum(tokens for _, tokens in output.sizes.values())
-        drafted = {T: steps for T, (steps, _) in output.sizes.items() if T > 1}
+        counted = self.statistics
+        counted = Statistics(counted.shapes.copy(), counted.guesses.copy())
+        tokens = counted.emitted
+        drafted = {T: steps for T, (steps, _) in counted.sizes.items() if T > 1}
         positions = Counter()
-        for (depth, _), accepted in output.guesses.items():
+        for (depth, _), accepted in counted.guesses.items():
             positions[depth - 1] += accepted
         first_tokens = [*accumulate(self.first_tokens)]
         times = dict(_sum=self.first_token_seconds, _count=first_tokens[-1])
@@ -47,8 +48,8 @@ class Metrics:
             *family("clover_requests_total", "counter",
                     {f'{{status="{status}"}}': n for status, n in self.responses.copy().items()}),
             *family("clover_running", "gauge", {"": running}),
-            *family("clover_steps_total", "counter", {"": output.steps}),
-            *family("clover_tokens_per_step", "gauge", {"": tokens / max(output.steps, 1)}),
+            *family("clover_steps_total", "counter", {"": counted.steps}),
+            *family("clover_tokens_per_step", "gauge", {"": counted.tokens_per_step}),
             *family("clover_tokens_total", "counter", {"": tokens}),
             *vllm("num_requests_running", "gauge", running),
             *vllm("num_requests_waiting", "gauge", waiting),

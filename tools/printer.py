@@ -5,7 +5,8 @@ import os
 import sys
 from pathlib import Path
 
-from generate import Interrupted, drafter
+from generate import Interrupted
+from tools.statistics import Statistics, drafter, drafters
 
 COLOURS = {"lookup": 33, "schema": 92, "head 1": 32, "head 2": 36, "head 3": 34, "head 4": 35}
 OTHER_COLOUR = 31  # ANSI, like COLOURS
@@ -21,6 +22,7 @@ class Printer:
         self.loaded = loaded
         self.prompts = prompts  # as text
         self.steps = []         # dicts, for --show-tree
+        self.statistics = Statistics()
         self.streams = len(prompts) <= 1 and not args.json
         self.complete = {}      # index -> a `Sequence` that has ended and is not printed yet
         self.printed = 0        # sequences
@@ -43,6 +45,7 @@ class Printer:
     def show(self, step):
         """Prints the tokens of a `StepResult`."""
         index = step.sequence.index
+        self.statistics.count(step)
         if self.args.show_tree:
             decode = self.loaded.encoding.decode
             number = 1 + sum(one["prompt"] == index for one in self.steps)
@@ -50,7 +53,7 @@ class Printer:
             self.steps.append(dict(prompt=index, step=number, emitted=emitted)
                               | step_record(step, decode))
         if self.streams:
-            for token, source in zip(step.tokens, [*step.drafters, "model"]):
+            for token, source in zip(step.tokens, [*drafters(step), "model"]):
                 text = self.stream.feed([token])
                 if self.colours and text and source != "model":
                     text = f"\x1b[{COLOURS.get(source, OTHER_COLOUR)}m{text}\x1b[0m"
@@ -91,45 +94,48 @@ class Printer:
 
     def report(self, output, engine):
         """Prints statistics and --show-tree. Returns the --json object."""
-        result = self.as_json(output) | dict(expected_ms=expected_ms(engine, output))
+        counted = self.statistics
+        result = self.as_json(output, counted) | dict(expected_ms=expected_ms(engine, counted))
         if self.args.show_tree:
             result["drafts"] = self.steps
             self.say("\n".join(tree_lines(self.steps, len(self.prompts))))
         if not self.args.quiet:
-            self.say(f"\n{statistics(output)}")
+            self.say(f"\n{summary(output, counted)}")
         return result
 
-    def as_json(self, output):
-        """The --json object of one run."""
-        names = ("tokens", "ended", "tree_size", "batch_size", "steps", "seconds",
-                 "tokens_per_step", "tokens_per_second", "accepted", "sizes")
+    def as_json(self, output, counted):
+        """The --json object of one run, an `Output` and its `Statistics`."""
+        names = ("tokens", "ended", "batch_size", "steps", "seconds", "tokens_per_step",
+                 "tokens_per_second")
         return {name: getattr(output, name) for name in names} | dict(
+            tree_size=counted.tree_size, accepted=counted.accepted, sizes=counted.sizes,
             model=Path(self.args.model).resolve().name,
             sampling=self.loaded.sampling,
             prompts=self.prompts,
             texts=list(map(self.loaded.decode, output.tokens)),
-            step_lengths=dict(sorted(output.step_lengths.items())))
+            step_lengths=dict(sorted(counted.step_lengths.items())))
 
 
-def statistics(output):
+def summary(output, counted):
     """The lines printed after a run."""
     share = lambda part, total: f"{part / max(total, 1):.0%}"
-    sources = {**output.accepted, "the model": output.emitted - output.accepted.total()}
+    accepted = counted.accepted
+    sources = {**accepted, "the model": output.emitted - accepted.total()}
     shares = [f"{share(n, output.emitted)} by {name}" for name, n in sorted(sources.items())]
     lengths = [f"{n} in {share(steps, output.steps)}"
-               for n, steps in sorted(output.step_lengths.items())]
+               for n, steps in sorted(counted.step_lengths.items())]
     return (f"tokens: {', '.join(shares)}\n"
             f"tokens per step: {', '.join(lengths)} of steps\n"
-            f"{output.tree_size:.2f} nodes and {speed(output)}")
+            f"{counted.tree_size:.2f} nodes and {speed(output)}")
 
 
-def expected_ms(engine, output):
+def expected_ms(engine, counted):
     """{tree size: milliseconds that the policy expects of a step, heads left out}, for 1, 2, 4, ...
     and the sizes that were used. {} if it has timed no step, as in plain decoding."""
     policy = engine.policy
     if policy.times.unit is None:
         return {}
-    sizes = {2**i for i in range(policy.largest.bit_length())} | {*output.sizes}
+    sizes = {2**i for i in range(policy.largest.bit_length())} | {*counted.sizes}
     seconds = {T: policy.times.seconds(engine.decoder.batch_size, T, 0) for T in sorted(sizes)}
     return {T: round(1e3 * s, 3) for T, s in seconds.items()}
 
@@ -145,7 +151,7 @@ def step_record(step, decode):
     tree = step.tree
     T = sum(map(bool, tree.ancestors))  # spare nodes are at the end and have no ancestors
     return dict(tree_size=step.tree_size,
-                guessed_by=[*step.drafters, "model"][:len(step.tokens)],
+                guessed_by=[*drafters(step), "model"][:len(step.tokens)],
                 nodes=[decode([token]) for token in tree.tokens[:T]],
                 drafted_by=["root", *map(drafter, tree.sources[1:T], tree.depths[1:T])],
                 probabilities=[round(p, 3) for p in tree.probabilities[:T]],

@@ -33,8 +33,8 @@ def main(args):
         if None in output.ended:
             raise KeyboardInterrupt
         if args.compare:
-            plain, difference = against_plain(args, loaded, output, printer.say)
-            result |= dict(plain=printer.as_json(plain), difference=difference)
+            *plain, difference = against_plain(args, loaded, output, printer.say)
+            result |= dict(plain=printer.as_json(*plain), difference=difference)
     finally:
         if args.json and not args.prompts:
             print(json.dumps(result))
@@ -58,7 +58,7 @@ def converse(args, loaded):
         try:
             given = [Prompt(turn, grammar=grammar)]
             prompts = loaded.encode(given, args)
-            check_prompt(loaded.model, prompts[0])
+            check_prompt(loaded.model.config, prompts[0])
             grammars = loaded.compile(given, prompts)
         except InputError as error:  # for example, the conversation is too long
             hint = "; /clear starts over" if messages != opening(args) else ""

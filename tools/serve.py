@@ -37,15 +37,18 @@ from starlette.routing import Route
 from tqdm import tqdm
 
 from backends import tensor_parallel
-from generate import Output, Sampling, check_prompt
+from backends.capture import capture_all
+from common.values import warn
+from generate import Sampling
 from hf.paths import SMOLLM2, find_model
 from hf.tokenizer import encode_prompt
-from model import InputError, expect, warn
+from model import InputError, expect
 from tools import fields
 from tools.errors import command, error_line
 from tools.load import load, make_engine, without_thinking
 from tools.metrics import Metrics
 from tools.printer import step_record
+from tools.statistics import Statistics
 
 PATIENCE = 30         # seconds for a body to arrive, a client to read, sequences to end on SIGTERM
 KEEP_ALIVE = 75       # seconds an idle connection stays open: longer than clients reuse one
@@ -82,9 +85,8 @@ class Job:
         self.count = body["n"] * len(self.inputs)  # choices
         expect(self.count <= app.max_active, f"expected up to {app.max_active} sequences (this "
                f"server's --batch-size plus --queue), not {self.count}; send fewer, or a smaller n")
-        self.prompts = []   # token ids of each choice
-        self.grammars = []  # the `Grammar` or None of each choice
-        self.output = Output()
+        self.sequences = []  # a `Sequence` for each choice
+        self.statistics = Statistics()
         self.events = asyncio.Queue()  # results of steps, or an exception
         self.loop = asyncio.get_running_loop()
         self.started = time.perf_counter()
@@ -97,7 +99,8 @@ class Job:
         """Yields the results of steps: (index of the choice, text of each new token, why the
         sequence ended or None, `step_record` or None)."""
         streams = [self.encoding.stream(self.stop) for _ in range(self.count)]
-        hidden = [grammar.begin if grammar else None for grammar in self.grammars]  # text up to it
+        hidden = [sequence.grammar and sequence.grammar.begin  # text up to this token
+                  for sequence in self.sequences]
         left = self.count
         while left:
             event = await self.events.get()
@@ -118,21 +121,22 @@ class Job:
     def choice(self, index, text, ended, first=True):
         role = dict(role="assistant") if first else {}
         message = {"delta" if self.body["stream"] else "message": role | dict(content=text)}
-        error = dict(error=self.output.sequences[index].error) if ended == "error" else {}
+        error = dict(error=self.sequences[index].error) if ended == "error" else {}
         return dict(index=index, finish_reason=ended, logprobs=None) | error | (
             message if self.chat else dict(text=text))
 
     def usage(self):
         """The fields usage and speculation of a response."""
-        output = self.output
-        prompt = sum(len(ids) for ids in self.prompts[::self.body["n"]])
-        guessed = output.accepted
+        counted = self.statistics
+        prompt = sum(len(sequence.prompt) for sequence in self.sequences[::self.body["n"]])
+        emitted = sum(len(sequence.tokens) for sequence in self.sequences)
+        guessed = counted.accepted
         details = dict(accepted_prediction_tokens=guessed.total())
-        usage = dict(prompt_tokens=prompt, completion_tokens=output.emitted,
-                     total_tokens=prompt + output.emitted, completion_tokens_details=details)
+        usage = dict(prompt_tokens=prompt, completion_tokens=emitted,
+                     total_tokens=prompt + emitted, completion_tokens_details=details)
         return dict(usage=usage, speculation=dict(
-            steps=output.steps, guessed=guessed,
-            tokens_per_step=round(output.tokens_per_step, 3)))
+            steps=counted.steps, guessed=guessed,
+            tokens_per_step=round(counted.tokens_per_step, 3)))
 
 
 def host_name(address):
@@ -187,10 +191,10 @@ class Worker(threading.Thread):
         for step in self.engine.step(with_trees):
             sequence = step.sequence
             job = self.jobs[sequence]
-            if not job.output.steps:
+            if not job.statistics.steps:
                 self.metrics.first_token(time.perf_counter() - job.started)
-            self.metrics.output.count(step)
-            job.output.count(step)
+            self.metrics.statistics.count(step)
+            job.statistics.count(step)
             record = step_record(step, job.encoding.decode) if job.body["show_steps"] else None
             streams = job.body["stream"]
             if streams or sequence.ended:  # otherwise there is no need to wake the event loop
@@ -204,19 +208,16 @@ class Worker(threading.Thread):
             job.loop.call_soon_threadsafe(job.events.put_nowait, event)
 
     def add(self, job):
-        add = partial(self.engine.add, sampling=job.sampling, stop=job.stop, encoding=job.encoding)
         try:
-            for index, prompt in enumerate(job.prompts):
-                limit = min(job.limit, self.engine.decoder.capacity - len(prompt))
-                sequence = add(prompt, limit, index=index, grammar=job.grammars[index])
-                job.output.sequences.append(sequence)
+            for sequence in job.sequences:
+                self.engine.queue(sequence)
                 self.jobs[sequence] = job
         except Exception as error:
             self.cancel(job)
             self.send(job, error)
 
     def cancel(self, job):
-        for sequence in job.output.sequences:
+        for sequence in job.sequences:
             self.engine.cancel(sequence)
             self.jobs.pop(sequence, None)
 
@@ -247,9 +248,9 @@ class App:
         self.engine = make_engine(args, loaded, [[0]] * args.batch_size, context - 1,
                                   grammars=grammars)
         if self.engine.decoder.pool is not None:  # else requests would wait for captures
-            for masked in (False, True)[:1 + len(grammars)]:
+            for guided in (False, True)[:1 + len(grammars)]:
                 progress = partial(tqdm, desc="capturing steps", leave=False)
-                self.engine.decoder.capture_all(progress, masked)
+                capture_all(self.engine, progress, guided)
         self.name = args.name or ("smollm2" if file.name == SMOLLM2 else file.resolve().name)
         self.max_active = args.batch_size + args.queue
         self.active = 0  # sequences running or waiting
@@ -358,29 +359,31 @@ class App:
             texts = [""] * job.count
             async for index, pieces, *_ in job.parts():
                 texts[index] += "".join(pieces)
-            ended = [sequence.ended for sequence in job.output.sequences]
+            ended = [sequence.ended for sequence in job.sequences]
             choices = list(map(job.choice, range(job.count), texts, ended))
             response = JSONResponse(job.head | dict(choices=choices) | job.usage())
         self.worker.metrics.responses[200] += 1
         await response(*asgi)
 
     def encode(self, job):
-        """Encodes the inputs (messages, strings or token ids) as job.prompts."""
+        """Encodes the inputs (messages, strings or token ids) as job.sequences."""
         encoding = self.loaded.encoding
         source = job.body["grammar"]
         grammar = self.loaded.grammars.compile(*source) if source else None
         encode = partial(encoding.encode, allowed_special="all")
         encode = encode if job.chat else partial(encode_prompt, encoding)
-        for index, value in enumerate(job.inputs):
+        for value in job.inputs:
             if job.chat:
                 value = encoding.template.render(value, **job.template_kwargs)
             if isinstance(value, str):
                 self.check_length(encoding.least_tokens(value), "at least ")
                 value = encode(value)
             self.check_length(len(value))
-            check_prompt(self.loaded.model, value, index)
-            job.prompts += [value] * job.body["n"]
-            job.grammars += [grammar and grammar.for_prompt(value)] * job.body["n"]
+            own = grammar and grammar.for_prompt(value)
+            limit = min(job.limit, self.engine.decoder.capacity - len(value))
+            for _ in range(job.body["n"]):
+                job.sequences.append(self.engine.new_sequence(
+                    value, limit, job.sampling, job.stop, encoding, len(job.sequences), own))
 
     def check_length(self, tokens, at_least=""):
         longest = self.engine.decoder.capacity - 1

@@ -14,9 +14,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from common.values import warn
 from hf.chat import end_of_text
 from hf.text import OBJECTS, messages_of, read_objects, read_text, tools_of
-from model import InputError, expect, warn
+from model import InputError, expect
 from training.runs import STATE_FILE, load_file, save_file, saving
 
 FILE = "tokens.pt"      # in --out, or beside the text that the model wrote

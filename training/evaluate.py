@@ -1,13 +1,21 @@
 """Measures draft heads: head accuracy, tokens per step, acceptance rate of tree nodes."""
 
+import contextlib
+from pathlib import Path
+
 import torch
 
 from backends import cpu
 from generate import prepare
+from hf.heads import load_heads
 from kernels import BINS
-from training.data import prompts, window_batch
-from training.loss import window_losses
-from training.runs import saving
+from model import InputError, expect
+from tools.load import load_model
+from train_heads import window_losses
+from training import data
+from training.flags import SELF
+from training.loss import ROWS
+from training.runs import STANDARD_LIBRARY, data_record, pick_block_size, saving
 
 PROMPTS = 32       # held-out prompts to decode
 DECODED = 64       # new tokens per prompt
@@ -21,8 +29,9 @@ def head_accuracy(heads, heldout, batch_size, block_size):
     ahead = heads.config.n_draft + 1
     hits = guesses = 0
     for step in range(BATCHES):
-        batch = window_batch(heldout, batch_size, block_size, ahead, 0, step, heads.model.device)
-        _, batch_hits, batch_guesses = window_losses(heads, *batch, dtype=torch.float32)
+        batch = data.window_batch(heldout, batch_size, block_size, ahead, 0, step,
+                                  heads.model.device)
+        _, batch_hits, batch_guesses = window_losses(heads, *batch, rows=ROWS)
         hits = hits + batch_hits
         guesses = guesses + batch_guesses
     return (hits / guesses.clamp(min=1)).tolist()
@@ -44,7 +53,7 @@ def measure(heads, heldout, batch_size, block_size):
     accuracy = head_accuracy(heads, heldout, batch_size, block_size)
     cpu.apply(heads.model, heads)  # packs both for decoding
     room = heads.model.config.block_size - DECODED  # prompts have up to 4 * length tokens
-    starts = prompts(heldout, PROMPTS, max(min(64, room // 4), 1))
+    starts = data.prompts(heldout, PROMPTS, max(min(64, room // 4), 1))
     print(f"measuring 2 of 3: sampled, tree size {TREE_SIZE}", flush=True)
     sampled, _ = acceptance(heads, starts, temperature=0.8)
     print(f"measuring 3 of 3: greedy, tree size {TREE_SIZE}", flush=True)
@@ -62,3 +71,31 @@ def record(heads, out, tokenizer, measured):
     info = dict(training=heads.info.get("training", {})) | measured
     with saving(f"{out}: the measurements cannot be written", "make room and --evaluate"):
         heads.save_record(out, tokenizer, **info)
+
+
+def evaluate(config, out):
+    """Measures the heads in `out`, adds the results to heads.json, and prints how to use them."""
+    model, encoding = load_model(config, packed=False)
+    heads = load_heads(out, model, encoding.hash)
+    size = pick_block_size(config, heads)
+    heldout, measured_on = heldout_tokens(config, out, heads, encoding)
+    results = measure(heads, heldout, config.batch_size, size)
+    record(heads, out, encoding.hash, results | dict(measured_on=measured_on))
+    chat = " --chat" if encoding.template else ""
+    print(f"\nto use them:  python generate.py --model {config.model} --heads {out}{chat}")
+
+
+def heldout_tokens(config, out, heads, encoding):
+    """Held-out Tokens of --data, by default of the training data -> (Tokens, `data_record`)."""
+    about = heads.info.get("training", {})
+    if config.data:
+        about = data_record(config.data, data.tokens_key(config.data, encoding))
+    for folder in (out, out / SELF, *map(Path, config.data or ())):
+        with contextlib.suppress(InputError):
+            stored = data.open_tokens(folder / data.FILE)
+            if stored["key"] == about.get("key"):
+                return stored["heldout"], {name: about[name] for name in ("data", "key")}
+    expect(config.data or about.get("data") == STANDARD_LIBRARY, f"{out}: the tokens of the "
+           f"training data ({about.get('data')}) are gone; give --data")
+    about = data_record(config.data, data.tokens_key(config.data, encoding))
+    return data.load_tokens(config.data, encoding, "heldout"), about

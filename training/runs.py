@@ -1,4 +1,4 @@
-"""What a training run needs beside its data: config, files, schedule, progress, signals."""
+"""A training run and what it needs beside its data: config, files, progress, signals."""
 
 import contextlib
 import json
@@ -12,12 +12,20 @@ from pathlib import Path
 import torch
 from safetensors import SafetensorError
 
+from backends import cpu
+from common.files import atomic_write, read_json
+from common.values import warn
+from hf.heads import model_hash
 from hf.paths import is_repository
-from model import InputError, atomic_write, expect, read_json
-from training.flags import FIXED, SELF, STORED, RunConfig
+from model import InputError, check, expect
+from train_heads import Trainer
+from training.flags import FIXED, SELF, STORED, TRAINING, RunConfig
+from training.loss import ROWS
 
 STATE_FILE = "train_state.pt"  # weights, optimizer, step
 RUN_FILE = "run.json"          # RunConfig
+SAVE_EVERY = 180.0             # seconds
+STANDARD_LIBRARY = "the Python standard library's source"  # in heads.json, without --data
 
 
 def run_config(args, out):
@@ -82,12 +90,6 @@ def load_file(path, keys, mmap=False):
         raise InputError(f"{path}: damaged, or not of this version ({reason})") from None
 
 
-def set_learning_rate(optimizer, peak, step, steps):
-    """Linear warm-up over the first 2% of the steps, linear decay to zero over the last 40%."""
-    for group in optimizer.param_groups:
-        group["lr"] = peak * min(1.0, (step + 1) / (0.02 * steps), (steps - step) / (0.4 * steps))
-
-
 def progress(start, steps, tokens_per_step, log):
     """Returns show(step, line), which logs the line with tokens per second and time left."""
     began = time.perf_counter()
@@ -115,3 +117,112 @@ def noted_signals():
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
+
+
+class Run:
+    """A training run that writes to folder `out`. tokenizer: its hash. key: the training data's
+    `tokens_key`. state: the saved state to resume from."""
+
+    def __init__(self, config, out, heads, tokenizer, key, group, state=None):
+        self.config = config
+        self.out = out
+        self.heads = heads
+        self.tokenizer = tokenizer
+        self.key = key
+        self.group = group
+        self.trainer = Trainer(heads, config.steps, config.lr, product_dtype(config, group), ROWS,
+                               group.all_reduce)
+        self.log = []  # the lines of log.jsonl
+        self.last_save = time.monotonic()
+        if state:
+            self.log = state["log"]
+            self.trainer.step = state["step"]
+            heads.set_vocabulary(state["heads"].get("vocabulary", []))
+            heads.load_state_dict(state["heads"])
+            self.trainer.optimizer.load_state_dict(state["optimizer"])
+
+    @property
+    def step(self):
+        return self.trainer.step
+
+    def train(self, windows):
+        """Trains on windows(step) until the last step, Ctrl-C or SIGTERM. Returns the exit code."""
+        config = self.config
+        show = progress(self.step, config.steps, config.tokens_per_step, self.group.print)
+        with noted_signals() as signals:
+            for loss, accuracies in self.trainer.train(windows):
+                if self.trainer.is_shown():
+                    self.check_finite(loss)
+                    self.report(show, loss.item(), accuracies.tolist())
+                if self.step == config.steps:
+                    break
+                if time.monotonic() > self.last_save + SAVE_EVERY:
+                    self.save()
+                if self.interrupted(signals):
+                    # if another process got the signal, assume SIGTERM
+                    return 128 + (signals or [signal.SIGTERM])[0]
+        return 0
+
+    def interrupted(self, signals):
+        """Whether any process got a signal; of several, checked every tenth step to sync less."""
+        return (self.group.size == 1 or self.step % 10 == 0) and self.group.any(bool(signals))
+
+    def report(self, show, loss, accuracies):
+        tokens = self.step * self.config.tokens_per_step
+        self.log.append(dict(step=self.step, tokens=tokens, loss=loss, accuracy=accuracies,
+                             lr=self.trainer.optimizer.param_groups[0]["lr"]))
+        show(self.step, self.trainer.describe(loss, accuracies))
+
+    def save(self):
+        """Writes the heads, then the state, so that the previous state survives any failure."""
+        self.check_finite(*self.heads.parameters())
+        self.last_save = time.monotonic()
+        if self.group.rank:
+            return
+        config, heads = self.config, self.heads
+        path = self.out / STATE_FILE
+        training = dict(steps=self.step, tokens=self.step * config.tokens_per_step,
+                        init=config.init and Path(config.init).name,
+                        **config.select(TRAINING), **data_record(config.data, self.key))
+        state = dict(identity=[model_hash(heads.model), self.key], step=self.step, log=self.log,
+                     heads=heads.state_dict(), optimizer=self.trainer.optimizer.state_dict())
+        advice = "make room and --resume" if path.exists() else "make room and start it again"
+        with saving(f"{self.out}: step {self.step} cannot be saved", advice):
+            heads.save_pretrained(self.out, self.tokenizer, torch.bfloat16, training=training)
+            save_lines(self.out / "log.jsonl", self.log)
+            save_lines(self.out / RUN_FILE, [config.select(STORED)])
+            save_file(path, state)
+
+    def check_finite(self, *tensors):
+        finite = all(x.isfinite().all() for x in tensors)
+        expect(finite, f"training diverged at step {self.step}: a value is not finite; "
+               f"{self.out} keeps the last good state; start again with a lower --lr")
+
+
+def product_dtype(config, group):
+    """The dtype of matrix products: --dtype, or else bfloat16 where it is faster than float32. On a
+    CPU where it is not, prints a line."""
+    if config.dtype:
+        return torch.float32 if config.dtype == "float32" else torch.bfloat16
+    if on_cuda(config) or cpu.torch_multiplies_bfloat16():
+        return torch.bfloat16
+    if group.rank == 0:
+        warn(cpu.SLOW_BFLOAT16)
+    return torch.float32
+
+
+def data_record(paths, key):
+    """What heads.json records about --data: names without folders, since it may be published."""
+    return dict(data=[Path(path).name for path in paths or ()] or STANDARD_LIBRARY, key=key)
+
+
+def on_cuda(config):
+    return config.device.startswith("cuda")
+
+
+def pick_block_size(config, heads):
+    """--block-size; default 256, or less if the model's context is too short for such windows."""
+    longest = heads.model.config.block_size - heads.config.n_draft - 1
+    size = config.block_size or min(256, longest)
+    check("block size", size, 1, longest, whole=True)
+    return size

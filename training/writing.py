@@ -14,13 +14,16 @@ from collections import Counter, deque
 from functools import cached_property
 from pathlib import Path
 
-from clover import model_hash
-from generate import Engine, Sampling
+from common.files import read_json
+from common.values import human
+from engine.batching import Engine
+from generate import Sampling
 from hf.chat import end_of_text
 from hf.grammar import GrammarTokenizer
+from hf.heads import model_hash
 from hf.text import read_lines
 from hf.tokenizer import encode_prompt
-from model import InputError, expect, human, read_json
+from model import InputError, expect
 from training.data import format_key
 from training.runs import progress, save_lines
 

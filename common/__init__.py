@@ -1,0 +1,1 @@
+"""What the folders share: files, values, memory, devices."""

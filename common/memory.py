@@ -1,0 +1,60 @@
+"""How much memory is free, checked before something large is allocated."""
+
+import contextlib
+import math
+import re
+from pathlib import Path
+
+import torch
+
+from common.values import human
+from model import expect
+
+
+def check_memory(what, size, free, device, advice):
+    """Raises InputError if size exceeds free, both in bytes. what: such as "the weights take"."""
+    expect(size <= free, f"{what} {human(size, 'B')}, but {human(free, 'B')} are free on {device}; "
+           f"{advice}")
+
+
+def check_cache(model, batch, capacity, blocks=None):
+    """Raises InputError if memory is short for `model.new_cache` with these arguments. On several
+    ranks, call it on all."""
+    free = free_memory(model.device)
+    if group := getattr(model.head, "group", None):  # of backends/tensor_parallel.py
+        free = group.min(free)
+    size = model.new_cache(batch, capacity, blocks, device="meta").kv.nbytes
+    check_memory(f"a cache of {batch} sequences of {capacity} tokens takes", size, free,
+                 model.device, "use a smaller batch size or fewer new tokens")
+
+
+def free_memory(device):
+    """Bytes that can still be allocated on a device; infinity where the system does not say."""
+    device = torch.device(device)
+    if device.type == "cuda":
+        torch.cuda.empty_cache()  # except what live CUDA graphs reserve
+        return torch.cuda.mem_get_info(device)[0]
+    return available_memory()
+
+
+def available_memory(root="/"):
+    """Bytes of main memory that can still be allocated: MemAvailable, or less where a cgroup around
+    this process has a limit (v1 or v2); infinity where the system does not say. root: for tests."""
+    free = 1024 * find(Path(root, "proc/meminfo"), r"MemAvailable: *(\d+)", math.inf)
+    for version, limit, used, droppable in (
+            ("", "memory.max", "memory.current", "inactive_file"),
+            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")):
+        own = find(Path(root, "proc/self/cgroup"), rf"\d+:{version}:/(.*)", "", str)
+        own = Path(root, "sys/fs/cgroup", version, own)
+        for group in (own, *own.parents):  # a container may only see one above its own
+            kept = find(group / used, r"(\d+)") - find(group / "memory.stat", rf"{droppable} (\d+)")
+            free = min(free, max(find(group / limit, r"(\d+)", math.inf) - kept, 0))
+    return free
+
+
+def find(file, pattern, missing=0, kind=int):
+    """What a pattern's group matches at the start of a line in a file, as this kind of value."""
+    with contextlib.suppress(OSError):
+        if match := re.search(f"^{pattern}", file.read_text(), re.MULTILINE):
+            return kind(match[1])
+    return missing

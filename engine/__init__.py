@@ -1,0 +1,1 @@
+"""Scheduling and policies that build on generate.py."""

@@ -1,0 +1,226 @@
+"""Continuous batching: chunked prefill, prefixes that a slot's cache still holds, prompts that
+steps read, grammars, cancelled sequences, and the durations of steps for the policy."""
+
+from dataclasses import dataclass, field
+
+from clover import Tree
+from common.memory import check_cache
+from engine.clock import seconds_between, timestamp
+from engine.guide import Guide, GuidedSequence
+from engine.policy import PERIOD, READ_SIZES, Policy, long_prompt
+from generate import Engine as FifoEngine
+from generate import StepResult, decoder_class, to_host
+
+PREFILL_CHUNK = 512  # prompt tokens per forward pass; bounds its memory and the wait between steps
+# where steps read prompts, the tokens that they read of one that has a forward pass of its own
+PROMPT_REST = 64
+
+
+@dataclass
+class Notes:
+    """What the policy learns from a step, beside its results."""
+    times: tuple                  # timestamps of its start and end
+    pause: tuple | None           # timestamps around the wait for masks
+    counts: object                # the policy's `counts` on the host, every PERIOD steps; or None
+    grammars: int                 # sequences with a grammar
+    # sequence -> prompt tokens, of those that read the end of their prompt and begin to generate
+    reading: dict = field(default_factory=dict)
+    seconds: float | None = None  # without the wait for masks; None if it compiled or captured
+    mask_seconds: float = 0.0
+
+    def measure(self, is_first):
+        """Fills in the durations of a step that has ended."""
+        self.mask_seconds = seconds_between(*self.pause) if self.pause else 0.0
+        seconds = seconds_between(*self.times) - self.mask_seconds
+        self.seconds = None if is_first else seconds
+
+
+class Engine(FifoEngine):
+    """Schedules prompts like `generate.Engine`, and more: a long prompt is read in chunks between
+    the steps of other sequences, or by these steps; a prompt goes to the slot whose cache shares
+    the longest prefix with it. An engine can be reused for any prompts that fit its capacity.
+    Raises InputError if the caches do not fit in memory."""
+
+    def __init__(self, model, heads=None, *, policy=None, batch_size=1, capacity=None, **options):
+        policy = policy or Policy(model, heads)
+        check_caches(model, policy, batch_size, capacity or model.config.block_size)
+        super().__init__(model, policy=policy, batch_size=batch_size, capacity=capacity, **options)
+        self.long_prompt = long_prompt(model)
+        self.guide = None  # a `Guide`, made for the first grammar
+        self.launches = 0
+
+    def clear(self):
+        super().clear()
+        self.prefilling = None  # (slot, sequence, next token, end) of the prefill in progress
+
+    @property
+    def busy(self):
+        return bool(self.waiting or self.prefilling or self.running)
+
+    @property
+    def is_guided(self):
+        return any(sequence.matcher for sequence in self.running.values())
+
+    def new_sequence(self, *arguments):
+        return GuidedSequence(self.decoder.model.config, *arguments)
+
+    def step(self, with_trees=False):
+        """Admits prompts, runs one step of the running sequences and returns its `StepResult`s; on
+        a GPU those of the previous step, which the host reads while this one runs. A sequence whose
+        step only read its prompt has none."""
+        results = []
+        with self.decoder.context():
+            self.admit()
+            is_guided = self.is_guided
+            while is_guided and self.in_flight:  # matchers need the tokens of the last step
+                results += self.retire(self.in_flight.popleft())
+            if self.running:
+                self.in_flight.append(self.launch(with_trees))
+        keep = self.ahead if self.running and not is_guided else 0
+        if len(self.in_flight) > keep:
+            results += self.retire(self.in_flight.popleft())
+        return results
+
+    # Prompts
+
+    def admit(self):
+        """Moves prompts into free slots. Prefills about PREFILL_CHUNK tokens between two steps."""
+        decoder = self.decoder
+        budget = PREFILL_CHUNK
+        while budget > 0 and (self.prefilling or (self.waiting and self.idle)):
+            if not self.prefilling:
+                sequence = self.waiting.popleft()
+                slot, start = best_slot(self.idle, sequence.prompt)
+                del self.idle[slot]
+                end = self.prefill_end(len(sequence.prompt), start)
+                self.prefilling = slot, sequence, start, end
+            slot, sequence, start, end = self.prefilling
+            stop = min(start + PREFILL_CHUNK, end)
+            if start < stop:
+                decoder.prefill(slot, sequence.prompt, start, stop)
+                budget -= stop - start
+            self.prefilling = slot, sequence, stop, end
+            if stop == end:
+                sequence.unread = len(sequence.prompt) - 1 - end
+                self.run_in(slot, sequence, end)
+                self.prefilling = None
+
+    def prefill_end(self, length, start):
+        """How many tokens of a prompt to read by `prefill`, from token `start` on; steps read the
+        rest: its last token, which is their root, or, where they read prompts, more."""
+        last = length - 1
+        if not self.decoder.reads_prompts:
+            return last
+        return last - PROMPT_REST if last - start > self.long_prompt else start
+
+    # Steps
+
+    def plan(self, slots):
+        sequences = list(map(self.running.get, slots))
+        decoder = self.decoder
+        decoder.guide = None
+        if self.is_guided:
+            decoder.guide = self.use_guide()
+            decoder.guide.begin(sequences, self.policy.schema and self.policy.tree_size != 1)
+        unread = [sequence.unread for sequence in self.running.values()]
+        chains = decoder.guide.chains if decoder.guide else ()
+        return super().plan(slots, unread, chains)
+
+    def use_guide(self):
+        if self.guide is None:
+            self.guide = Guide(self.decoder)
+        return self.guide
+
+    def launch(self, with_trees=False):
+        decoder = self.decoder
+        slots = decoder.place(self.running)
+        plan = self.plan(slots)
+        start = timestamp(decoder.device)
+        step = decoder.launch(plan, with_trees)
+        pause = decoder.guide.pause if decoder.guide else None
+        step.notes = Notes((start, timestamp(decoder.device)), pause, self.copied_counts(),
+                           len(decoder.guide.chains) if decoder.guide else 0)
+        for row, sequence in self.rows(slots).items():
+            unread = sequence.unread
+            sequence.unread -= min(unread, step.tree_size)
+            if unread < step.tree_size:  # else the step only reads its prompt
+                step.sequences[row] = sequence
+                if unread:
+                    step.notes.reading[sequence] = unread
+        return step
+
+    def copied_counts(self):
+        self.launches += 1
+        return to_host(self.policy.counts) if self.launches % PERIOD == 0 else None
+
+    def retire(self, step):
+        step.wait()
+        step.notes.measure(step.is_first)
+        return super().retire(step)
+
+    def result(self, step, row, sequence, tokens, path, sources):
+        read = step.notes.reading.get(sequence, 0)  # known tokens, which the step accepted
+        if not read:
+            return super().result(step, row, sequence, tokens, path, sources)
+        tree = step.tree and Tree([sequence.prompt[-1]], [0], [0], [1], [-1], [1.0])
+        return StepResult(sequence, sequence.take(tokens[read:]), path[read:], sources[read:], 1,
+                          tree)
+
+    def free(self, sequence):
+        """Frees a slot, whose cache keeps the sequence except for the last token."""
+        super().free(sequence)
+        tokens = [*sequence.prompt, *sequence.tokens]
+        self.keep_prefix(sequence.slot, tokens[:len(tokens) - sequence.unread])
+
+    def keep_prefix(self, slot, tokens):
+        self.idle[slot] = tokens
+        self.decoder.release(slot, max(len(tokens) - 1, 0))
+
+    def cancel(self, sequence):
+        """Ends a sequence, waiting or in a slot, between two steps."""
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        if self.prefilling and self.prefilling[1] is sequence:
+            self.keep_prefix(self.prefilling[0], ())
+            self.prefilling = None
+        if sequence in self.running.values():
+            self.free(sequence)
+        sequence.ended = sequence.ended or "cancelled"
+
+
+def check_caches(model, policy, batch_size, capacity):
+    """Raises InputError if memory is short for the caches of a `Decoder`."""
+    largest = policy.largest
+    if decoder_class(model, policy.heads).reads_prompts:
+        largest = max(largest, *READ_SIZES)
+    rows = capacity + 2 * largest  # a path and a tree follow
+    check_cache(model, batch_size, rows)
+    if policy.heads:
+        check_cache(model, batch_size, rows, policy.heads.augment_blocks)
+
+
+def best_slot(idle, prompt):
+    """The free slot whose cache shares the longest prefix with a prompt (ties: the one free for
+    longest), and the index of the first token that must be read. idle: {slot: tokens in its
+    cache}."""
+    starts = {}
+    for slot, tokens in idle.items():
+        same = common_prefix(tokens, prompt)
+        # a heads' row needs the next token to match, too; reading the last row gives their state
+        starts[slot] = max(min(same - 1, len(prompt) - 2), 0)
+    slot = max(starts, key=starts.get)
+    return slot, starts[slot]
+
+
+def common_prefix(a, b):
+    """The length of the longest common prefix of two lists, by bisection: a loop over the tokens
+    of 64 slots would take longer than a step."""
+    low = 0
+    high = min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        if a[low:middle] == b[low:middle]:
+            low = middle
+        else:
+            high = middle - 1
+    return low

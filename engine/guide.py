@@ -1,0 +1,132 @@
+"""Grammars in a step: which tokens each sequence may go on with, and the text that it must.
+
+A grammar (`hf.grammar.Grammar`) starts a matcher per sequence. Before a step the guide tells the
+decoder which tokens may follow the roots and which text is forced; after drafting it reads the
+trees, and computes the masks of their nodes on the host while a GPU verifies them."""
+
+import torch
+
+from clover import is_allowed
+from engine.clock import seconds_between, timestamp
+from generate import MAX_CHAIN, Sequence
+from kernels import SCHEMA
+
+
+class GuidedSequence(Sequence):
+    """A `Sequence` whose output matches a grammar, or any if that is None. It also ends with "stop"
+    where the grammar does, and with "error" if that got too complex, see `error`. unread: prompt
+    tokens that the steps launched so far leave unread."""
+
+    def __init__(self, config, prompt, max_new_tokens, sampling, stop, encoding, index, grammar):
+        super().__init__(config, prompt, max_new_tokens, sampling, stop, encoding, index)
+        self.unread = 0
+        self.grammar = grammar
+        self.matcher = None
+        if grammar:
+            self.activity = 2
+            self.matcher = grammar.start()
+            self.stop_tokens |= set(grammar.stop)
+
+    @property
+    def error(self):
+        return self.matcher.error if self.matcher else ""
+
+    def take(self, tokens):
+        if not self.matcher:
+            return super().take(tokens)
+        tokens = tokens[:self.limit - len(self.tokens)]
+        new = super().take(tokens[:self.matcher.take(tokens)])
+        if self.matcher.ended and self.ended != "stop":
+            self.ended = self.matcher.ended
+        return new
+
+
+class Guide:
+    """What steps read of grammars: tensors on the host, where they are written, and on the device.
+    They are allocated once, as captured graphs hold their addresses.
+
+    forced       int64 [B, 1 + MAX_CHAIN]: as from `ngram_lookup`, with a match of SCHEMA
+    first_masks  int32 [B, ceil(V / 32)]: a bit for each token that may follow a root
+    masks        int32 [nodes, ceil(V / 32)]: the same for all nodes of the trees"""
+
+    def __init__(self, decoder):
+        self.device = decoder.device
+        self.with_lookup = decoder.policy.lookup
+        B = decoder.batch_size
+        words = -(-decoder.model.config.vocab_size // 32)
+        self.on_host = dict(
+            forced=torch.zeros(B, 1 + MAX_CHAIN, dtype=torch.int64),
+            first_masks=torch.zeros(B, words, dtype=torch.int32),
+            masks=torch.zeros(B * decoder.max_tree, words, dtype=torch.int32))
+        if self.device.type == "cuda":
+            self.on_host = {name: x.pin_memory() for name, x in self.on_host.items()}
+        self.tensors = {name: x.to(self.device) for name, x in self.on_host.items()}
+        self.rows = []     # (matcher, unread prompt tokens) of each row of the step
+        self.chains = []   # of each row with a matcher, the number of forced tokens
+        self.pause = None  # timestamps around the wait for the last step's masks
+
+    def begin(self, sequences, drafts):
+        """Announces the sequences of the next step's rows, None for a row that only fills the
+        batch. drafts: whether forced text is drafted."""
+        self.rows = [(s.matcher, s.unread) if s else (None, 0) for s in sequences]
+        self.chains = []
+        forced, masks = (self.on_host[name].numpy() for name in ("forced", "first_masks"))
+        for b, (matcher, unread) in enumerate(self.rows):
+            is_ready = matcher and not unread
+            chain = matcher.forced()[:MAX_CHAIN] if is_ready and drafts else ()
+            forced[b, 0] = SCHEMA if chain else 0
+            forced[b, 1:] = -1
+            forced[b, 1:1 + len(chain)] = chain
+            masks[b] = matcher.mask if is_ready else -1
+            if matcher:
+                self.chains.append(len(chain))
+        self.to_device("forced", len(self.rows))
+        self.to_device("first_masks", len(self.rows))
+
+    def to_device(self, name, rows):
+        if self.device.type == "cuda":  # else the tensors are the same
+            self.tensors[name][:rows].copy_(self.on_host[name][:rows], non_blocking=True)
+
+    # What the stages of a step read
+
+    def first_masks(self, B):
+        return self.tensors["first_masks"][:B]
+
+    def node_masks(self, nodes):
+        return self.tensors["masks"][:nodes]
+
+    def chain(self, chain, B, n):
+        """Forced text, else lookup's chain, if the grammar allows its first token."""
+        forced = self.tensors["forced"][:B, :1 + n]
+        if self.with_lookup:
+            forced = torch.where(forced[:, :1] > 0, forced, chain)
+        allowed = is_allowed(self.first_masks(B), forced[:, 1:2])
+        return torch.cat((forced[:, :1] * allowed, forced[:, 1:]), dim=1)
+
+    # Between the parts of a step
+
+    def read(self, tree):
+        """Enqueues a copy of the trees to the host."""
+        self.tree = tree
+        columns = tree.tokens, tree.parents, tree.ancestors
+        self.columns = [x.to("cpu", non_blocking=True) for x in columns]
+        self.copied = timestamp(self.device)
+
+    def fill_masks(self):
+        """Waits for the trees and computes the masks of their nodes."""
+        start = timestamp(self.device)
+        seconds_between(self.copied, self.copied)  # waits
+        tokens, parents, ancestors = (x.tolist() for x in self.columns)
+        T = len(tokens[0])
+        for b, (matcher, unread) in enumerate(self.rows):
+            masks = self.on_host["masks"].numpy()[b * T:(b + 1) * T]
+            if unread or not matcher:
+                masks[:] = -1
+                if matcher and unread < T:  # that node is the prompt's last token
+                    masks[unread] = matcher.mask
+                continue
+            n = T - ancestors[b].count(0)
+            if not matcher.masks(tokens[b][:n], parents[b][:n], masks):
+                self.tree.ancestors[b, 1:].zero_()  # makes the other nodes padding
+        self.to_device("masks", len(tokens) * T)
+        self.pause = start, timestamp(self.device)

@@ -1,0 +1,60 @@
+"""common/: devices and memory."""
+
+import math
+
+import pytest
+import torch
+
+from common.devices import pick_device
+from common.memory import available_memory, free_memory
+from conftest import needs_cuda
+from generate import capture
+from model import InputError
+
+
+@pytest.mark.parametrize("name", ["meta", "mps", "cuda:99", "abacus"])
+def test_devices_without_a_backend_are_refused(name):
+    with pytest.raises(InputError, match=f"device '{name}' is not available here"):
+        pick_device(name)
+
+
+FILES = {True: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # of cgroups v1
+         False: ("memory.max", "memory.current", "inactive_file")}
+LIMITS = {  # case: (/proc/self/cgroup, {group: (limit, use, use that can be dropped)}, free), in GB
+    "v2": ("0::/a/b", {"a/b": (2, 1, 0.5), "a": ("max", 9, 0)}, 1.5),
+    "the least of several": ("0::/a/b", {"a/b": (9, 1, 0), "a": (2, 1.75, 0.5), ".": (4, 2, 0)}, 0.75),
+    "more than the machine's": ("0::/a", {"a": (100, 1, 0)}, 8),
+    "full": ("0::/a", {"a": (1, 2, 0)}, 0),
+    "v1": ("5:cpu:/x\n4:memory:/a\n0::/", {"memory/a": (2, 1, 0.5), "memory": (2**33, 9, 0)}, 1.5),
+    "the path is the host's": ("4:memory:/docker/0123", {"memory": (2, 1, 0.5)}, 1.5),
+    "not Linux": ("", {}, math.inf)}
+
+
+@pytest.mark.parametrize("case", LIMITS)
+def test_a_containers_limit_bounds_the_free_memory(case, tmp_path):
+    """Bug: MemAvailable alone, the machine's, so that a model that does not fit in the container is killed."""
+    own, groups, free = LIMITS[case]
+    files = {"proc/self/cgroup": own, "proc/meminfo": "MemFree: 1 kB\nMemAvailable:  7812500 kB\n"} if own else {}
+    for group, sizes in groups.items():
+        limit, used, droppable = FILES["memory" in group]
+        sizes = [size if size == "max" else int(size * 10**9) for size in sizes]
+        values = {limit: sizes[0], used: sizes[1], "memory.stat": f"inactive_file_x 1\n{droppable} {sizes[2]}\n"}
+        files |= {f"sys/fs/cgroup/{group}/{name}": value for name, value in values.items()}
+    for name, value in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(str(value))
+    assert available_memory(tmp_path) == free * 10**9
+
+
+@pytest.mark.gpu
+@needs_cuda
+def test_memory_of_a_graph_is_not_free_while_it_lives():
+    """Catches memory counted as free that only a captured CUDA graph can use: here 1 GiB."""
+    x = torch.ones(2**28, device="cuda")
+    before = free_memory("cuda")
+    body = lambda: (2 * x).sum()
+    body()
+    replay = capture(body, x.device)
+    assert free_memory("cuda") < before - 0.9 * 2**30
+    del replay
+    assert free_memory("cuda") > before - 0.1 * 2**30

@@ -1,0 +1,76 @@
+"""Statistics of decoding: steps by size, accepted guesses by drafter."""
+
+from collections import Counter
+from dataclasses import dataclass, field
+
+from kernels import BINS, SCHEMA
+
+
+def drafter(source, depth):
+    """The drafter of a node with this source (see `Tree`) and depth."""
+    if source == BINS + SCHEMA:
+        return "schema"
+    return "lookup" if source >= BINS else f"head {depth}"
+
+
+def drafters(result):
+    """The drafter of each guessed token of a `StepResult`; the token after them is the model's."""
+    guessed = result.sources[1:len(result.tokens) + 1]  # a sequence may end inside the path
+    return [drafter(source, depth) for depth, source in enumerate(guessed, start=1)]
+
+
+@dataclass
+class Statistics:
+    """Counts of `StepResult`s."""
+    shapes: Counter = field(default_factory=Counter)   # (T, emitted tokens) -> verify steps
+    guesses: Counter = field(default_factory=Counter)  # (depth, source) -> accepted guesses
+
+    def count(self, result):
+        """Counts a `StepResult`."""
+        _, tokens, _, sources, tree_size, _ = result
+        self.shapes[tree_size, len(tokens)] += 1
+        if guessed := sources[1:len(tokens) + 1]:  # a sequence may end inside the path
+            self.guesses.update(enumerate(guessed, start=1))
+
+    @property
+    def steps(self):
+        """Verify steps, summed over the sequences."""
+        return self.shapes.total()
+
+    @property
+    def emitted(self):
+        return sum(emitted * steps for (_, emitted), steps in self.shapes.items())
+
+    @property
+    def tokens_per_step(self):
+        return self.emitted / max(self.steps, 1)
+
+    @property
+    def step_lengths(self):
+        """n -> steps that emitted n tokens."""
+        lengths = Counter()
+        for (_, emitted), steps in self.shapes.items():
+            lengths[emitted] += steps
+        return lengths
+
+    @property
+    def sizes(self):
+        """T -> [steps, tokens]."""
+        sizes = {}
+        for (T, emitted), steps in self.shapes.items():
+            so_far = sizes.get(T, (0, 0))
+            sizes[T] = [so_far[0] + steps, so_far[1] + steps * emitted]
+        return sizes
+
+    @property
+    def accepted(self):
+        """Drafter -> accepted guesses."""
+        accepted = Counter()
+        for (depth, source), number in self.guesses.items():
+            accepted[drafter(source, depth)] += number
+        return accepted
+
+    @property
+    def tree_size(self):
+        """Mean T over the steps."""
+        return sum(T * steps for T, (steps, _) in self.sizes.items()) / max(self.steps, 1)
