@@ -34,10 +34,8 @@ from kernels import (
     HAS_TRITON,
     SOURCES,
     commit_path,
-    filter_logits,
-    gumbel_argmax,
-    mask_logits,
     ngram_lookup,
+    sample_filtered,
 )
 from model import MAX_TREE, InputError, KVCache, check, expect
 
@@ -290,6 +288,7 @@ class Decoder:
     InputError for sizes out of range."""
     chooses_size = False   # whether `draft` chooses the tree size, if it is None
     reads_prompts = False  # whether steps read prompts, too
+    filtered_sample = staticmethod(sample_filtered)
     guide = None  # restricts the tokens of the next step: see engine/guide.py
 
     @torch.inference_mode()
@@ -435,19 +434,12 @@ class Decoder:
         masks = self.guide and self.guide.node_masks(positions.numel())
         if plan.mode == FILTERED:
             logits = self.head.logits(normed.flatten(0, 1))  # (B T, V)
-            return self.filtered_sample(logits, batch, positions + 1, masks).view_as(positions)
+            return self.filtered_sample(logits, **batch.sampling, sequence=batch.sequence,
+                                        masks=masks, position=(positions + 1).flatten()
+                                        ).view_as(positions)
         temperature = 0.0 if plan.mode == GREEDY else batch.sampling["temperature"]
         return self.head.sample(normed, temperature, batch.sampling["seed"], batch.sequence,
                                 positions, masks)
-
-    def filtered_sample(self, logits, batch, positions, masks):
-        """Samples after top-k, top-p and min-p. logits [B T, V], positions [B, T]: of the samples."""
-        filters = dict(batch.sampling)
-        temperature = filters.pop("temperature")
-        seed = filters.pop("seed")
-        logits = filter_logits(mask_logits(logits, masks), **filters, temperature=temperature)
-        return gumbel_argmax(logits, 1.0 * (temperature > 0), seed, batch.sequence,
-                             positions.flatten())
 
     def accept(self, plan, draft, target):
         """The path of nodes that equal their parent's target token, at most P of them."""
@@ -533,6 +525,7 @@ class Decoder:
     @torch.inference_mode()
     def begin(self, slot, sequence, start):
         """Makes a slot run a sequence. The slot's cache holds the first `start` prompt tokens."""
+        sequence.slot = slot
         prompt = sequence.prompt
         if self.max_tree > 1:  # else nobody reads the history
             tokens = pinned(prompt, self.device, torch.int32)
@@ -590,7 +583,9 @@ class Sequence:
     activity = 1  # `Slots.active`
     error = ""    # why it ended with an error
 
-    def __init__(self, config, prompt, max_new_tokens, sampling, stop=(), encoding=None, index=0):
+    def __init__(self, config, prompt, max_new_tokens, sampling, stop=(), encoding=None, index=0,
+                 grammar=None):
+        expect(grammar is None, "a grammar needs the folder engine/; copy it beside generate.py")
         check_prompt(config, prompt, index)
         check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
         check("index", index, -2**63, 2**63 - 1, whole=True)
@@ -679,13 +674,6 @@ class Output:
         return self.emitted / max(self.seconds, 1e-9)
 
 
-class Interrupted(KeyboardInterrupt):
-    """Ctrl-C while decoding; `output` is the `Output` so far."""
-
-    def __init__(self, output):
-        self.output = output
-
-
 # --------------------------------------------------------------------------------------------------
 # The engine
 
@@ -693,6 +681,7 @@ class Engine:
     """Schedules prompts, first come, first served: they wait in a queue, are read into free slots
     of a `Decoder`, and run until they end. `add` prompts, then `step` while it is `busy`. policy:
     default a `Fixed` one with these heads. options: the Decoder's."""
+    sequence_class = Sequence
 
     def __init__(self, model, heads=None, *, policy=None, **options):
         self.policy = policy or Fixed(model, heads)
@@ -719,16 +708,11 @@ class Engine:
         """Queues a prompt (token ids) and returns its `Sequence`, which steps extend. sampling:
         default the Decoder's. index: an argument of the noise. stop, encoding, grammar: as in
         `generate`."""
-        sequence = self.new_sequence(prompt, max_new_tokens, sampling or self.decoder.sampling,
-                                     stop, encoding, index, grammar)
+        sequence = self.sequence_class(
+            self.decoder.model.config, prompt, max_new_tokens, sampling or self.decoder.sampling,
+            stop, encoding, index, grammar)
         self.queue(sequence)
         return sequence
-
-    def new_sequence(self, prompt, max_new_tokens, sampling, stop, encoding, index, grammar):
-        expect(grammar is None, "a grammar needs engine.batching.Engine, which is not beside this "
-               "file: copy the folder engine/ here, too")
-        return Sequence(self.decoder.model.config, prompt, max_new_tokens, sampling, stop, encoding,
-                        index)
 
     def queue(self, sequence):
         length = len(sequence.prompt) + sequence.limit
@@ -755,13 +739,8 @@ class Engine:
             last = len(sequence.prompt) - 1  # the root of the first step
             if last:
                 self.decoder.prefill(slot, sequence.prompt, 0, last)
-            self.run_in(slot, sequence, last)
-
-    def run_in(self, slot, sequence, start):
-        """Lets a slot run a sequence. Its cache holds the first `start` prompt tokens."""
-        self.decoder.begin(slot, sequence, start)
-        sequence.slot = slot
-        self.running[slot] = sequence
+            self.decoder.begin(slot, sequence, last)
+            self.running[slot] = sequence
 
     def launch(self, with_trees=False):
         """Starts a step of the running sequences."""
@@ -806,11 +785,13 @@ class Engine:
         self.decoder.release(sequence.slot)
 
     def generate(self, prompts, max_new_tokens, stop=(), on_step=None, encoding=None,
-                 sampling=None, with_trees=False, grammars=None):
+                 sampling=None, with_trees=False, grammars=None, output=None):
         """Adds the prompts, steps until all have ended and returns an `Output`; calls on_step with
-        each `StepResult`. sampling, grammars: lists with one for each prompt. Raises InputError as
-        `add` does, Interrupted on Ctrl-C."""
-        output = Output(batch_size=self.decoder.batch_size)
+        each `StepResult`. sampling, grammars: lists with one for each prompt. output: an empty one
+        to fill in, for a caller who wants what there is after Ctrl-C. Raises InputError as `add`
+        does."""
+        output = Output() if output is None else output
+        output.batch_size = self.decoder.batch_size
         started = time.perf_counter()
         sampling = sampling or [None] * len(prompts)
         grammars = grammars or [None] * len(prompts)
@@ -825,8 +806,6 @@ class Engine:
                 for result in results:
                     if on_step:
                         on_step(result)
-        except KeyboardInterrupt:
-            raise Interrupted(output) from None
         finally:
             output.seconds = time.perf_counter() - started
             if self.busy:
@@ -854,7 +833,7 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
     batch_size  sequences decoded together, default up to 8; further prompts wait for a free slot
     on_tokens   called as on_tokens(index, tokens) with the new tokens of each step
     sampling    a list of one `Sampling` per prompt, instead of temperature, ..., seed
-    Raises InputError for bad input, Interrupted on Ctrl-C."""
+    Raises InputError for bad input."""
     engine = prepare(model, prompts, max_new_tokens, heads, lookup=lookup, tree_size=tree_size,
                      beams=beams, batch_size=batch_size, temperature=temperature, top_k=top_k,
                      top_p=top_p, min_p=min_p, seed=seed, schema=schema and grammar is not None)

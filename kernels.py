@@ -776,6 +776,14 @@ def project_sample_reference(hidden, weight, temperature, seed, sequence, positi
     return gumbel_argmax(logits, temperature, seed, sequence, position)
 
 
+def sample_filtered(logits, *, temperature, top_k, top_p, min_p, seed, sequence, position,
+                    masks=None):
+    """The next token for each row of logits [M, V] -> int64 [M]: `gumbel_argmax` of the tokens that
+    masks and `filter_logits` keep. Parameters: numbers or tensors [B]; position [M]."""
+    logits = filter_logits(mask_logits(logits, masks), top_k, top_p, min_p, temperature)
+    return gumbel_argmax(logits, 1.0 * (temperature > 0), seed, sequence, position)
+
+
 def gumbel_argmax(logits, temperature, seed, sequence, position):
     """Samples softmax(logits / temperature) for logits [M, V] -> int64 [M]; at temperature 0 the
     first argmax."""

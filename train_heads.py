@@ -21,7 +21,6 @@ if __name__ == "__main__":  # parse the flags before loading torch, to report a 
         args = parse_heads()
 
 import sys
-from functools import partial
 from itertools import cycle
 
 import torch
@@ -240,28 +239,25 @@ class Trainer:
         return f"step {self.step}/{self.steps}  loss {loss:.3f}  accuracy {shown}"
 
 
-def random_windows(ids, n, length, generator, device, step):
-    """n windows of token ids [N] at random places, all tokens in the loss: the arguments of
-    `Trainer.train_step`."""
-    starts = torch.randint(len(ids) - length + 1, (n, 1), generator=generator)
-    windows = ids[starts + torch.arange(length)].to(device, torch.int64)
-    return windows, torch.ones_like(windows, dtype=torch.bool)
-
-
 def train(heads, ids, *, steps, batch_size, block_size, lr, seed=1, dtype=torch.float32, log=print):
-    """Trains heads on token ids, an integer tensor [N], in batches of batch_size windows of
-    block_size positions. Leaves the heads ready to decode. Raises InputError for too few ids."""
+    """Trains heads on token ids, an integer tensor [N], in windows of block_size positions that
+    begin at random ids. Leaves the heads ready to decode. Raises InputError for too few ids."""
+    model = heads.model
     ahead = heads.config.n_draft + 1
-    check("block size", block_size, 1, heads.model.config.block_size - ahead, whole=True)
-    length = block_size + ahead
-    check("number of token ids", len(ids), length, 2**63)
+    check("block size", block_size, 1, model.config.block_size - ahead, whole=True)
+    check("number of token ids", len(ids), block_size + ahead, 2**63)
+    places = ids.unfold(0, block_size + ahead, 1)  # a view
+    generator = torch.Generator().manual_seed(seed)
+
+    def windows(step):
+        batch = places[torch.randint(len(places), (batch_size,), generator=generator)]
+        batch = batch.to(model.device, torch.int64)
+        return batch, torch.ones_like(batch, dtype=torch.bool)
     trainer = Trainer(heads, steps, lr, dtype)
-    windows = partial(random_windows, ids, batch_size, length, torch.Generator().manual_seed(seed),
-                      heads.model.device)
     for loss, accuracies in trainer.train(windows):
         if trainer.is_shown():
             log(trainer.describe(loss.item(), accuracies.tolist()))
-    heads.to(heads.model.dtype).requires_grad_(False).eval()
+    heads.to(model.dtype).requires_grad_(False).eval()
 
 
 if __name__ == "__main__":

@@ -177,6 +177,7 @@ class GraphDecoder(Decoder):
     Prompts are read by the same steps, beside sequences that generate: a prompt is a draft that
     cannot be wrong. A slot with unread prompt tokens gets the chain of its next T known tokens."""
     reads_prompts = True
+    filtered_sample = staticmethod(filtered_sample)
 
     @staticmethod
     def runs(heads):
@@ -211,10 +212,6 @@ class GraphDecoder(Decoder):
                           batch.sampling["temperature"], tree_size)
         prompt_chain(*self.prompts, tree[:5], tree[5], chain, batch.slots)
         return tree
-
-    def filtered_sample(self, logits, batch, positions, masks):
-        return filtered_sample(logits, **batch.sampling, sequence=batch.sequence, masks=masks,
-                               position=positions.view(-1))
 
     def accept(self, plan, draft, target):
         return accept_path(draft.tree, target, self.slots.active, plan.tree_size,

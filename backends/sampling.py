@@ -23,15 +23,13 @@ from kernels import (
     check_sizes,
     contiguous,
     filled,
-    filter_logits,
     from_sortable,
-    gumbel_argmax,
     launch,
     load_noise_key,
-    mask_logits,
     pack_entries,
     require,
     runs_triton,
+    sample_filtered,
     sortable,
     tl,
     triton,
@@ -166,7 +164,7 @@ def filtered_sample(logits, *, temperature, top_k, top_p, min_p, seed, sequence,
     parameters = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
                       sequence=sequence, position=position)
     if not runs_triton(logits):
-        return filtered_sample_reference(logits, **parameters, masks=masks)
+        return sample_filtered(logits, **parameters, masks=masks)
     parameters = [filled(x, logits, B) for x in parameters.values()]
     tokens = logits.new_empty(M, dtype=torch.int64)
     GROUPS = min(max(64, triton.next_power_of_2(V // 32)), 1024)
@@ -176,9 +174,3 @@ def filtered_sample(logits, *, temperature, top_k, top_p, min_p, seed, sequence,
            logits.contiguous(), *parameters, contiguous(masks), tokens, M // B, V, GROUPS=GROUPS,
            ROWS=min(tile // COLUMNS, GROUPS), COLUMNS=COLUMNS, num_warps=16)
     return tokens
-
-
-def filtered_sample_reference(logits, *, temperature, top_k, top_p, min_p, seed, sequence,
-                              position, masks=None):
-    logits = filter_logits(mask_logits(logits, masks), top_k, top_p, min_p, temperature)
-    return gumbel_argmax(logits, 1.0 * (temperature > 0), seed, sequence, position)

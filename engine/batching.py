@@ -40,6 +40,7 @@ class Engine(FifoEngine):
     the steps of other sequences, or by these steps; a prompt goes to the slot whose cache shares
     the longest prefix with it. An engine can be reused for any prompts that fit its capacity.
     Raises InputError if the caches do not fit in memory."""
+    sequence_class = GuidedSequence
 
     def __init__(self, model, heads=None, *, policy=None, batch_size=1, capacity=None, **options):
         policy = policy or Policy(model, heads)
@@ -60,9 +61,6 @@ class Engine(FifoEngine):
     @property
     def is_guided(self):
         return any(sequence.matcher for sequence in self.running.values())
-
-    def new_sequence(self, *arguments):
-        return GuidedSequence(self.decoder.model.config, *arguments)
 
     def step(self, with_trees=False):
         """Admits prompts, runs one step of the running sequences and returns its `StepResult`s; on
@@ -102,7 +100,8 @@ class Engine(FifoEngine):
             self.prefilling = slot, sequence, stop, end
             if stop == end:
                 sequence.unread = len(sequence.prompt) - 1 - end
-                self.run_in(slot, sequence, end)
+                decoder.begin(slot, sequence, end)
+                self.running[slot] = sequence
                 self.prefilling = None
 
     def prefill_end(self, length, start):

@@ -17,7 +17,8 @@ class GuidedSequence(Sequence):
     where the grammar does, and with "error" if that got too complex, see `error`. unread: prompt
     tokens that the steps launched so far leave unread."""
 
-    def __init__(self, config, prompt, max_new_tokens, sampling, stop, encoding, index, grammar):
+    def __init__(self, config, prompt, max_new_tokens, sampling, stop=(), encoding=None, index=0,
+                 grammar=None):
         super().__init__(config, prompt, max_new_tokens, sampling, stop, encoding, index)
         self.unread = 0
         self.grammar = grammar

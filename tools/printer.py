@@ -1,11 +1,12 @@
 """What generate.py prints: streamed text, statistics, --json."""
 
+import contextlib
 import json
 import os
 import sys
 from pathlib import Path
 
-from generate import Interrupted
+from generate import Output
 from tools.statistics import Statistics, drafter, drafters
 
 COLOURS = {"lookup": 33, "schema": 92, "head 1": 32, "head 2": 36, "head 3": 34, "head 4": 35}
@@ -33,12 +34,11 @@ class Printer:
 
     def generate(self, engine, prompts, grammars=None):
         """Decodes the prompts and prints the text. Returns the Output, partial after Ctrl-C."""
-        try:
-            output = engine.generate(prompts, self.args.max_new_tokens, self.loaded.stop, self.show,
-                                     self.loaded.encoding, with_trees=self.args.show_tree,
-                                     grammars=grammars)
-        except Interrupted as interrupt:
-            output = interrupt.output
+        output = Output()
+        with contextlib.suppress(KeyboardInterrupt):
+            engine.generate(prompts, self.args.max_new_tokens, self.loaded.stop, self.show,
+                            self.loaded.encoding, with_trees=self.args.show_tree,
+                            grammars=grammars, output=output)
         self.finish(output)
         return output
 

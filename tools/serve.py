@@ -382,8 +382,9 @@ class App:
             own = grammar and grammar.for_prompt(value)
             limit = min(job.limit, self.engine.decoder.capacity - len(value))
             for _ in range(job.body["n"]):
-                job.sequences.append(self.engine.new_sequence(
-                    value, limit, job.sampling, job.stop, encoding, len(job.sequences), own))
+                job.sequences.append(self.engine.sequence_class(
+                    self.loaded.model.config, value, limit, job.sampling, job.stop, encoding,
+                    len(job.sequences), own))
 
     def check_length(self, tokens, at_least=""):
         longest = self.engine.decoder.capacity - 1

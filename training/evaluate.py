@@ -62,25 +62,21 @@ def measure(heads, heldout, batch_size, block_size):
                 acceptance=dict(sampled=sampled, greedy=greedy))
 
 
-def record(heads, out, tokenizer, measured):
-    """Prints the measurements and adds them to heads.json."""
-    shares = "  ".join(f"head {i}: {share:.1%}" for i, share in enumerate(measured["accuracy"], 1))
-    print(f"held-out accuracy: {shares}")
-    print(f"{measured['tokens_per_step']:.2f} tokens per step over {measured['prompts']} held-out "
-          f"prompts, greedy, tree size {TREE_SIZE}")
-    info = dict(training=heads.info.get("training", {})) | measured
-    with saving(f"{out}: the measurements cannot be written", "make room and --evaluate"):
-        heads.save_record(out, tokenizer, **info)
-
-
 def evaluate(config, out):
-    """Measures the heads in `out`, adds the results to heads.json, and prints how to use them."""
+    """Measures the heads in `out`, prints the results, adds them to heads.json, and says how to use
+    the heads."""
     model, encoding = load_model(config, packed=False)
     heads = load_heads(out, model, encoding.hash)
     size = pick_block_size(config, heads)
     heldout, measured_on = heldout_tokens(config, out, heads, encoding)
     results = measure(heads, heldout, config.batch_size, size)
-    record(heads, out, encoding.hash, results | dict(measured_on=measured_on))
+    shares = "  ".join(f"head {i}: {share:.1%}" for i, share in enumerate(results["accuracy"], 1))
+    print(f"held-out accuracy: {shares}")
+    print(f"{results['tokens_per_step']:.2f} tokens per step over {results['prompts']} held-out "
+          f"prompts, greedy, tree size {TREE_SIZE}")
+    training = heads.info.get("training", {})
+    with saving(f"{out}: the measurements cannot be written", "make room and --evaluate"):
+        heads.save_record(out, encoding.hash, training=training, **results, measured_on=measured_on)
     chat = " --chat" if encoding.template else ""
     print(f"\nto use them:  python generate.py --model {config.model} --heads {out}{chat}")
 
