@@ -9,10 +9,9 @@ import pytest
 import torch
 
 from bench import size_config
-from clover import CloverConfig, CloverHeads, Head, preset
+from clover import BINS, SOURCES, CloverConfig, CloverHeads, Head, preset
 from conftest import needs_compiler, random_prompts, toy_model
 from generate import MEMORY, TREE_SIZES, Policy, Sampling, StepResult, StepRun, StepTimes, guessed_costs
-from kernels import BINS, SOURCES
 from test_clover import random_heads
 from test_generate import cpu, either_decoder, load, new_engine
 
