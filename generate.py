@@ -150,7 +150,8 @@ def accept_path(tree, target, active, max_path, temperature, counts, chain=None,
 def count_heads(counts, tree, on_path, active, temperature):
     """counts[mode, source] += (accepted, all) of the heads' nodes. A sequence with a guide counts
     only chains of forced text."""
-    counted = (tree.sources >= 0) & (tree.sources < BINS) & (active == ACTIVE)[:, None]
+    counted = (tree.sources >= 0) & (tree.sources < BINS) & (tree.ancestors != 0)
+    counted = counted & (active == ACTIVE)[:, None]
     add_counts(counts, tree.sources, temperature, on_path & counted, counted)
 
 
