@@ -26,22 +26,26 @@ from numbers import Integral
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-import kernels
-from clover import DEFAULT_BEAMS, MAX_BEAMS, Tree, root_tree
-from kernels import (
+from clover import (
     BINS,
-    HAS_TRITON,
+    DEFAULT_BEAMS,
+    MAX_BEAMS,
+    SCHEMA,
     SOURCES,
-    commit_path,
-    ngram_lookup,
-    sample_filtered,
+    Tree,
+    build_tree,
+    extend_candidates,
+    root_tree,
 )
+from kernels import HAS_TRITON, commit_path, sample_filtered
 from model import MAX_TREE, InputError, KVCache, check, expect
 
 DEFAULT_BATCH = 8    # sequences
 DEFAULT_TREE = 8     # T, where nothing chooses it
 MAX_CHAIN = 15       # most tokens that lookup or a grammar proposes
+IDLE, ACTIVE, GUIDED = range(3)  # what a slot does; GUIDED: a sequence with a guide
 # sampling modes, cheapest first; a batch runs in its costliest one, which changes no tokens
 GREEDY, NOISE, FILTERED = range(3)
 
@@ -79,7 +83,7 @@ class Sampling:
 # Lookup and acceptance
 
 class Accepted(NamedTuple):
-    """The accepted paths of B trees; rows of a path after its `count` nodes are junk."""
+    """The accepted paths of B trees; columns from `count` on hold the root's."""
     tokens: torch.Tensor   # int64 [B, P]: the accepted guesses, then the bonus token, the next root
     path: torch.Tensor     # int64 [B, P]: the accepted nodes, root first
     sources: torch.Tensor  # int64 [B, P]: of these nodes, as in `Tree`
@@ -96,20 +100,104 @@ class Accepted(NamedTuple):
                 for tokens, path, sources, n in zip(*columns, counts)]
 
 
-def build_tree(root, candidates, chain, chances, temperature, tree_size):
-    return Tree(*kernels.best_tree(root, candidates, chain, chances, temperature, tree_size))
+def ngram_lookup(history, lengths, n, slots=None):
+    """n tokens proposed by n-gram lookup (prompt lookup decoding): those that followed the latest
+    earlier occurrence of the longest suffix, 4 tokens down to 1 -> int64 [B, 1 + n]: the length of
+    the match, then the tokens; 0 and -1 if there is none. A match may overlap the suffix. At the
+    text's end the chain repeats the tokens after the match. history: int32 [slots, S]. lengths:
+    int32 [slots], index of the newest token. slots: int64 [B]; None: all."""
+    if slots is not None:
+        history, lengths = history[slots], lengths[slots]
+    S = history.shape[1]
+    last = lengths[:, None].long()
+    index = torch.arange(S, device=history.device)
+    suffix = history.gather(1, (last - index[:4]).clamp(min=0))  # from the newest token back
+    padded = F.pad(history, (3, 0), value=-1)
+    matches = index < last  # whether the suffix's first tokens match up to here
+    size = 0                # how many of them do
+    for i in range(suffix.shape[1]):
+        matches = matches & (padded[:, 3 - i:3 - i + S] == suffix[:, i:i + 1])
+        size = size + matches
+    best = (size * S + index).amax(1, keepdim=True)  # of the longest, the latest
+    size, end = best // S, best % S
+    source = end + 1 + torch.arange(n, device=history.device) % (last - end).clamp(min=1)
+    tokens = history.gather(1, source.clamp(max=S - 1)).long()
+    return torch.cat((size, tokens.where(size > 0, -1)), dim=1)
 
 
-def accept_path(tree, target, active, max_path, temperature, counts, chain=None, slots=None, known=None):
-    P = max_path
-    packed = kernels.accept_path(*tree[:5], target, active, P, temperature, counts, chain, known, slots)
-    return Accepted(packed[:, :P], packed[:, P:2 * P], packed[:, 2 * P:3 * P], packed[:, 3 * P])
+def accept_path(tree, target, active, max_path, temperature, counts, chain=None, slots=None):
+    """Accepts a node if its parent is and its token is its parent's target token; the root always.
+    Children of one parent have different tokens, so the accepted nodes are a path -> `Accepted`, at
+    most P = max_path nodes. target: the model's own next token at each node. active: int32 [slots],
+    IDLE, ACTIVE or GUIDED. temperature: [B]. counts: float64 [2, SOURCES, 2], see `count`. chain,
+    slots: as in `build_tree` and `ngram_lookup`."""
+    active = active if slots is None else active[slots]
+    B, T = target.shape
+    node = torch.arange(T, device=target.device)
+    wrong = (tree.depths > 0) & (tree.tokens != target.gather(1, tree.parents))
+    wrong = (wrong << node).sum(1, keepdim=True)  # a bitmask
+    on_path = (tree.ancestors != 0) & (tree.ancestors & wrong == 0) & (tree.depths < max_path)
+    # the path's node of each depth, the root beyond its end
+    path = target.new_zeros(B, max_path + 1)
+    path = path.scatter(1, tree.depths.where(on_path, max_path), node.expand(B, T))[:, :max_path]
+    accepted = Accepted(target.gather(1, path), path, tree.sources.gather(1, path), on_path.sum(1))
+    count_heads(counts, tree, on_path, active, temperature)
+    if chain is not None:
+        count_chain(counts, chain, accepted, active, temperature)
+    return accepted._replace(count=accepted.count * (active != IDLE))
 
 
-def advance(accepted, *rest):
-    last = (accepted.count[:, None] - 1).clamp(min=0)
-    packed = torch.cat((*accepted[:3], accepted.count[:, None], last), 1)
-    kernels.advance(packed, *rest)
+def count_heads(counts, tree, on_path, active, temperature):
+    """counts[mode, source] += (accepted, all) of the heads' nodes. A sequence with a guide counts
+    only chains of forced text."""
+    counted = (tree.sources >= 0) & (tree.sources < BINS) & (tree.ancestors != 0)
+    counted = counted & (active == ACTIVE)[:, None]
+    add_counts(counts, tree.sources, temperature, on_path & counted, counted)
+
+
+def count_chain(counts, chain, accepted, active, temperature):
+    """counts[mode, BINS + match] += a chain's tokens that were emitted, and these with the first
+    wrong one."""
+    match = chain[:, :1]
+    n = min(chain.shape[1] - 1, accepted.path.shape[1])
+    guesses = chain[:, 1:n + 1]
+    compared = (torch.arange(n, device=chain.device) < accepted.count[:, None]) & (guesses >= 0)
+    compared = compared.cumprod(1)  # up to the chain's end
+    right = (compared * (guesses == accepted.tokens[:, :n])).cumprod(1).sum(1, keepdim=True)
+    tried = torch.minimum(right + 1, compared.sum(1, keepdim=True))
+    active = active[:, None]
+    counted = (match > 0) & ((active == ACTIVE) | (active == GUIDED) & (match == SCHEMA))
+    add_counts(counts, BINS + match, temperature, right * counted, tried * counted)
+
+
+def add_counts(counts, sources, temperature, right, tried):
+    """Adds right and tried [B, n] to the counts of their sources."""
+    cell = sources.clamp(min=0) + SOURCES * (temperature > 0)[:, None]
+    added = torch.stack((right, tried), dim=-1).flatten(0, 1).to(counts.dtype)
+    counts.view(-1, 2).index_add_(0, cell.flatten(), added)
+
+
+def advance(accepted, lengths, root, history=None, states=None, state=None, slots=None):
+    """Appends the tokens of accepted paths to their sequences, in place. lengths: int32 [slots],
+    index of the root. root: int64 [slots], the newest token. history: int32 [slots, S]. states
+    [B, P, C] of the path's nodes: the last one's becomes state [slots, C]. A path of no tokens
+    changes nothing."""
+    tokens, _, _, count = accepted
+    if slots is None:
+        slots = torch.arange(len(count), device=count.device)
+    count = count[:, None]
+    last = (count - 1).clamp(min=0)
+    if history is not None:
+        # beyond the path: its last token again, so that a graph has a fixed number of writes
+        step = torch.arange(tokens.shape[1], device=tokens.device).minimum(last)
+        rows, columns = slots[:, None], lengths[slots][:, None] + 1 + step
+        values = tokens.gather(1, step).to(history.dtype)
+        history[rows, columns] = values.where(count > 0, history[rows, columns])
+    if states is not None:
+        newest = states.gather(1, last[:, :, None].expand(-1, -1, states.shape[2]))[:, 0]
+        state[slots] = newest.where(count > 0, state[slots])
+    root[slots] = tokens.gather(1, last)[:, 0].where(count[:, 0] > 0, root[slots])
+    lengths.index_add_(0, slots, count[:, 0].to(lengths.dtype))
 
 
 class StepResult(NamedTuple):
@@ -288,7 +376,11 @@ class Decoder:
     InputError for sizes out of range."""
     chooses_size = False   # whether `draft` chooses the tree size, if it is None
     reads_prompts = False  # whether steps read prompts, too
+    # functions that a backend replaces
+    extend_candidates = staticmethod(extend_candidates)
+    ngram_lookup = staticmethod(ngram_lookup)
     filtered_sample = staticmethod(sample_filtered)
+    advance = staticmethod(advance)
     guide = None  # restricts the tokens of the next step: see engine/guide.py
 
     @torch.inference_mode()
@@ -396,7 +488,8 @@ class Decoder:
                      batch.lengths) if plan.mode != GREEDY else None
             state = self.slots.state if batch.slots is None else self.slots.state[batch.slots]
             masks = self.guide and self.guide.first_masks(plan.B)
-            candidates = self.heads.draft(state, batch.root, T, self.beams, noise, masks)
+            candidates = self.heads.draft(state, batch.root, T, self.beams, noise, masks,
+                                          self.extend_candidates)
         chain = self.chain(plan, batch)
         tree = self.build_tree(batch, candidates, chain, T)
         return Draft(batch, tree, batch.lengths[:, None] + tree.depths, chain)
@@ -407,7 +500,7 @@ class Decoder:
         n = min(plan.tree_size - 1, MAX_CHAIN)
         chain = None
         if self.policy.lookup:
-            chain = ngram_lookup(slots.history, slots.cache.lengths, n, batch.slots)
+            chain = self.ngram_lookup(slots.history, slots.cache.lengths, n, batch.slots)
         return self.guide.chain(chain, plan.B, n) if self.guide else chain
 
     def build_tree(self, batch, candidates, chain, tree_size):
@@ -466,8 +559,8 @@ class Decoder:
             states = self.heads.augment(hidden, accepted.tokens, positions,
                                         slots.heads_cache.select(batch.slots), ancestors)
         history = slots.history if self.policy.lookup else None
-        advance(accepted, slots.cache.lengths, slots.all.root, history, states, slots.state,
-                batch.slots)
+        self.advance(accepted, slots.cache.lengths, slots.all.root, history, states, slots.state,
+                     batch.slots)
 
     # On the host
 

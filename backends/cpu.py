@@ -31,7 +31,10 @@ import torch.nn.functional as F
 
 import model as models
 from clover import (
+    BINS,
     MAX_DRAFT,
+    SCHEMA,
+    SOURCES,
     AttentionDecoder,
     CloverHeads,
     Concat,
@@ -45,9 +48,6 @@ from common.values import one_line, warn
 from engine.policy import LARGEST
 from generate import FILTERED, MAX_CHAIN, Accepted, Decoder, Draft
 from kernels import (
-    BINS,
-    SCHEMA,
-    SOURCES,
     best_tokens,
     filled,
     filter_logits,

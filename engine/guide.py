@@ -6,10 +6,9 @@ trees, and computes the masks of their nodes on the host while a GPU verifies th
 
 import torch
 
-from clover import is_allowed
+from clover import SCHEMA, is_allowed
 from engine.clock import seconds_between, timestamp
 from generate import MAX_CHAIN, Sequence
-from kernels import SCHEMA
 
 
 class GuidedSequence(Sequence):

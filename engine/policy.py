@@ -9,9 +9,8 @@ from itertools import accumulate, product
 
 import torch
 
-from clover import DEFAULT_BEAMS
+from clover import BINS, DEFAULT_BEAMS, SCHEMA, SOURCES
 from generate import MAX_CHAIN, decoder_class, known_counts
-from kernels import BINS, SCHEMA, SOURCES
 from model import MAX_TREE, check
 
 # While a prompt is unread, a fixed T competes with READ_SIZES, where steps read prompts

@@ -12,12 +12,11 @@ import pytest
 import torch
 
 from backends import cpu
-from clover import PRESETS, CloverHeads
+from clover import BINS, PRESETS, CloverHeads
 from conftest import SHAPES, random_prompts, toy_model
 from generate import Policy, Sampling, prepare
 from hf import checkpoint
 from hf.tokenizer import load_encoding
-from kernels import BINS
 from model import GPT
 from test_clover import random_heads
 from test_generate import Cycling, new_engine
