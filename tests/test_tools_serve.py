@@ -196,6 +196,7 @@ PAIR = dict(type="object", properties=dict(n=dict(type="integer", minimum=0, max
 JSON, SCHEMA = r'\{"n": \d{1,2}, "kind": "[ab]"\}', dict(type="json_schema", json_schema=dict(name="pair", schema=PAIR))
 STRUCTURED = {  # fields, an expression that the output matches
     "OpenAI's": (dict(response_format=SCHEMA), JSON), "text of JSON": (dict(guided_json=json.dumps(PAIR)), JSON),
+    "llama.cpp's": (dict(response_format=dict(type="json_object", schema=PAIR)), JSON),
     "vLLM's": (dict(structured_outputs=dict(json=PAIR)), JSON), "choice": (dict(guided_choice=["a", "\"b"]), 'a|"b'),
     "regex": (dict(structured_outputs=dict(regex="[ab]{3}-(x|y)")), "[ab]{3}-(x|y)"),
     "GBNF": (dict(guided_grammar='root ::= "a" | "b" root'), "b*a")}
@@ -340,6 +341,19 @@ def test_unsupported_fields_are_ignored_or_refused_by_name(served, path):
     for name, value in REFUSED.items():
         answer = served.post(body | {name: value}, path)
         assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(name), name
+
+
+@pytest.mark.parametrize("fields, named", [
+    (dict(type="json_schema", json_schema=PAIR), "response_format.json_schema.type"),
+    (dict(type="json_schema", json_schema=dict(name="pair", Schema=PAIR)), "response_format.json_schema.Schema"),
+    (dict(type="json_schema", schema=PAIR), "response_format.schema"),
+    (dict(type="json_object", json_schema=dict(schema=PAIR)), "response_format.json_schema"),
+    (dict(type="json_object", schema=3), "response_format.schema"),
+    (dict(type="text", schema=PAIR), "response_format.schema"), (dict(type=["text"]), "response_format.type")])
+def test_a_schema_in_another_place_is_no_free_choice_of_an_object(served, fields, named):
+    """Bug: 200 and an object of any kind, where a client's schema was not read."""
+    answer = served.post(ask(response_format=fields))
+    assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(f"{named} ")
 
 
 CALLED = [CALL | dict(content=None), dict(role="tool", tool_call_id="c1", content="5")]

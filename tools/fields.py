@@ -96,6 +96,9 @@ def messages(name, value):
 # --------------------------------------------------------------------------------------------------
 # Structured output: readers return the arguments of `GrammarTokenizer.compile`
 
+ANY_OBJECT = "json_schema", dict(type="object")
+
+
 def json_schema(name, value):
     expect(isinstance(value, dict | str), f"{name} must be a JSON schema, an object or its text")
     return "json_schema", value
@@ -103,7 +106,7 @@ def json_schema(name, value):
 
 def any_object(name, value):
     expect(value is True, f"{name} must be true or left out")
-    return "json_schema", dict(type="object")
+    return ANY_OBJECT
 
 
 def source_of(kind, read=text):
@@ -123,17 +126,27 @@ def structured_outputs(name, value):
     return next(iter(values.values()))
 
 
+def misplaced(name, value):
+    raise InputError(f"{name} is not supported; a schema belongs into "
+                     "response_format.json_schema.schema, and others are left out")
+
+
+WRAPPER = dict(name=text, description=text, strict=flag, schema=json_schema)
+FORMATS = dict(  # fields of a response_format besides its type
+    text={}, json_object=dict(schema=json_schema),  # llama.cpp's
+    json_schema=dict(json_schema=object_of(WRAPPER, misplaced)))
+
+
 def response_format(name, value):
     """Reads OpenAI's response_format; None for plain text."""
     kind = variables(name, value).get("type")
+    expect(kind in [*FORMATS], f"{name}.type must be {', '.join(FORMATS)}, not {kind!r}")
+    values = object_of(dict(type=text) | FORMATS[kind], misplaced)(name, value)
     if kind == "text":
         return None
-    if kind == "json_object":
-        return any_object(name, True)
-    expect(kind == "json_schema", f"{name}.type must be text, json_object or json_schema, not "
-           f"{kind!r}")
-    about = variables(f"{name}.json_schema", value.get("json_schema"))
-    return json_schema(f"{name}.json_schema.schema", about.get("schema", dict(type="object")))
+    if kind == "json_schema":
+        values = variables(f"{name}.json_schema", values.get("json_schema"))
+    return values.get("schema", ANY_OBJECT)
 
 
 GRAMMARS = dict(response_format=response_format, structured_outputs=structured_outputs) | {
