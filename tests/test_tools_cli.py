@@ -92,6 +92,14 @@ def test_draft_selects_the_drafters_and_keeps_the_output(folder, capsys, draft, 
     assert {name.split()[0] for name in drafted["accepted"]} == names
 
 
+def test_a_seed_of_minus_one_is_drawn_and_reported(folder, capsys):
+    """Bug: a fixed seed, as good as any other, for those who ask for a new one each time."""
+    flags = ["--model", folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 20, "--temperature", 2]
+    said = [run(capsys, *flags, "--quiet", "--seed", -1) for _ in range(2)]
+    text, seed = re.fullmatch(r"((?s:.*))seed: (\d+)\n", said[0]).groups()
+    assert said[0] != said[1] and run(capsys, *flags, "--quiet", "--seed", seed) == text
+
+
 def test_structured_output_on_the_command_line(folder, capsys, tmp_path):
     """Bug: a grammar of another prompt, a flag that wins over a prompt's own schema, --compare without the grammar."""
     pytest.importorskip("llguidance", reason="pip install llguidance")

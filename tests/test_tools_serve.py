@@ -388,13 +388,16 @@ def test_prompts_and_stops_may_be_token_ids(served):
 def test_a_request_without_a_seed_gets_a_random_one(served, monkeypatch):
     """Bug: repeating a request never changes the output, a drawn seed is not reported, or --seed is ignored."""
     body = ask(max_tokens=20, temperature=1.5)
-    first, second = (served.post(body).json() for _ in range(2))
-    assert first["choices"] != second["choices"]
+    for any_seed in ({}, dict(seed=-1)):
+        first, second = (served.post(body | any_seed).json() for _ in range(2))
+        assert first["choices"] != second["choices"] and -1 not in (first["seed"], second["seed"])
     assert served.post(body | dict(seed=first["seed"])).json()["choices"] == first["choices"]
     parts = events(served.post(body | dict(stream=True)).text.splitlines())
     assert joined(parts)[0] == served.want(body | dict(seed=parts[0]["seed"]))[0]
     monkeypatch.setitem(served.loaded.sampling, "seed", 4)  # as --seed does
     assert [served.post(body).json()["seed"] for _ in range(2)] == [4, 4]
+    monkeypatch.setitem(served.loaded.sampling, "seed", -1)
+    assert len({served.post(body).json()["seed"] for _ in range(2)}) == 2
 
 
 @pytest.mark.skipif(not socket.has_dualstack_ipv6(), reason="there is no IPv6")

@@ -166,7 +166,7 @@ def add_sampling_flags(parser, new_tokens, seed=0):
     add("--min-p", type=float, metavar="X",
         help=f"keep tokens at least X times as likely as the likeliest; {default} 0")
     add("--seed", type=int, default=seed, metavar="N",
-        help=f"default: {'drawn for each request' if seed is None else seed}")
+        help=f"-1: drawn; default: {'drawn for each request' if seed is None else seed}")
     add("--stop", action="append", default=[], metavar="TEXT", help="ends the output; repeatable")
 
 

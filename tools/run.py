@@ -2,6 +2,7 @@
 
 import contextlib
 import json
+import random
 import sys
 
 from backends import tensor_parallel
@@ -18,6 +19,9 @@ from tools.printer import Printer, speed
 def main(args):
     """Continues the prompts that the flags name, or without any starts a conversation."""
     group = tensor_parallel.start(args.device)
+    if args.seed == -1:
+        args.seed = group.on_first(lambda: random.getrandbits(31))
+        print(f"seed: {args.seed}", file=sys.stderr)
     given = group.on_first(lambda: read_prompts(args))
     loaded = load(args, group)
     if not given:

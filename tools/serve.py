@@ -72,8 +72,9 @@ class Job:
         limit = body.get("max_tokens", app.args.max_new_tokens)
         self.limit = body.get("max_completion_tokens", limit)
         select = lambda *names: {name: body[name] for name in names if name in body}
-        random_seed = dict(seed=random.getrandbits(31))  # without --seed
-        sampling = random_seed | app.loaded.sampling | select(*fields.SAMPLING_FIELDS)
+        sampling = app.loaded.sampling | select(*fields.SAMPLING_FIELDS)
+        if sampling.get("seed", -1) == -1:  # no --seed, or a client's "any"
+            sampling["seed"] = random.getrandbits(31)
         self.sampling = Sampling(**sampling)
         self.stop = [*app.loaded.stop, *body["stop"], *body["stop_token_ids"]]
         self.encoding = app.loaded.encoding
