@@ -2,6 +2,7 @@
 package llguidance compiles and matches them; it is imported when the first one is needed."""
 
 import json
+import re
 
 import numpy as np
 
@@ -12,6 +13,18 @@ ROW_ITEMS = 500  # of the parser: a mask takes 12 ms at worst; by default an amb
 FORCED_BYTES = 512  # of forced text that are tokenized at once
 # how JSON is written, as by json.dumps: with one choice, most of a document's structure is forced
 JSON_STYLE = dict(item_separator=", ", key_separator=": ", whitespace_flexible=False)
+
+# of JSON schemas: formats that llguidance checks, and its name for pydantic's uuid4 and the like
+FORMATS = {name: name for name in ("date-time", "date", "time", "duration", "email", "hostname",
+                                   "ipv4", "ipv6", "uri", "uuid")}
+FORMATS |= {f"uuid{version}": "uuid" for version in range(1, 9)}
+DRAFTS = re.compile(r"http://json-schema\.org/draft-0\d/schema#?|"
+                    r"https://json-schema\.org/draft/20[\d-]+/schema#?")
+# keywords that llguidance refuses, with values that allow everything
+NEUTRAL = dict(uniqueItems=[False], propertyNames=[True, {}, dict(type="string")],
+               unevaluatedProperties=[True, {}], unevaluatedItems=[True, {}])
+NAMED = "properties", "patternProperties", "$defs", "definitions", "dependentSchemas"
+VALUES = "const", "enum", "default", "example", "examples"  # not schemas
 
 
 class GrammarTokenizer:
@@ -45,8 +58,9 @@ class GrammarTokenizer:
         made = self.llguidance
         try:
             if kind == "json_schema":
+                schema = json.loads(source) if isinstance(source, str) else source
                 # as text: objects that are nested too deeply would crash the conversion
-                source = source if isinstance(source, str) else json.dumps(source, allow_nan=False)
+                source = json.dumps(without_annotations(schema), allow_nan=False)
                 text = made.LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE)
             elif kind == "choice":
                 # one terminal: llguidance's own "choice" has a parser item for each text
@@ -58,6 +72,27 @@ class GrammarTokenizer:
             raise InputError(f"not a {kind} that llguidance supports: {error}") from None
         limits = made.LLParserLimits(max_items_in_row=ROW_ITEMS, verbose_errors=False)
         return Grammar(self, made.LLMatcher(self.package, text, log_level=0, limits=limits))
+
+
+def without_annotations(schema):
+    """A JSON schema without formats that llguidance does not know, keywords with NEUTRAL values,
+    and $schemas other than DRAFTS."""
+    if isinstance(schema, list):
+        return list(map(without_annotations, schema))
+    if not isinstance(schema, dict):
+        return schema
+    kept = {}
+    for key, value in schema.items():
+        if key in VALUES:
+            kept[key] = value
+        elif key in NAMED and isinstance(value, dict):
+            kept[key] = {name: without_annotations(part) for name, part in value.items()}
+        elif key == "format" and isinstance(value, str):
+            kept |= {key: FORMATS[value]} if value in FORMATS else {}
+        elif not (value in NEUTRAL.get(key, ()) or key == "$schema"
+                  and not DRAFTS.fullmatch(str(value))):
+            kept[key] = without_annotations(value)
+    return kept
 
 
 class Grammar:

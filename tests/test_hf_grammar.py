@@ -300,6 +300,50 @@ def test_large_choices_and_deep_schemas():
     refusal(lambda: tokenizer.compile("json_schema", deep), "not a json_schema that llguidance supports")
 
 
+def matches(kind, source, text):
+    """Whether text, or for a JSON schema the JSON of a value, is what the grammar describes."""
+    *_, encoding, tokenizer = load()
+    text = json.dumps(text, ensure_ascii=False) if kind == "json_schema" else text
+    matcher = tokenizer.compile(kind, source).start()
+    return matcher.take(encoding.encode(text)) == len(encoding.encode(text)) and matcher.take(tokenizer.stop[:1]) == 1
+
+
+OBJECT = dict(type="object", additionalProperties=False)
+ANNOTATED = {  # schema, a value that matches, one that does not or None
+    **{name: (dict(type="string", format=name), "~/x", 5) for name in ("path", "password", "binary", "json-pointer")},
+    "null": (dict(anyOf=[dict(type="string", format="path"), dict(type="null")]), "x", 5),
+    "uuid4": (dict(format="uuid4", type="string"), "12345678-1234-4234-8234-123456789abc", "x"),
+    "date": (dict(format="date", type="string"), "2026-01-31", "2026-1-31"),
+    "lists": (dict(type="array", uniqueItems=False, items=dict(format="path", type="string")), ["a", "a"], [5]),
+    "own": ({"$schema": "https://example.com/mine", "type": "null"}, None, 5),
+    "zod": (OBJECT | dict(propertyNames=dict(type="string"), additionalProperties=dict(type="null")), {"a": None},
+            {"a": 5}),
+    "names": (OBJECT | dict(properties=dict(format=dict(enum=["path"]), uniqueItems=False, pattern=dict(type="null"))),
+              {"format": "path", "pattern": None}, {"format": "x"}),
+    "a definition": ({"$ref": "#/$defs/format", "$defs": dict(format=dict(const=dict(format="path")))},
+                     dict(format="path"), {}),
+    "a default": (dict(enum=[dict(uniqueItems=False)]), dict(uniqueItems=False), {})}
+
+
+@pytest.mark.parametrize("schema, right, wrong", ANNOTATED.values(), ids=ANNOTATED)
+def test_annotations_that_a_grammar_cannot_check_are_ignored(schema, right, wrong):
+    """Bug: 400 for a schema as pydantic or zod writes it; a property or value of the same name is dropped."""
+    for source in (schema, json.dumps(schema)):
+        assert matches("json_schema", source, right) and not matches("json_schema", source, wrong)
+
+
+@pytest.mark.parametrize("pattern, right, wrong", [
+    (r"^\d$", "5", "\u0663"), (r"^[\d_]$", "5", "\u0663"), (r"^\w$", "a", "é"), (r"^[\w-]$", "_", "é"),
+    (r"^\D$", "\u0663", "5"), (r"^[^\d]$", "\u0663", "5"), (r"^[\W]$", "é", "a"),
+    (r"^\\d$", r"\d", "5"), (r"^\p{Nd}$", "\u0663", "a")])
+def test_digits_of_a_pattern_are_those_of_ascii(pattern, right, wrong):
+    r"""Bug: \d means digits of all scripts, as it does in a regular expression, where it is right."""
+    for schema, wrap in ((dict(type="string", pattern=pattern), str),
+                         (OBJECT | dict(patternProperties={pattern: dict(type="null")}), lambda name: {name: None})):
+        assert matches("json_schema", schema, wrap(right)) and not matches("json_schema", schema, wrap(wrong))
+    assert matches("regex", r"\d", "\u0663") and not matches("regex", r"(?-u:\d)", "\u0663")
+
+
 def test_without_llguidance_the_error_says_what_to_install(monkeypatch):
     *_, encoding, _ = load()
     monkeypatch.setitem(sys.modules, "llguidance", None)
