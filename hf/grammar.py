@@ -34,6 +34,7 @@ class GrammarTokenizer:
     def __init__(self, encoding, vocab_size, stop):
         try:
             import llguidance
+            from llguidance.gbnf_to_lark import gbnf_to_lark
         except ImportError as error:
             raise InputError("structured output (JSON schemas, grammars) needs one more package: "
                              f"pip install llguidance ({error})") from None
@@ -43,6 +44,7 @@ class GrammarTokenizer:
         expect(encoding.n_vocab <= vocab_size, f"the tokenizer has {encoding.n_vocab} tokens, the "
                f"model {vocab_size}; use the model's own tokenizer")
         self.llguidance = llguidance
+        self.gbnf_to_lark = gbnf_to_lark
         self.words = -(-vocab_size // 32)  # int32 of a mask
         self.encoding = encoding
         try:
@@ -54,8 +56,11 @@ class GrammarTokenizer:
 
     def compile(self, kind, source):
         """A `Grammar`. kind: "json_schema" (source: a dict or its text), "regex", "choice" (a list
-        of texts), or "grammar" (in Lark's or llama.cpp's notation). Raises InputError."""
+        of texts), "lark", "gbnf" (llama.cpp's notation), or "grammar" (either of these; no grammar
+        can be read as both). Raises InputError."""
         made = self.llguidance
+        if kind == "grammar":
+            return self.compile_either(source)
         try:
             if kind == "json_schema":
                 schema = json.loads(source) if isinstance(source, str) else source
@@ -66,12 +71,25 @@ class GrammarTokenizer:
                 # one terminal: llguidance's own "choice" has a parser item for each text
                 texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in source)
                 text = made.grammar_from("grammar", f"start: CHOICE\nCHOICE: {texts}")
+            elif kind == "gbnf":
+                text = made.grammar_from("lark", self.gbnf_to_lark(source))
             else:
                 text = made.grammar_from(kind, source)
-        except (ValueError, RecursionError) as error:
-            raise InputError(f"not a {kind} that llguidance supports: {error}") from None
+        except Exception as error:  # gbnf_to_lark raises no other
+            raise InputError(f"not a {kind} that llguidance supports: {one_line(error)}") from None
         limits = made.LLParserLimits(max_items_in_row=ROW_ITEMS, verbose_errors=False)
         return Grammar(self, made.LLMatcher(self.package, text, log_level=0, limits=limits))
+
+    def compile_either(self, source):
+        """A `Grammar` in llama.cpp's notation, or else in Lark's."""
+        reasons = []
+        for kind in ("gbnf", "lark"):
+            try:
+                return self.compile(kind, source)
+            except InputError as error:
+                reasons.append(f"as {kind}: {error}")
+        raise InputError(f"expected a grammar in Lark's or llama.cpp's notation; {reasons[1]}; "
+                         f"{reasons[0]}")
 
 
 def without_annotations(schema):

@@ -344,6 +344,21 @@ def test_digits_of_a_pattern_are_those_of_ascii(pattern, right, wrong):
     assert matches("regex", r"\d", "\u0663") and not matches("regex", r"(?-u:\d)", "\u0663")
 
 
+LARK = ["?start: a\na: /x+/", 'start: a\n_b: "x"\na: _b+', '// root ::= "y"\n\n  START: /x+/\nstart: START',
+        '%llguidance {}\nA: "x"\nstart: A A*']
+GBNF = ['root::=a\na ::= "x"+', '# start: "y"\nroot ::= "x" | "x" root', 'a-b ::= [x]\nroot ::= a-b*']
+
+
+@pytest.mark.parametrize("kind, source", [("lark", source) for source in LARK] + [("gbnf", source) for source in GBNF])
+def test_the_notation_of_a_grammar_is_found_or_named(kind, source):
+    """Bug: Lark is read as llama.cpp's because its first line looks like it, or a comment does."""
+    for named in (kind, "grammar"):
+        assert matches(named, source, "xx") and not matches(named, source, "xy")
+    other = "gbnf" if kind == "lark" else "lark"
+    assert "as " not in refusal(lambda: load()[3].compile(other, source))
+    refusal(lambda: load()[3].compile("grammar", source + "\n?"), "as lark: ", "as gbnf: not a gbnf that llguidance")
+
+
 def test_without_llguidance_the_error_says_what_to_install(monkeypatch):
     *_, encoding, _ = load()
     monkeypatch.setitem(sys.modules, "llguidance", None)

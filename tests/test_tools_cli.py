@@ -104,13 +104,15 @@ def test_structured_output_on_the_command_line(folder, capsys, tmp_path):
     """Bug: a grammar of another prompt, a flag that wins over a prompt's own schema, --compare without the grammar."""
     pytest.importorskip("llguidance", reason="pip install llguidance")
     (tmp_path / "schema.json").write_text('{"enum": [1, "two"]}')
+    (tmp_path / "two.LARK").write_text('?start: "xx"')
     (tmp_path / "bits.gbnf").write_text('root ::= [01] | [01] root')
     (tmp_path / "prompts.jsonl").write_text('{"prompt": "a", "json_schema": {"const": [true, null]}}\n{"prompt": "b"}')
     flags = ["--model", folder, "--device", "cpu", "--max-new-tokens", 20, "--temperature", 1]
     text = lambda *more: json.loads(run(capsys, *flags, "--prompt", "a", "--json", "--compare", *more))
     for more, pattern in ((["--json-schema", tmp_path / "schema.json"], '1|"two"'), (["--regex", "(a|b)!"], "(a|b)!"),
                           (["--json-schema", '{"type": "boolean"}', "--draft", "schema"], "true|false"),
-                          (["--grammar", tmp_path / "bits.gbnf", "--draft", "none"], "[01]+")):
+                          (["--grammar", tmp_path / "bits.gbnf", "--draft", "none"], "[01]+"),
+                          (["--grammar", tmp_path / "two.LARK"], "xx")):
         result = text(*more)
         assert re.fullmatch(pattern, result["texts"][0]) and result["difference"] is None
     lines = run(capsys, *flags, "--prompts", tmp_path / "prompts.jsonl", "--json", "--regex", "x{3}").splitlines()

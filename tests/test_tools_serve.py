@@ -199,7 +199,9 @@ STRUCTURED = {  # fields, an expression that the output matches
     "llama.cpp's": (dict(response_format=dict(type="json_object", schema=PAIR)), JSON),
     "vLLM's": (dict(structured_outputs=dict(json=PAIR)), JSON), "choice": (dict(guided_choice=["a", "\"b"]), 'a|"b'),
     "regex": (dict(structured_outputs=dict(regex="[ab]{3}-(x|y)")), "[ab]{3}-(x|y)"),
-    "GBNF": (dict(guided_grammar='root ::= "a" | "b" root'), "b*a")}
+    "GBNF": (dict(guided_grammar='root ::= "a" | "b" root'), "b*a"),
+    "Lark": (dict(guided_grammar=dict(lark='?start: "a" | "b" start')), "b*a"),
+    "by name": (dict(structured_outputs=dict(grammar=dict(gbnf='root ::= "a" | "b" root'))), "b*a")}
 
 
 @pytest.fixture(scope="module")
@@ -260,6 +262,8 @@ def test_a_grammar_that_explodes_fails_alone(thinker):
     assert failed[0]["finish_reason"] == "error" and failed[0]["error"].startswith("Parser Error") and other == alone
     for fields, says in ((dict(guided_json=dict(uniqueItems=True)), 'Unimplemented keys: ["uniqueItems"]'),
                          (dict(guided_regex="a", guided_choice=["b"]), "takes one of"),
+                         (dict(guided_grammar=dict(ebnf="a")), "guided_grammar.ebnf is not supported"),
+                         (dict(guided_grammar=dict(gbnf='start: "a"')), "not a gbnf"),
                          (dict(response_format=dict(type="json_schema")), "response_format.json_schema must be")):
         answer = thinker.post(ask(**fields))
         assert answer.status_code == 400 and says in answer.json()["error"]["message"]

@@ -113,17 +113,26 @@ def source_of(kind, read=text):
     return lambda name, value: (kind, read(name, value))
 
 
+def one_of(readers):
+    """Reads an object with one of the fields in {field: reader}."""
+    def read(name, value):
+        values = object_of(readers)(name, value)
+        expect(len(values) == 1, f"{name} takes one of {', '.join(readers)}")
+        return next(iter(values.values()))
+    return read
+
+
+def grammar(name, value):
+    """Reads a grammar: its text, or {"lark" or "gbnf": text}."""
+    read = one_of(dict(lark=source_of("lark"), gbnf=source_of("gbnf")))
+    return read(name, value) if isinstance(value, dict) else ("grammar", text(name, value))
+
+
 choice = must_be("a list of at least one string",
                  lambda value: type(value) is list and {*map(type, value)} == {str})
 STRUCTURED = dict(json=json_schema, json_object=any_object, regex=source_of("regex"),
-                  choice=source_of("choice", choice), grammar=source_of("grammar"))
-
-
-def structured_outputs(name, value):
-    """Reads vLLM's structured_outputs, an object with one of STRUCTURED."""
-    values = object_of(STRUCTURED)(name, value)
-    expect(len(values) == 1, f"{name} takes one of {', '.join(STRUCTURED)}")
-    return next(iter(values.values()))
+                  choice=source_of("choice", choice), grammar=grammar)
+structured_outputs = one_of(STRUCTURED)  # vLLM's
 
 
 def misplaced(name, value):

@@ -102,7 +102,7 @@ def parse_generate(argv=None):
     one_of("--json-schema", metavar="FILE|JSON", help="write JSON that matches this schema")
     one_of("--regex", metavar="REGEX", help="write text that matches this regular expression")
     one_of("--grammar", metavar="FILE", help="write text of this grammar, in Lark's or llama.cpp's "
-           "notation")
+           "notation, which the suffix .lark or .gbnf may name")
     add_sampling_flags(parser, new_tokens=128)
     add_drafting_flags(parser)
     add = parser.add_argument_group("output").add_argument

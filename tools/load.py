@@ -214,7 +214,9 @@ def read_grammar(args):
         return "json_schema", args.json_schema if is_json else read_text(Path(args.json_schema))
     if args.regex is not None:
         return "regex", args.regex
-    return args.grammar and ("grammar", read_text(Path(args.grammar)))
+    notation = args.grammar and Path(args.grammar).suffix.lower().removeprefix(".")
+    kind = notation if notation in ("lark", "gbnf") else "grammar"
+    return args.grammar and (kind, read_text(Path(args.grammar)))
 
 
 def read_prompt_file(file, missing=None, template=None):
