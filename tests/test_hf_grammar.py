@@ -6,6 +6,7 @@ import random
 import re
 import string
 import sys
+import time
 from functools import cache
 from importlib.util import find_spec
 from itertools import cycle
@@ -103,7 +104,16 @@ def check_valid(kind, source, text, ended):
         pytest.importorskip("jsonschema").validate(json.loads(text), source)
 
 
+OBJECT = dict(type="object", additionalProperties=False)
 SCHEMA_A = dict(type="object", properties=dict(a=dict(type="string")), required=["a"], additionalProperties=False)
+
+
+def matches(kind, source, text):
+    """Whether text, or for a JSON schema the JSON of a value, is what the grammar describes."""
+    *_, encoding, tokenizer = load()
+    text = json.dumps(text, ensure_ascii=False) if kind == "json_schema" else text
+    matcher = tokenizer.compile(kind, source).start()
+    return matcher.take(encoding.encode(text)) == len(encoding.encode(text)) and matcher.take(tokenizer.stop[:1]) == 1
 
 
 def mask_after(grammar, tokens, path):
@@ -238,9 +248,13 @@ def test_random_schemas_and_expressions(name, dtype, seed):
     assert plain.ended.count("stop") > 10
 
 
-# too ambiguous for the parser after a few tokens
-EXPLODES = "start: " + " ".join(f"x{i}?" for i in range(40)) + "\n" + "\n".join(
-    f'x{i}: "a" x{(7 * i + 1) % 40}? x{(3 * i + 2) % 40}?' for i in range(40))
+def ambiguous(n):
+    """A grammar that is too ambiguous for the parser after a few tokens."""
+    rules = [f'x{i}: "a" x{(7 * i + 1) % n}? x{(3 * i + 2) % n}?' for i in range(n)]
+    return "\n".join(['start: "an " ' + " ".join(f"x{i}?" for i in range(n)), *rules])
+
+
+EXPLODES = ambiguous(40)
 
 
 def test_a_grammar_that_explodes_ends_its_sequence_only():
@@ -252,10 +266,33 @@ def test_a_grammar_that_explodes_ends_its_sequence_only():
     run = lambda **way: generate(model, prompts, N, grammar=grammars, **way)
     plain = run(tree_size=1)
     error = plain.sequences[0].error
-    assert plain.ended[0] == "error" and error.startswith("Parser Error: Current row has") and "<" not in error
+    assert plain.ended[0] == "error" and error.startswith("parser error: Too many items") and "<" not in error
     for output in run(heads=heads, lookup=True, tree_size=17), run(lookup=True, tree_size=6, batch_size=1), run():
         assert (output.tokens, output.ended) == (plain.tokens, plain.ended) and output.sequences[0].error == error
     assert plain.tokens[1:] == generate(model, prompts, N, tree_size=1, grammar=[None, *grammars[1:]]).tokens[1:]
+
+
+@pytest.mark.parametrize("count", [200, 1000])
+def test_objects_with_many_optional_properties(count):
+    """Bug: an empty answer that ended with an error, for a schema that takes a few milliseconds per mask."""
+    names = [f"{'xyz'[i % 3]}_{i}" for i in range(count)]
+    schema = OBJECT | dict(properties={name: dict(enum=[1, "two"]) for name in names})
+    value = dict.fromkeys(names[5::count // 9], 1)
+    assert matches("json_schema", schema, value) and not matches("json_schema", schema, value | {names[0]: 1})
+    nested = OBJECT | dict(properties=dict(inner=schema), required=["inner"])
+    assert matches("json_schema", nested, dict(inner=value))
+
+
+@pytest.mark.parametrize("count", [60, 400])
+def test_the_time_of_a_mask_has_a_limit(count):
+    """Bug: a single request stops all others for half a second in each step."""
+    *_, encoding, tokenizer = load()
+    matcher, seconds = tokenizer.compile("grammar", ambiguous(count)).start(), []
+    for token in encoding.encode("an aaaaaaaa"):
+        start = time.thread_time()
+        matcher.take([token])
+        seconds.append(time.thread_time() - start)
+    assert matcher.ended == "error" and max(seconds) < 0.25
 
 
 def test_forced_text_is_drafted_and_only_schemas_count():
@@ -300,15 +337,6 @@ def test_large_choices_and_deep_schemas():
     refusal(lambda: tokenizer.compile("json_schema", deep), "not a json_schema that llguidance supports")
 
 
-def matches(kind, source, text):
-    """Whether text, or for a JSON schema the JSON of a value, is what the grammar describes."""
-    *_, encoding, tokenizer = load()
-    text = json.dumps(text, ensure_ascii=False) if kind == "json_schema" else text
-    matcher = tokenizer.compile(kind, source).start()
-    return matcher.take(encoding.encode(text)) == len(encoding.encode(text)) and matcher.take(tokenizer.stop[:1]) == 1
-
-
-OBJECT = dict(type="object", additionalProperties=False)
 ANNOTATED = {  # schema, a value that matches, one that does not or None
     **{name: (dict(type="string", format=name), "~/x", 5) for name in ("path", "password", "binary", "json-pointer")},
     "null": (dict(anyOf=[dict(type="string", format="path"), dict(type="null")]), "x", 5),
