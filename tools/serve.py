@@ -377,7 +377,7 @@ class App:
             if job.chat:
                 value = encoding.template.render(value, **job.template_kwargs)
             if isinstance(value, str):
-                self.check_length(encoding.least_tokens(value), "at least ")
+                self.check_length(encoding.least_tokens(value), " or more")
                 value = encode(value)
             self.check_length(len(value))
             own = grammar and grammar.for_prompt(value)
@@ -387,11 +387,13 @@ class App:
                     self.loaded.model.config, value, limit, job.sampling, job.stop, encoding,
                     len(job.sequences), own))
 
-    def check_length(self, tokens, at_least=""):
+    def check_length(self, tokens, or_more=""):
         longest = self.engine.decoder.capacity - 1
         if tokens > longest:
-            raise TooLong(f"the prompt has {at_least}{tokens} tokens; this server takes up to "
-                          f"{longest}")
+            # OpenAI's sentence, by which clients notice that they must shorten a prompt
+            raise TooLong(f"This model's maximum context length is {longest + 1} tokens. However, "
+                          f"your messages resulted in {tokens} tokens{or_more}; this server takes "
+                          f"prompts of up to {longest}, shorten this one")
 
     async def events(self, job):
         """The server-sent events of a stream."""
