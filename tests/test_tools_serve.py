@@ -330,11 +330,13 @@ REFUSED = dict(
     ignore_eos=True, min_tokens=3, repetition_penalty=1.1, guided_json=5, guided_choice=[], bad_words=["a"],
     structured_outputs=dict(structural_tag="a"), response_format=dict(type="xml"), guided_regex=["a"],
     prompt_logprobs=0, logprobs=0, tool_choice="required", best_of=2,
+    skip_special_tokens=False, include_stop_str_in_output=True, typical_p=0.9,
     tools=[dict(type="function")], logit_bias={"1": 5}, presence_penalty=0.5, suffix="a", echo=True, x="é",
     continue_final_message="yes", top_logprobs=False, stop_token_ids="a", stream_options=dict(include=True))
 NEUTRAL = dict(
     ignore_eos=False, min_tokens=0, repetition_penalty=1.0, tools=[], response_format=dict(type="text"), best_of=1,
     tool_choice="auto", echo=False, logit_bias={}, presence_penalty=0, frequency_penalty=0.0, suffix="", stop="",
+    skip_special_tokens=True, spaces_between_special_tokens=False, include_stop_str_in_output=False, repeat_penalty=1.0,
     top_k=-1, user="u", metadata=dict(a="b"), store=True, service_tier="auto", logprobs=False, anything=None)
 
 
@@ -389,6 +391,22 @@ def test_prompts_and_stops_may_be_token_ids(served):
     tokens = out.tokens[0]
     before = tokens[:tokens.index(tokens[9])]
     assert said(ids, stop_token_ids=[tokens[9], 999]) == [served.loaded.decode(before)]
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_control_tokens_are_not_in_the_text(served, monkeypatch, stream):
+    """Bug: <|im_start|> in an answer; a control token that a client stops at is not seen."""
+    body = dict(prompt="abc", max_tokens=20, temperature=1.5, seed=1, skip_special_tokens=True)
+    tokens = served.want(body)[2].tokens[0]
+    hidden, text = tokens[5], served.loaded.encoding.stream()
+    shown = text.feed([token for token in tokens if token != hidden]) + text.finish()
+    monkeypatch.setattr(served.loaded.encoding, "control_ids", {hidden})
+    said = served.post(body | dict(stream=stream))
+    assert stream or said.json()["usage"]["completion_tokens"] == 20
+    said = joined(events(said.text.splitlines()))[0] if stream else [said.json()["choices"][0]["text"]]
+    assert said == [shown] == [served.loaded.decode(tokens)]
+    stopped = served.post(body | dict(stop=[served.loaded.encoding.decode([hidden])])).json()["choices"][0]
+    assert stopped["finish_reason"] == "stop" and shown.startswith(stopped["text"])
 
 
 def test_a_request_without_a_seed_gets_a_random_one(served, monkeypatch):

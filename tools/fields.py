@@ -173,9 +173,11 @@ IGNORED = """user metadata store service_tier safety_identifier request_id prior
 NEUTRAL = {  # unsupported fields, each with the values that have no effect
     "tools functions bad_words": only([]), "logit_bias": only({}), "suffix": only(""),
     "tool_choice function_call": only("none", "auto"), "modalities": only(["text"]),
-    "presence_penalty frequency_penalty min_tokens top_logprobs": only(0, 0.0),
-    "repetition_penalty length_penalty best_of": only(1, 1.0),
-    "logprobs echo ignore_eos use_beam_search": only(False)}
+    "presence_penalty frequency_penalty min_tokens top_logprobs mirostat": only(0, 0.0),
+    "repetition_penalty repeat_penalty length_penalty typical_p best_of": only(1, 1.0),
+    "skip_special_tokens detokenize": only(True),
+    "spaces_between_special_tokens": only(True, False),
+    "logprobs echo ignore_eos use_beam_search include_stop_str_in_output": only(False)}
 COMMON = GRAMMARS | dict(
     model=any_value, stream=flag, stream_options=object_of(STREAM_OPTIONS), show_steps=flag,
     n=whole(1, 128), max_tokens=whole(1, 2**31), max_completion_tokens=whole(1, 2**31),

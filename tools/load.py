@@ -91,9 +91,13 @@ class Loaded:
                 raise InputError(f"prompt {number}: {error}") from None
         return list(map(grammar, itertools.count(1), prompts, ids))
 
+    def stream(self, stop=()):
+        """A `TextStream` of an output: without control tokens, and up to a stop."""
+        return self.encoding.stream([*self.stop, *stop, *self.encoding.control_ids])
+
     def decode(self, tokens):
-        """The text of token ids, without the stop token or string at its end."""
-        stream = self.encoding.stream(self.stop)
+        """The text of token ids, without control tokens and the stop string at its end."""
+        stream = self.stream()
         return stream.feed(tokens) + stream.finish()
 
 

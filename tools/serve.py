@@ -76,7 +76,9 @@ class Job:
         if sampling.get("seed", -1) == -1:  # no --seed, or a client's "any"
             sampling["seed"] = random.getrandbits(31)
         self.sampling = Sampling(**sampling)
-        self.stop = [*app.loaded.stop, *body["stop"], *body["stop_token_ids"]]
+        own_stop = [*body["stop"], *body["stop_token_ids"]]
+        self.stop = [*app.loaded.stop, *own_stop]
+        self.stream = partial(app.loaded.stream, own_stop)
         self.encoding = app.loaded.encoding
         self.chat = chat
         thinks = without_thinking(self.encoding.template) if body["grammar"] else {}
@@ -99,7 +101,7 @@ class Job:
     async def parts(self):
         """Yields the results of steps: (index of the choice, text of each new token, why the
         sequence ended or None, `step_record` or None)."""
-        streams = [self.encoding.stream(self.stop) for _ in range(self.count)]
+        streams = [self.stream() for _ in range(self.count)]
         hidden = [sequence.grammar and sequence.grammar.begin  # text up to this token
                   for sequence in self.sequences]
         left = self.count
