@@ -504,6 +504,14 @@ def test_pages_of_other_sites_reach_no_server_without_a_key(served, monkeypatch,
             ] == [reads, reads, reads, 200]
 
 
+def test_a_slash_at_the_end_of_a_path_changes_nothing(served):
+    """Bug: 404 for a model named '', a redirect that clients do not follow."""
+    for path in ("/v1/models", "/v1/models/toy", "/health", "/"):
+        one, two = (served.client.get(path + slash) for slash in ("", "/"))
+        assert (one.status_code, one.text) == (two.status_code, two.text) and one.status_code == 200
+    assert served.post(ask(), "/v1/completions/").json()["choices"] == served.post(ask()).json()["choices"]
+
+
 def test_a_full_queue_sends_retry_after(served):
     """Bug: requests pile up, or a place in the queue is never freed."""
     with ThreadPoolExecutor(8) as pool:

@@ -268,7 +268,13 @@ class App:
                     route("POST", "/v1/chat/completions", partial(self.complete, True)),
                     route("POST", "/v1/completions", partial(self.complete, False))],
             exception_handlers=dict.fromkeys((InputError, HTTPException, Exception), self.refuse))
-        self.asgi = CORSMiddleware(starlette, args.allow_origin, ("GET", "POST"), ("*",))
+        self.starlette = starlette
+        self.asgi = CORSMiddleware(self.without_slash, args.allow_origin, ("GET", "POST"), ("*",))
+
+    async def without_slash(self, scope, receive, send):
+        """Routes a request, with or without a slash at the end of its path."""
+        path = scope["path"].rstrip("/") or "/"
+        await self.starlette(scope | dict(path=path), receive, send)
 
     async def guard(self, handler, request):
         """Calls a handler if the request has the API key or, without one, is of no other site."""
