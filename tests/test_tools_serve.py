@@ -492,9 +492,16 @@ EVIL = "http://evil.example"
     (403, JSON | dict(host="localhost.evil.example")), (403, JSON | dict(host="1.evil.example")),
     (200, JSON | dict(host="localhost:80", origin="http://localhost:80")), (200, JSON | dict(host="[::1]:8000")),
     (200, JSON | dict(host="Clover.example:8443", origin="https://clover.example")),  # a proxy, with its own name
+    *((200, JSON | dict(host=host)) for host in (
+        "host.docker.internal:8000", "host.containers.internal", "App.localhost:8000", "a.b.localhost",
+        "Box.local:8000")),
+    *((403, JSON | dict(host=host)) for host in (
+        "other.local", "a.box.local", "box.example", "box", "evil-localhost", "x.localhost.evil.example", ".localhost",
+        "docker.internal", "a.host.docker.internal", "host.docker.internal.evil.example", "hostxdocker.internal")),
     (200, JSON | dict(host="10.0.0.5:8000", origin="https://clover.example:8443")), (200, JSON | dict(origin="http://a"))])
 def test_pages_of_other_sites_reach_no_server_without_a_key(served, monkeypatch, status, headers):
     """Bug: a page in the user's browser asks by DNS rebinding or as text; a client is refused."""
+    monkeypatch.setattr(serve.socket, "gethostname", lambda: "Box.example")
     monkeypatch.setattr(served.args, "allow_host", ["clover.example"])
     monkeypatch.setattr(served.args, "allow_origin", ["http://a"])
     answer = served.client.post("/v1/completions", content=json.dumps(ask()), headers=headers)

@@ -140,7 +140,7 @@ def parse_serve(argv=None):
         help="longest sequence, prompt included; default: the model's, up to 4096")
     add("--allow-host", action="append", default=[], type=str.lower, metavar="NAME",
         help="name of this server, without a port, that requests may use if there is no --api-key; "
-        "default: only localhost and IP addresses; repeatable")
+        "default: only localhost, HOSTNAME.local and IP addresses; repeatable")
     add("--allow-origin", action="append", default=[], metavar="ORIGIN",
         help="web pages that may send requests, such as http://localhost:3000, or *; repeatable")
     add_sampling_flags(parser, new_tokens=1024, seed=None)

@@ -52,7 +52,8 @@ from tools.statistics import Statistics
 
 PATIENCE = 30         # seconds for a body to arrive, a client to read, sequences to end on SIGTERM
 KEEP_ALIVE = 75       # seconds an idle connection stays open: longer than clients reuse one
-LOCAL = r"localhost|[\d.]+|\[[\da-f:.]+\]"  # or an IP address: no site can have it as its name
+# a reserved name, also as containers see this machine, or an IP address: no site can have these
+LOCAL = r"([\w-]+\.)*localhost|host\.(docker|containers)\.internal|[\d.]+|\[[\da-f:.]+\]"
 MAX_BODY = 4 * 2**20  # bytes of a request
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not buffer
 
@@ -295,9 +296,11 @@ class App:
         """Refuses what a page of another site can send: a request under a name that its owner made
         an alias of this address (DNS rebinding), or one that browsers send without asking us."""
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
-        if not (re.fullmatch(LOCAL, host_name(host)) or host_name(host) in self.args.allow_host):
-            raise HTTPException(403, f"the Host {host!r} is not localhost, an IP address or an "
-                                "--allow-host of this server")
+        own = f"{socket.gethostname().partition('.')[0].lower()}.local"  # not others' .local names
+        name = host_name(host)
+        if not (re.fullmatch(LOCAL, name) or name in (own, *self.args.allow_host)):
+            raise HTTPException(403, f"the Host {host!r} is not localhost, {own}, an IP address "
+                                "or an --allow-host of this server")
         content_type, *_ = request.headers.get("content-type", "").split(";")
         if request.method == "POST" and content_type.strip().lower() != "application/json":
             raise HTTPException(415, "send the header Content-Type: application/json")
