@@ -9,23 +9,18 @@ import numpy as np
 from common.values import one_line
 from model import InputError, expect
 
-# Limits of a mask's time, at worst 25 ms with a vocabulary of 49 thousand tokens, 0.5 as a rule. An
-# object with 1,000 optional properties takes 12 ms; by default an ambiguous grammar takes 590.
-STEP_ITEMS = 5000  # of the parser
-STEP_FUEL = 200_000  # of the lexer: 7 ms
+# They bound the time of a mask: 25 ms at worst with 49 thousand tokens, of these 7 of the lexer. An
+# object with 1,000 optional properties takes 12; by default, ambiguous grammars take 590.
+LIMITS = dict(max_items_in_row=5000, step_max_items=5000, step_lexer_fuel=200_000)
 FORCED_BYTES = 512  # of forced text that are tokenized at once
 # how JSON is written, as by json.dumps: with one choice, most of a document's structure is forced
 JSON_STYLE = dict(item_separator=", ", key_separator=": ", whitespace_flexible=False)
-
-# of JSON schemas: formats that llguidance checks, and its name for pydantic's uuid4 and the like
-FORMATS = {name: name for name in ("date-time", "date", "time", "duration", "email", "hostname",
-                                   "ipv4", "ipv6", "uri", "uuid")}
-FORMATS |= {f"uuid{version}": "uuid" for version in range(1, 9)}
-DRAFTS = re.compile(r"http://json-schema\.org/draft-0\d/schema#?|"
-                    r"https://json-schema\.org/draft/20[\d-]+/schema#?")
-# keywords that llguidance refuses, with values that allow everything
-NEUTRAL = dict(uniqueItems=[False], propertyNames=[True, {}, dict(type="string")],
-               unevaluatedProperties=[True, {}], unevaluatedItems=[True, {}])
+# of JSON schemas: formats that llguidance checks, and pydantic's for UUID4
+FORMATS = {name: dict(format=name) for name in
+           "date-time date time duration email hostname ipv4 ipv6 uri uuid".split()}
+FORMATS["uuid4"] = dict(pattern=r"^[\da-f]{8}-[\da-f]{4}-4[\da-f]{3}-[89ab][\da-f]{3}-[\da-f]{12}$")
+DRAFTS = r"(http://json-schema.org/draft-0\d|https://json-schema.org/draft/20[\d-]+)/schema#?"
+NEUTRAL = dict(uniqueItems=[False], propertyNames=[True, {}, dict(type="string")])  # allow all
 NAMED = "properties", "patternProperties", "$defs", "definitions", "dependentSchemas"
 VALUES = "const", "enum", "default", "example", "examples"  # not schemas
 
@@ -37,7 +32,6 @@ class GrammarTokenizer:
     def __init__(self, encoding, vocab_size, stop):
         try:
             import llguidance
-            from llguidance.gbnf_to_lark import gbnf_to_lark
         except ImportError as error:
             raise InputError("structured output (JSON schemas, grammars) needs one more package: "
                              f"pip install llguidance ({error})") from None
@@ -47,7 +41,6 @@ class GrammarTokenizer:
         expect(encoding.n_vocab <= vocab_size, f"the tokenizer has {encoding.n_vocab} tokens, the "
                f"model {vocab_size}; use the model's own tokenizer")
         self.llguidance = llguidance
-        self.gbnf_to_lark = gbnf_to_lark
         self.words = -(-vocab_size // 32)  # int32 of a mask
         self.encoding = encoding
         try:
@@ -75,25 +68,24 @@ class GrammarTokenizer:
                 texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in source)
                 text = made.grammar_from("grammar", f"start: CHOICE\nCHOICE: {texts}")
             elif kind == "gbnf":
-                text = made.grammar_from("lark", self.gbnf_to_lark(source))
+                text = made.grammar_from("lark", made.gbnf_to_lark.gbnf_to_lark(source))
             else:
                 text = made.grammar_from(kind, source)
         except Exception as error:  # gbnf_to_lark raises no other
             raise InputError(f"not a {kind} that llguidance supports: {one_line(error)}") from None
-        limits = made.LLParserLimits(max_items_in_row=STEP_ITEMS, step_max_items=STEP_ITEMS,
-                                     step_lexer_fuel=STEP_FUEL, verbose_errors=False)
+        limits = made.LLParserLimits(**LIMITS, verbose_errors=False)
         return Grammar(self, made.LLMatcher(self.package, text, log_level=0, limits=limits))
 
     def compile_either(self, source):
         """A `Grammar` in llama.cpp's notation, or else in Lark's."""
-        reasons = []
-        for kind in ("gbnf", "lark"):
+        try:
+            return self.compile("gbnf", source)
+        except InputError as gbnf:
             try:
-                return self.compile(kind, source)
-            except InputError as error:
-                reasons.append(f"as {kind}: {error}")
-        raise InputError(f"expected a grammar in Lark's or llama.cpp's notation; {reasons[1]}; "
-                         f"{reasons[0]}")
+                return self.compile("lark", source)
+            except InputError as lark:
+                raise InputError("expected a grammar in Lark's or llama.cpp's notation; as lark: "
+                                 f"{lark}; as gbnf: {gbnf}") from None
 
 
 def without_annotations(schema):
@@ -110,9 +102,10 @@ def without_annotations(schema):
         elif key in NAMED and isinstance(value, dict):
             kept[key] = {name: without_annotations(part) for name, part in value.items()}
         elif key == "format" and isinstance(value, str):
-            kept |= {key: FORMATS[value]} if value in FORMATS else {}
-        elif not (value in NEUTRAL.get(key, ()) or key == "$schema"
-                  and not DRAFTS.fullmatch(str(value))):
+            kept = FORMATS.get(value, {}) | kept
+        elif key == "$schema" and not re.fullmatch(DRAFTS, str(value)):
+            continue
+        elif value not in NEUTRAL.get(key, ()):
             kept[key] = without_annotations(value)
     return kept
 

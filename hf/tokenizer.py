@@ -100,6 +100,10 @@ class Encoding:
     def stream(self, stop=()):
         return TextStream(self, stop)
 
+    def output_stream(self, stop):
+        """A `TextStream` of an output, without control tokens."""
+        return self.stream([*stop, *self.control_ids])
+
 
 def encode_prompt(encoding, text):
     """The ids of a prompt, like transformers' encode(text), but without tokens after the text."""

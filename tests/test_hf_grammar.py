@@ -277,22 +277,16 @@ def test_objects_with_many_optional_properties(count):
     """Bug: an empty answer that ended with an error, for a schema that takes a few milliseconds per mask."""
     names = [f"{'xyz'[i % 3]}_{i}" for i in range(count)]
     schema = OBJECT | dict(properties={name: dict(enum=[1, "two"]) for name in names})
-    value = dict.fromkeys(names[5::count // 9], 1)
-    assert matches("json_schema", schema, value) and not matches("json_schema", schema, value | {names[0]: 1})
-    nested = OBJECT | dict(properties=dict(inner=schema), required=["inner"])
-    assert matches("json_schema", nested, dict(inner=value))
+    value, schema = dict.fromkeys(names[5::count // 9], 1), dict(type="array", items=schema)
+    assert matches("json_schema", schema, [value]) and not matches("json_schema", schema, [value | {names[0]: 1}])
 
 
 @pytest.mark.parametrize("count", [60, 400])
 def test_the_time_of_a_mask_has_a_limit(count):
     """Bug: a single request stops all others for half a second in each step."""
-    *_, encoding, tokenizer = load()
-    matcher, seconds = tokenizer.compile("grammar", ambiguous(count)).start(), []
-    for token in encoding.encode("an aaaaaaaa"):
-        start = time.thread_time()
-        matcher.take([token])
-        seconds.append(time.thread_time() - start)
-    assert matcher.ended == "error" and max(seconds) < 0.25
+    matcher, start = load()[3].compile("grammar", ambiguous(count)).start(), time.thread_time()
+    taken = [matcher.take([token]) for token in load()[2].encode("an aaaaaaaa")]
+    assert matcher.ended == "error" and 0 in taken and time.thread_time() - start < 0.4
 
 
 def test_forced_text_is_drafted_and_only_schemas_count():
@@ -337,20 +331,16 @@ def test_large_choices_and_deep_schemas():
     refusal(lambda: tokenizer.compile("json_schema", deep), "not a json_schema that llguidance supports")
 
 
-ANNOTATED = {  # schema, a value that matches, one that does not or None
+ANNOTATED = {  # schema, a value that matches, one that does not
     **{name: (dict(type="string", format=name), "~/x", 5) for name in ("path", "password", "binary", "json-pointer")},
-    "null": (dict(anyOf=[dict(type="string", format="path"), dict(type="null")]), "x", 5),
-    "uuid4": (dict(format="uuid4", type="string"), "12345678-1234-4234-8234-123456789abc", "x"),
+    "uuid4": (dict(format="uuid4", type="string"), *(f"12345678-1234-{n}234-8234-123456789abc" for n in (4, 5))),
     "date": (dict(format="date", type="string"), "2026-01-31", "2026-1-31"),
     "lists": (dict(type="array", uniqueItems=False, items=dict(format="path", type="string")), ["a", "a"], [5]),
     "own": ({"$schema": "https://example.com/mine", "type": "null"}, None, 5),
-    "zod": (OBJECT | dict(propertyNames=dict(type="string"), additionalProperties=dict(type="null")), {"a": None},
-            {"a": 5}),
+    "zod": (dict(type="object", propertyNames=dict(type="string"), additionalProperties=False), {}, 5),
     "names": (OBJECT | dict(properties=dict(format=dict(enum=["path"]), uniqueItems=False, pattern=dict(type="null"))),
               {"format": "path", "pattern": None}, {"format": "x"}),
-    "a definition": ({"$ref": "#/$defs/format", "$defs": dict(format=dict(const=dict(format="path")))},
-                     dict(format="path"), {}),
-    "a default": (dict(enum=[dict(uniqueItems=False)]), dict(uniqueItems=False), {})}
+    "a value": ({"$ref": "#/$defs/format", "$defs": dict(format=dict(const=dict(format="x")))}, dict(format="x"), {})}
 
 
 @pytest.mark.parametrize("schema, right, wrong", ANNOTATED.values(), ids=ANNOTATED)
@@ -361,19 +351,16 @@ def test_annotations_that_a_grammar_cannot_check_are_ignored(schema, right, wron
 
 
 @pytest.mark.parametrize("pattern, right, wrong", [
-    (r"^\d$", "5", "\u0663"), (r"^[\d_]$", "5", "\u0663"), (r"^\w$", "a", "é"), (r"^[\w-]$", "_", "é"),
-    (r"^\D$", "\u0663", "5"), (r"^[^\d]$", "\u0663", "5"), (r"^[\W]$", "é", "a"),
-    (r"^\\d$", r"\d", "5"), (r"^\p{Nd}$", "\u0663", "a")])
+    (r"^\d$", "5", "\u0663"), (r"^[\d_]$", "5", "\u0663"), (r"^[\w-]$", "_", "é"), (r"^\D$", "\u0663", "5"),
+    (r"^[^\d]$", "\u0663", "5"), (r"^[\W]$", "é", "a"), (r"^\\d$", r"\d", "5"), (r"^\p{Nd}$", "\u0663", "a")])
 def test_digits_of_a_pattern_are_those_of_ascii(pattern, right, wrong):
     r"""Bug: \d means digits of all scripts, as it does in a regular expression, where it is right."""
-    for schema, wrap in ((dict(type="string", pattern=pattern), str),
-                         (OBJECT | dict(patternProperties={pattern: dict(type="null")}), lambda name: {name: None})):
-        assert matches("json_schema", schema, wrap(right)) and not matches("json_schema", schema, wrap(wrong))
+    schema = OBJECT | dict(patternProperties={pattern: dict(type="string", pattern=pattern)})
+    assert matches("json_schema", schema, {right: right}) and not matches("json_schema", schema, {right: wrong})
     assert matches("regex", r"\d", "\u0663") and not matches("regex", r"(?-u:\d)", "\u0663")
 
 
-LARK = ["?start: a\na: /x+/", 'start: a\n_b: "x"\na: _b+', '// root ::= "y"\n\n  START: /x+/\nstart: START',
-        '%llguidance {}\nA: "x"\nstart: A A*']
+LARK = ["?start: a\na: /x+/", '// root ::= "y"\n\n  A: "x"\nstart: A+', '%llguidance {}\nA: "x"\nstart: A A*']
 GBNF = ['root::=a\na ::= "x"+', '# start: "y"\nroot ::= "x" | "x" root', 'a-b ::= [x]\nroot ::= a-b*']
 
 

@@ -96,9 +96,6 @@ def messages(name, value):
 # --------------------------------------------------------------------------------------------------
 # Structured output: readers return the arguments of `GrammarTokenizer.compile`
 
-ANY_OBJECT = "json_schema", dict(type="object")
-
-
 def json_schema(name, value):
     expect(isinstance(value, dict | str), f"{name} must be a JSON schema, an object or its text")
     return "json_schema", value
@@ -130,6 +127,7 @@ def grammar(name, value):
 
 choice = must_be("a list of at least one string",
                  lambda value: type(value) is list and {*map(type, value)} == {str})
+ANY_OBJECT = "json_schema", dict(type="object")
 STRUCTURED = dict(json=json_schema, json_object=any_object, regex=source_of("regex"),
                   choice=source_of("choice", choice), grammar=grammar)
 structured_outputs = one_of(STRUCTURED)  # vLLM's
@@ -141,9 +139,8 @@ def misplaced(name, value):
 
 
 WRAPPER = dict(name=text, description=text, strict=flag, schema=json_schema)
-FORMATS = dict(  # fields of a response_format besides its type
-    text={}, json_object=dict(schema=json_schema),  # llama.cpp's
-    json_schema=dict(json_schema=object_of(WRAPPER, misplaced)))
+FORMATS = dict(text={}, json_object=dict(schema=json_schema),  # the second as in llama.cpp
+               json_schema=dict(json_schema=object_of(WRAPPER, misplaced)))
 
 
 def response_format(name, value):

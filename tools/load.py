@@ -91,13 +91,9 @@ class Loaded:
                 raise InputError(f"prompt {number}: {error}") from None
         return list(map(grammar, itertools.count(1), prompts, ids))
 
-    def stream(self, stop=()):
-        """A `TextStream` of an output: without control tokens, and up to a stop."""
-        return self.encoding.stream([*self.stop, *stop, *self.encoding.control_ids])
-
     def decode(self, tokens):
         """The text of token ids, without control tokens and the stop string at its end."""
-        stream = self.stream()
+        stream = self.encoding.output_stream(self.stop)
         return stream.feed(tokens) + stream.finish()
 
 
@@ -218,9 +214,9 @@ def read_grammar(args):
         return "json_schema", args.json_schema if is_json else read_text(Path(args.json_schema))
     if args.regex is not None:
         return "regex", args.regex
-    notation = args.grammar and Path(args.grammar).suffix.lower().removeprefix(".")
-    kind = notation if notation in ("lark", "gbnf") else "grammar"
-    return args.grammar and (kind, read_text(Path(args.grammar)))
+    file = args.grammar and Path(args.grammar)
+    kinds = {".lark": "lark", ".gbnf": "gbnf"}
+    return file and (kinds.get(file.suffix.lower(), "grammar"), read_text(file))
 
 
 def read_prompt_file(file, missing=None, template=None):

@@ -27,7 +27,7 @@ class Printer:
         self.streams = len(prompts) <= 1 and not args.json
         self.complete = {}      # index -> a `Sequence` that has ended and is not printed yet
         self.printed = 0        # sequences
-        self.stream = loaded.stream()
+        self.stream = loaded.encoding.output_stream(loaded.stop)
         self.colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
         if self.streams and not args.chat:
             print("".join(prompts), end="", flush=True)

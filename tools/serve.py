@@ -77,9 +77,7 @@ class Job:
         if sampling.get("seed", -1) == -1:  # no --seed, or a client's "any"
             sampling["seed"] = random.getrandbits(31)
         self.sampling = Sampling(**sampling)
-        own_stop = [*body["stop"], *body["stop_token_ids"]]
-        self.stop = [*app.loaded.stop, *own_stop]
-        self.stream = partial(app.loaded.stream, own_stop)
+        self.stop = [*app.loaded.stop, *body["stop"], *body["stop_token_ids"]]
         self.encoding = app.loaded.encoding
         self.chat = chat
         thinks = without_thinking(self.encoding.template) if body["grammar"] else {}
@@ -102,7 +100,7 @@ class Job:
     async def parts(self):
         """Yields the results of steps: (index of the choice, text of each new token, why the
         sequence ended or None, `step_record` or None)."""
-        streams = [self.stream() for _ in range(self.count)]
+        streams = [self.encoding.output_stream(self.stop) for _ in range(self.count)]
         hidden = [sequence.grammar and sequence.grammar.begin  # text up to this token
                   for sequence in self.sequences]
         left = self.count
@@ -269,13 +267,9 @@ class App:
                     route("POST", "/v1/chat/completions", partial(self.complete, True)),
                     route("POST", "/v1/completions", partial(self.complete, False))],
             exception_handlers=dict.fromkeys((InputError, HTTPException, Exception), self.refuse))
-        self.starlette = starlette
-        self.asgi = CORSMiddleware(self.without_slash, args.allow_origin, ("GET", "POST"), ("*",))
-
-    async def without_slash(self, scope, receive, send):
-        """Routes a request, with or without a slash at the end of its path."""
-        path = scope["path"].rstrip("/") or "/"
-        await self.starlette(scope | dict(path=path), receive, send)
+        without_slash = lambda scope, *rest: starlette(
+            scope | dict(path=scope["path"].rstrip("/") or "/"), *rest)
+        self.asgi = CORSMiddleware(without_slash, args.allow_origin, ("GET", "POST"), ("*",))
 
     async def guard(self, handler, request):
         """Calls a handler if the request has the API key or, without one, is of no other site."""
@@ -401,10 +395,10 @@ class App:
     def check_length(self, tokens, or_more=""):
         longest = self.engine.decoder.capacity - 1
         if tokens > longest:
-            # OpenAI's sentence, by which clients notice that they must shorten a prompt
+            # begins with OpenAI's sentence, by which clients know that they must shorten a prompt
             raise TooLong(f"This model's maximum context length is {longest + 1} tokens. However, "
-                          f"your messages resulted in {tokens} tokens{or_more}; this server takes "
-                          f"prompts of up to {longest}, shorten this one")
+                          f"your messages resulted in {tokens} tokens{or_more}; shorten them to "
+                          f"{longest}, or start the server with a larger --context")
 
     async def events(self, job):
         """The server-sent events of a stream."""
