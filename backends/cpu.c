@@ -25,7 +25,7 @@
 #include "cpu.h"
 
 // backends/cpu.py defines GROUP (inputs rounded to 8 bits with one scale), BINS, SCHEMA, SOURCES
-// (see kernels.py) and the maxima MAX_TREE (T), MAX_HEAD (D), MAX_DEPTH (K), MAX_CHAIN (tokens
+// (see clover.py) and the maxima MAX_TREE (T), MAX_HEAD (D), MAX_DEPTH (K), MAX_CHAIN (tokens
 // proposed by lookup or a schema) and LARGEST (T chosen by a step)
 #if !defined(PLAIN) && defined(__AVX512BW__)
 #define LANES 16             // numbers in a vector
@@ -1672,7 +1672,7 @@ static int chain_size(const Step *s) {
     return s->tree_size ? min(s->tree_size - 1, MAX_CHAIN) : MAX_CHAIN;
 }
 
-// kernels.ngram_lookup: fills chain [1 + MAX_CHAIN] from text [last + 1]
+// generate.ngram_lookup: fills chain [1 + MAX_CHAIN] from text [last + 1]
 static void look_up(const int32_t *text, int last, int64_t *chain) {
     int match = 0;
     chain[0] = 0;
@@ -1703,7 +1703,7 @@ static void fill_chain(const Step *s, int b, int64_t *chain) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// draft: kernels.best_tree of the candidates of heads and lookup
+// draft: clover.build_tree of the candidates of heads and lookup
 
 typedef struct {                 // a candidate
     float p;                     // acceptance probability; -1: no candidate
@@ -1866,7 +1866,7 @@ static int catch_up(Step *s) {
     return T && read_rows(s, slots, B, T);
 }
 
-// kernels.select_candidates: fills the next depth of joint, tokens and parents
+// clover.extend_candidates: fills the next depth of joint, tokens and parents
 static void select_candidates(Draft *d) {
     const Beams *a = &d->beams;
     int B = d->s->trees.B, W = a->W, n = d->n, depth = d->depths;
@@ -2032,7 +2032,7 @@ void step_sample(Step *s) {
            s->sequence, s->positions, s->masks, s->target, s->trees.threads);
 }
 
-// kernels.accept_path, counts included
+// generate.accept_path, counts included
 void step_accept(Step *s) {
     int T = s->T, P = s->P;
     size_t plane = (size_t)s->trees.B * T;
