@@ -540,7 +540,7 @@ class CloverHeads(nn.Module):
             with torch.device("meta"):  # without memory and random numbers: weights follow
                 heads = cls(config, model)
             heads.load_state_dict(load_file(path / "heads.safetensors"), assign=True)
-        except (OSError, SafetensorError, RuntimeError) as error:
+        except (OSError, SafetensorError, RuntimeError, TypeError) as error:
             raise InputError(
                 f"{path}/heads.safetensors: missing, truncated, or not the weights of these heads "
                 f"({' '.join(str(error).split()):.300}); fetch or train them again") from None
@@ -576,7 +576,7 @@ def replace_file(path, write):
     tmp = path.with_name(f"{path.name}.tmp{os.getpid()}")
     try:
         write(tmp)
-        tmp.chmod(0o644)  # safetensors makes files that only their owner can read
+        os.chmod(tmp, 0o644)  # safetensors makes files that only their owner can read
         tmp.replace(path)
     finally:
         tmp.unlink(missing_ok=True)

@@ -32,7 +32,6 @@ from clover import (
     BINS,
     DEFAULT_BEAMS,
     MAX_BEAMS,
-    SCHEMA,
     SOURCES,
     Tree,
     build_tree,
@@ -45,7 +44,6 @@ from model import MAX_TREE, InputError, KVCache, check, expect
 DEFAULT_BATCH = 8    # sequences
 DEFAULT_TREE = 8     # T, where nothing chooses it
 MAX_CHAIN = 15       # most tokens that lookup or a grammar proposes
-IDLE, ACTIVE, GUIDED = range(3)  # what a slot does; GUIDED: a sequence with a guide
 # sampling modes, cheapest first; a batch runs in its costliest one, which changes no tokens
 GREEDY, NOISE, FILTERED = range(3)
 
@@ -91,7 +89,7 @@ class Accepted(NamedTuple):
 
     def to_lists(self):
         """(tokens, path, sources) of each sequence, up to its count."""
-        if self.path.shape[1] == 1:  # shared lists: one per sequence would trigger garbage collections
+        if self.path.shape[1] == 1:  # shared lists: many new ones trigger garbage collections
             path, sources = [0], [-1]
             return [(tokens, path, sources) for tokens in self.tokens.tolist()]
         counts = self.count.tolist()
@@ -125,12 +123,11 @@ def ngram_lookup(history, lengths, n, slots=None):
     return torch.cat((size, tokens.where(size > 0, -1)), dim=1)
 
 
-def accept_path(tree, target, active, max_path, temperature, counts, chain=None, slots=None):
+def accept_path(tree, target, active, max_path, slots=None):
     """Accepts a node if its parent is and its token is its parent's target token; the root always.
     Children of one parent have different tokens, so the accepted nodes are a path -> `Accepted`, at
     most P = max_path nodes. target: the model's own next token at each node. active: int32 [slots],
-    IDLE, ACTIVE or GUIDED. temperature: [B]. counts: float64 [2, SOURCES, 2], see `count`. chain,
-    slots: as in `build_tree` and `ngram_lookup`."""
+    0 for idle ones, which accept nothing. slots: as in `ngram_lookup`."""
     active = active if slots is None else active[slots]
     B, T = target.shape
     node = torch.arange(T, device=target.device)
@@ -140,41 +137,8 @@ def accept_path(tree, target, active, max_path, temperature, counts, chain=None,
     # the path's node of each depth, the root beyond its end
     path = target.new_zeros(B, max_path + 1)
     path = path.scatter(1, tree.depths.where(on_path, max_path), node.expand(B, T))[:, :max_path]
-    accepted = Accepted(target.gather(1, path), path, tree.sources.gather(1, path), on_path.sum(1))
-    count_heads(counts, tree, on_path, active, temperature)
-    if chain is not None:
-        count_chain(counts, chain, accepted, active, temperature)
-    return accepted._replace(count=accepted.count * (active != IDLE))
-
-
-def count_heads(counts, tree, on_path, active, temperature):
-    """counts[mode, source] += (accepted, all) of the heads' nodes. A sequence with a guide counts
-    only chains of forced text."""
-    counted = (tree.sources >= 0) & (tree.sources < BINS) & (tree.ancestors != 0)
-    counted = counted & (active == ACTIVE)[:, None]
-    add_counts(counts, tree.sources, temperature, on_path & counted, counted)
-
-
-def count_chain(counts, chain, accepted, active, temperature):
-    """counts[mode, BINS + match] += a chain's tokens that were emitted, and these with the first
-    wrong one."""
-    match = chain[:, :1]
-    n = min(chain.shape[1] - 1, accepted.path.shape[1])
-    guesses = chain[:, 1:n + 1]
-    compared = (torch.arange(n, device=chain.device) < accepted.count[:, None]) & (guesses >= 0)
-    compared = compared.cumprod(1)  # up to the chain's end
-    right = (compared * (guesses == accepted.tokens[:, :n])).cumprod(1).sum(1, keepdim=True)
-    tried = torch.minimum(right + 1, compared.sum(1, keepdim=True))
-    active = active[:, None]
-    counted = (match > 0) & ((active == ACTIVE) | (active == GUIDED) & (match == SCHEMA))
-    add_counts(counts, BINS + match, temperature, right * counted, tried * counted)
-
-
-def add_counts(counts, sources, temperature, right, tried):
-    """Adds right and tried [B, n] to the counts of their sources."""
-    cell = sources.clamp(min=0) + SOURCES * (temperature > 0)[:, None]
-    added = torch.stack((right, tried), dim=-1).flatten(0, 1).to(counts.dtype)
-    counts.view(-1, 2).index_add_(0, cell.flatten(), added)
+    count = on_path.sum(1) * (active != 0)
+    return Accepted(target.gather(1, path), path, tree.sources.gather(1, path), count)
 
 
 def advance(accepted, lengths, root, history=None, states=None, state=None, slots=None):
@@ -213,7 +177,7 @@ class StepResult(NamedTuple):
 # --------------------------------------------------------------------------------------------------
 # How many nodes a step verifies
 
-# (accepted, proposed) tokens of lookup assumed at the start, by match length 0 to 4, and of grammars
+# (accepted, proposed) tokens assumed at the start, of lookup by match length 0 to 4, and of guides
 CHAIN_PRIOR = (0, 1), (0.5, 2.5), (1, 3), (1.5, 3.5), (2, 4), (9, 10)
 
 
@@ -222,7 +186,7 @@ class Fixed:
 
     A policy names the drafters and `select`s the size of each step. `chances`, float32 [2,
     SOURCES], are the acceptance probabilities of nodes for greedy and sampled sequences, by their
-    source (see `Tree`). Steps add to `counts`, float64 [2, SOURCES, 2], how many nodes of each
+    source (see `Tree`). Steps may add to `counts`, float64 [2, SOURCES, 2], how many nodes of each
     source were accepted and proposed. Captured steps hold the addresses of both."""
     schema = False       # whether a guide's text is drafted
     step_seconds = None  # float32 [T]: by which a step that chooses T itself chooses it
@@ -242,6 +206,9 @@ class Fixed:
         """(T, heads that draft) for a step of B sequences. behind(): how many committed rows the
         heads have not read. unread, chains: see engine/policy.py."""
         return self.tree_size, min(self.depth, self.tree_size - 1)
+
+    def count(self, draft, accepted, active):
+        """Adds to `counts` within a step, from a `Draft` and its `Accepted`."""
 
     def learn(self, step, results):
         """Learns from a finished `Step` and its `StepResult`s."""
@@ -276,11 +243,11 @@ FLOAT_FIELDS = "temperature", "top_p", "min_p"
 
 
 class Slots:
-    """The state of all sequences, one per slot. Captured steps hold the addresses of its tensors."""
+    """The state of all sequences, one per slot, of up to `capacity` tokens. Captured steps hold the
+    addresses of its tensors. On a GPU the next step already runs when the host reads the one that
+    ended a sequence, so there is room for what that step adds."""
 
     def __init__(self, model, heads, batch_size, capacity, max_tree, max_path):
-        """For sequences of `capacity` tokens. On a GPU the next step already runs when the host
-        reads the one that ended a sequence, so there is room for what that step adds."""
         zeros = partial(torch.zeros, device=model.device)
         self.cache = model.new_cache(batch_size, capacity + max_path + max_tree)
         # heads only write paths to their cache, on a CPU up to MAX_CHAIN + 1 rows at once
@@ -289,10 +256,9 @@ class Slots:
         self.heads_cache = KVCache(heads_kv, self.cache.lengths)  # of the augmenting block
         self.integers = zeros(len(INTEGER_FIELDS), batch_size, dtype=torch.int64)
         self.floats = zeros(len(FLOAT_FIELDS), batch_size)
-        self.state = zeros(batch_size, model.config.n_embd, dtype=model.dtype)  # heads draft from it
-        # tokens up to the root, for lookup
-        self.history = zeros(batch_size, capacity + 2 * max_path + 1, dtype=torch.int32)
-        self.active = zeros(batch_size, dtype=torch.int32)  # 0: idle; 2: a sequence with a guide
+        self.state = zeros(batch_size, model.config.n_embd, dtype=model.dtype)  # the heads' input
+        self.history = zeros(batch_size, capacity + 2 * max_path + 1, dtype=torch.int32)  # tokens
+        self.active = zeros(batch_size, dtype=torch.int32)  # 0: idle
         self.all = self.make_batch(None, self.cache.lengths, self.integers, self.floats)
 
     def batch(self, slots):
@@ -537,9 +503,9 @@ class Decoder:
     def accept(self, plan, draft, target):
         """The path of nodes that equal their parent's target token, at most P of them."""
         P = self.path_limit(plan.tree_size)
-        return accept_path(draft.tree, target, self.slots.active, P,
-                           draft.batch.sampling["temperature"], self.policy.counts, draft.chain,
-                           draft.batch.slots)
+        accepted = accept_path(draft.tree, target, self.slots.active, P, draft.batch.slots)
+        self.policy.count(draft, accepted, self.slots.active)
+        return accepted
 
     def commit(self, plan, draft, hidden, accepted):
         """Keeps the path's cache rows, feeds its tokens to heads and lookup, and makes the bonus
@@ -947,7 +913,8 @@ def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, schema=
     sampling = Sampling(**sampling)
     expect(prompts, "there is no prompt; give at least one")
     check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
-    longest = max(len(x) for x in prompts if isinstance(x, (list, tuple)))  # `add` refuses others
+    # `add` refuses others
+    longest = max((len(x) for x in prompts if isinstance(x, (list, tuple))), default=1)
     capacity = min(longest + max_new_tokens, model.config.block_size)
     batch_size = min(len(prompts), DEFAULT_BATCH if batch_size is None else batch_size)
     policy, engine = make_policy(model, heads, lookup, tree_size, schema)

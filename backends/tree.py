@@ -12,6 +12,7 @@ import torch
 import clover
 import generate
 from clover import BINS, SCHEMA, SOURCES, Candidates, Tree
+from engine.policy import count_nodes
 from generate import Accepted
 from kernels import (
     NO_TOKEN,
@@ -386,8 +387,8 @@ def _accept_path_kernel(
 
 def accept_path(tree, target, active, max_path, temperature, counts, chain=None, slots=None,
                 prompts=None):
-    """`generate.accept_path`. prompts: (history, lengths, ends) as in `prompt_chain`, of prompts
-    that may have unread tokens."""
+    """`generate.accept_path` and `engine.policy.count_nodes`. prompts: (history, lengths, ends) as
+    in `prompt_chain`, of prompts that may have unread tokens."""
     columns = tree[:5]
     history, lengths, ends = prompts or (None, None, None)
     B, T, n_slots, *_ = check_sizes(
@@ -402,8 +403,9 @@ def accept_path(tree, target, active, max_path, temperature, counts, chain=None,
     if not runs_triton(target):
         if prompts:
             target = known_targets(tree, target, *prompts, slots)
-        accepted = generate.accept_path(tree, target, active, max_path, temperature, counts, chain,
-                                        slots)
+        accepted = generate.accept_path(tree, target, active, max_path, slots)
+        active = active if slots is None else active[slots]
+        count_nodes(counts, tree, accepted, active, temperature, chain)
         return unpack(torch.cat([x.flatten() for x in accepted]), max_path)
     out = target.new_empty(B * (3 * max_path + 1))
     S = history.shape[1] if prompts else 0

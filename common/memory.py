@@ -17,13 +17,14 @@ def check_memory(what, size, free, device, advice):
            f"{advice}")
 
 
-def check_cache(model, batch, capacity, blocks=None):
-    """Raises InputError if memory is short for `model.new_cache` with these arguments. On several
+def check_caches(model, batch, capacity, heads=None):
+    """Raises InputError if memory is short for the caches of a model and its heads. On several
     ranks, call it on all."""
     free = free_memory(model.device)
     if group := getattr(model.head, "group", None):  # of backends/tensor_parallel.py
         free = group.min(free)
-    size = model.new_cache(batch, capacity, blocks, device="meta").kv.nbytes
+    parts = [model.blocks, heads.augment_blocks] if heads else [model.blocks]
+    size = sum(model.new_cache(batch, capacity, blocks, "meta").kv.nbytes for blocks in parts)
     check_memory(f"a cache of {batch} sequences of {capacity} tokens takes", size, free,
                  model.device, "use a smaller batch size or fewer new tokens")
 

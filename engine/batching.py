@@ -4,12 +4,13 @@ steps read, grammars, cancelled sequences, and the durations of steps for the po
 from dataclasses import dataclass, field
 
 from clover import Tree
-from common.memory import check_cache
+from common.memory import check_caches
 from engine.clock import seconds_between, timestamp
 from engine.guide import Guide, GuidedSequence
 from engine.policy import PERIOD, READ_SIZES, Policy, long_prompt
 from generate import Engine as FifoEngine
 from generate import StepResult, decoder_class, to_host
+from model import check
 
 PREFILL_CHUNK = 512  # prompt tokens per forward pass; bounds its memory and the wait between steps
 # where steps read prompts, the tokens that they read of one that has a forward pass of its own
@@ -44,7 +45,8 @@ class Engine(FifoEngine):
 
     def __init__(self, model, heads=None, *, policy=None, batch_size=1, capacity=None, **options):
         policy = policy or Policy(model, heads)
-        check_caches(model, policy, batch_size, capacity or model.config.block_size)
+        full = model.config.block_size
+        check_memory(model, policy, batch_size, full if capacity is None else capacity)
         super().__init__(model, policy=policy, batch_size=batch_size, capacity=capacity, **options)
         self.long_prompt = long_prompt(model)
         self.guide = None  # a `Guide`, made for the first grammar
@@ -187,15 +189,14 @@ class Engine(FifoEngine):
         sequence.ended = sequence.ended or "cancelled"
 
 
-def check_caches(model, policy, batch_size, capacity):
-    """Raises InputError if memory is short for the caches of a `Decoder`."""
+def check_memory(model, policy, batch_size, capacity):
+    """Raises InputError for sizes out of range, and if memory is short for a `Decoder`'s caches."""
+    check("batch size", batch_size, 1, 2**16, whole=True)
+    check("capacity", capacity, 1, model.config.block_size, whole=True)
     largest = policy.largest
     if decoder_class(model, policy.heads).reads_prompts:
         largest = max(largest, *READ_SIZES)
-    rows = capacity + 2 * largest  # a path and a tree follow
-    check_cache(model, batch_size, rows)
-    if policy.heads:
-        check_cache(model, batch_size, rows, policy.heads.augment_blocks)
+    check_caches(model, batch_size, capacity + 2 * largest, policy.heads)  # a path and a tree
 
 
 def best_slot(idle, prompt):

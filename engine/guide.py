@@ -8,6 +8,7 @@ import torch
 
 from clover import SCHEMA, is_allowed
 from engine.clock import seconds_between, timestamp
+from engine.policy import GUIDED
 from generate import MAX_CHAIN, Sequence
 
 
@@ -23,7 +24,7 @@ class GuidedSequence(Sequence):
         self.grammar = grammar
         self.matcher = None
         if grammar:
-            self.activity = 2
+            self.activity = GUIDED
             self.matcher = grammar.start()
             self.stop_tokens |= set(grammar.stop)
 

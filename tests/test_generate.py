@@ -11,30 +11,34 @@ import torch
 
 import generate as module
 from backends import cpu
+from backends.capture import warm_up
+from backends.gpu import GraphDecoder
 from bench.timing import stage_times, timing_decoder
-from clover import PRESETS
+from clover import BINS, PRESETS
 from common import memory
 from conftest import SHAPES, needs_compiler, needs_cuda, random_prompts, refusal, toy_model
-from generate import (
-    Accepted,
-    Engine,
-    Output,
-    Policy,
-    Sampling,
-    StepResult,
-    decoder_class,
-    generate,
-    prepare,
-)
+from engine import batching
+from engine.batching import Engine
+from engine.policy import Policy
+from generate import Accepted, Output, Plan, Sampling, StepResult, decoder_class, generate, prepare
 from hf.tokenizer import load_encoding
-from kernels import BINS, filter_logits
+from kernels import filter_logits
 from model import GPT
 from test_clover import random_heads
+from tools.statistics import Statistics
 
 
-def new_engine(model, heads=None, *, tree_size=1, lookup=False, policy=None, **options):
-    """An Engine with trees of this size (None: chosen by the policy) or with this policy."""
-    return Engine(model, policy=policy or Policy(model, heads, lookup, tree_size), **options)
+def new_engine(model, heads=None, *, tree_size=1, lookup=False, policy=None, ahead=0, reads_prompts=False, **options):
+    """An Engine with trees of this size (None: chosen by the policy) or with this policy. As on a GPU, `ahead` steps
+    are in flight while the host reads an older one, and steps read prompts if `reads_prompts`."""
+    decoder = model.decoder
+    model.decoder = GraphDecoder if reads_prompts else decoder
+    try:
+        made = Engine(model, policy=policy or Policy(model, heads, lookup, tree_size), **options)
+    finally:
+        model.decoder = decoder
+    made.ahead = max(made.ahead, ahead)
+    return made
 
 
 @cache
@@ -44,6 +48,8 @@ def load(name, compiled, device="cpu", **flags):
     heads = random_heads(model, name).to(device) if name else None
     if compiled:
         cpu.apply(model, heads)
+    if device == "cuda":
+        model.decoder = GraphDecoder
     return model, heads
 
 
@@ -61,26 +67,27 @@ WAYS = {"greedy": dict(), "sampled": SAMPLED, "filtered": FILTERED}
 
 @pytest.mark.parametrize("P", [1, 2, 16])
 def test_accepted_paths_are_cut_from_the_packed_rows(P):
-    """Bug: a column of another sequence or field, padding taken for tokens."""
+    """Bug: a column of another sequence or field, padding taken for tokens; other fields in what cpu.c writes."""
     counts = torch.randint(1, P + 1, (7,)).tolist()
     fields = [[torch.arange(n) + 100 * i + 20 * part for part in range(3)] for i, n in enumerate(counts)]
     if P == 1:
         fields = [[tokens, torch.tensor([0]), torch.tensor([-1])] for tokens, *_ in fields]  # the root
     pad = lambda x: torch.cat((x, x.new_zeros(P - len(x))))
     rows = [torch.cat((*map(pad, row), torch.tensor([n, row[1][-1]]))) for row, n in zip(fields, counts)]
-    got = Accepted(torch.stack(rows), P).to_lists()
-    assert got == [tuple(part.tolist() for part in row) for row in fields]
+    rows = torch.stack(rows)
+    for accepted in Accepted(*rows[:, :3 * P].split(P, 1), rows[:, 3 * P]), cpu.unpacked(rows):
+        assert accepted.to_lists() == [tuple(part.tolist() for part in row) for row in fields]
 
 
 def test_statistics_are_those_of_the_emitted_tokens():
     """Bug: guesses after the end of a sequence, a head named after another depth, steps of two sizes mixed up."""
-    output, lookup = Output(), BINS + 2
+    counted, lookup = Statistics(), BINS + 2
     for tokens, sources, T in (([5, 6, 7], [-1, 3, lookup], 4), ([8], [-1], 1), ([9], [-1, lookup, 3], 4),
                                ([5, 6, 7], [-1, 0, 3], 9)):
-        output.count(StepResult(None, tokens, [*range(len(sources))], sources, T))
-    assert output.accepted == {"head 1": 2, "lookup": 2, "head 2": 1} and output.steps == 4
-    assert output.step_lengths == {3: 2, 1: 2} and output.sizes == {4: [2, 4], 1: [1, 1], 9: [1, 3]}
-    assert output.tree_size == 18 / 4
+        counted.count(StepResult(None, tokens, [*range(len(sources))], sources, T))
+    assert counted.accepted == {"head 1": 2, "lookup": 2, "head 2": 1} and counted.steps == 4
+    assert counted.step_lengths == {3: 2, 1: 2} and counted.sizes == {4: [2, 4], 1: [1, 1], 9: [1, 3]}
+    assert counted.tree_size == 18 / 4 and (counted.emitted, counted.tokens_per_step) == (8, 2)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -103,9 +110,9 @@ class Cycling(Policy):
         super().select(B)
         return self.options[self.steps // 2 % len(self.options)]  # each twice, so that an option may follow itself
 
-    def update(self, step, results):
-        super().update(step, results)
-        self.seconds[step.tree_size].append(step.seconds)
+    def learn(self, step, results):
+        super().learn(step, results)
+        self.seconds[step.tree_size].append(step.notes.seconds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -127,12 +134,11 @@ def test_a_steps_seconds_are_its_own(toy, monkeypatch):
 def test_the_slot_of_an_ended_sequence_stays_idle(toy):
     """Bug: an idle slot left active, whose length would grow with each step, or a step that overwrites the cached
     prefix: the rows of all tokens but the last."""
-    made = new_engine(toy, random_heads(toy), batch_size=3, capacity=150, tree_size=9)
-    made.decoder.steps_ahead = 1  # as on a GPU
+    made = new_engine(toy, random_heads(toy), batch_size=3, capacity=150, tree_size=9, ahead=1)
     slots, seen = made.decoder.slots, []
 
     def watch(*result):
-        for slot, text in made.cached_prefix.items():
+        for slot, text in made.idle.items():
             seen.append((slots.active[slot].item(), slots.cache.lengths[slot].item() - max(len(text) - 1, 0)))
     made.generate([PROMPTS[0], PROMPTS[4]], 30, on_step=watch)
     assert len(seen) > 4 and set(seen) == {(0, 0)}
@@ -246,6 +252,7 @@ BAD_CALLS = {
     "no beams": (dict(beams=0), "beams must be"),
     "stop text without a tokenizer": (dict(stop=["end"]), "give encoding="),
     "stop of another kind": (dict(stop=[1.5]), "not 1.5"),
+    "a batch of -1": (dict(batch_size=-1), "batch size must be a whole number from 1"),
     "two samplings for one prompt": (dict(sampling=[Sampling()] * 2), "takes one for each prompt"),
     "sampling twice": (dict(sampling=[Sampling()], seed=1), "in place of temperature"),
 }
@@ -278,7 +285,7 @@ def test_common_prefixes():
     for _ in range(200):
         a, b = (torch.randint(2, (int(torch.randint(12, (1,), generator=rng)),), generator=rng).tolist() for _ in "ab")
         same = [x == y for x, y in zip(a, b)]
-        assert module.common_prefix(a, b) == (same.index(False) if False in same else len(same))
+        assert batching.common_prefix(a, b) == (same.index(False) if False in same else len(same))
 
 
 def test_values_that_clients_send_to_disable_an_option(toy):
@@ -296,7 +303,8 @@ def test_caches_that_do_not_fit_are_refused_before_allocation(toy, monkeypatch):
         refusal(lambda: made.generate(random_prompts([length]), new), f"{length + new} tokens does not fit an engine")
     assert len(made.generate(random_prompts([15]), 5).tokens[0]) == 5
     monkeypatch.setattr(memory, "free_memory", lambda device: 1000)
-    monkeypatch.setattr(torch, "zeros", None)  # must not be called
+    monkeypatch.setattr(torch, "zeros", lambda *shape, device, dtype: torch.empty(*shape, device="meta", dtype=dtype)
+                        if device == "meta" else pytest.fail("memory was taken"))
     refusal(lambda: new_engine(toy, policy=policy, batch_size=4, capacity=100), "4 sequences of 102 tokens",
             "a smaller batch size")
 
@@ -313,12 +321,13 @@ def checked_graphs(monkeypatch):
 
 @pytest.mark.gpu
 @needs_cuda
-@pytest.mark.parametrize("options", WAYS.values(), ids=WAYS.keys())
+@pytest.mark.parametrize("way, cls", [*((way, GraphDecoder) for way in WAYS), ("greedy", None), ("sampled", None)])
 @pytest.mark.parametrize("name", [None, *PRESETS])
-def test_a_captured_step_gives_the_eager_text_without_synchronising(name, options, checked_graphs):
+def test_a_captured_step_gives_the_eager_text_without_synchronising(name, way, cls, checked_graphs, monkeypatch):
     """Bug: a step that cannot be replayed, since a value is baked in, a buffer moved, or memory was freed by `clear`
     and reused; a synchronisation with the device."""
-    model, heads = load(name, False, "cuda")
+    (model, heads), options = load(name, False, "cuda"), WAYS[way]
+    monkeypatch.setattr(model, "decoder", cls)
     stages = stage_times(timing_decoder(model, heads, 9, lookup=True, sampling=Sampling(**options)))
     assert min(stages.values()) > 0  # one graph per stage
     want = prepare(model, PROMPTS, 24, tree_size=1, graph=False, **options).generate(PROMPTS, 24).tokens
@@ -329,13 +338,14 @@ def test_a_captured_step_gives_the_eager_text_without_synchronising(name, option
             assert made.generate(PROMPTS, 24).tokens == want
             made.clear()
             junk = [torch.full((n,), 2**62, device="cuda") for n in range(1, 65) for _ in range(20)]
-        made.decoder.warm_up()
-        captured = {(T, depths) for (_, T, depths), _ in made.decoder.graphs}
-        assert captured == {*policy.options, *policy.reading_options} and junk
+        warm_up(made)
+        captured = {plan[1:3] for _, plan, _ in made.decoder.graphs}
+        reading = policy.reading_options if made.decoder.reads_prompts else []
+        assert captured == {*policy.options, *reading} and junk
         torch.cuda.set_sync_debug_mode("error")
         try:
             for option in [*captured] * 3:
-                made.decoder.launch(*option)
+                made.decoder.launch(Plan(batch, *option, made.decoder.sampling.mode))
         finally:
             torch.cuda.set_sync_debug_mode("default")
 
@@ -347,7 +357,7 @@ def test_a_cached_prefix_is_reused_and_the_output_is_the_same(name, drafts, pref
     model, heads = load(name, False)
     new = lambda: new_engine(model, heads, capacity=250, tree_size=9 if name else 1)
     kept = new_engine(model, capacity=250, policy=Cycling(model, heads)) if drafts == "cycling" else new()
-    monkeypatch.setattr(module, "PREFILL_CHUNK", 16)
+    monkeypatch.setattr(batching, "PREFILL_CHUNK", 16)
 
     def check(prompt, most):
         fresh = new()
@@ -371,13 +381,13 @@ def test_a_cached_prefix_is_reused_and_the_output_is_the_same(name, drafts, pref
 
 
 @either_decoder
-@pytest.mark.parametrize("name, steps_ahead", [(None, 0), ("clover", 0), ("clover", 1)])
-def test_shared_prefixes_are_prefilled_once_per_slot(name, steps_ahead, compiled, prefilled):
+@pytest.mark.parametrize("name, ahead", [(None, 0), ("clover", 0), ("clover", 1)])
+def test_shared_prefixes_are_prefilled_once_per_slot(name, ahead, compiled, prefilled):
     """Bug: a cached prefix that an idle step or another prompt overwrote, a slot with a shorter prefix, prompts
     prefilled together from a start that only one of them has."""
     model, heads = load(name, compiled)
-    made = new_engine(model, heads, batch_size=4, capacity=200, tree_size=9, lookup=True, sampling=Sampling(**SAMPLED))
-    made.decoder.steps_ahead = steps_ahead
+    made = new_engine(model, heads, batch_size=4, capacity=200, tree_size=9, lookup=True, sampling=Sampling(**SAMPLED),
+                      ahead=ahead)
     first, second = random_prompts([40, 50])
 
     def check(prompts, most):
@@ -400,10 +410,9 @@ def test_prompts_read_by_steps_leave_what_prefill_leaves(name, lookup, T, ahead,
     another sequence's chain; a prompt read a token at a time; a reused prefix read from a wrong place."""
     model, heads = load(name, False, block_size=1024)
     prompts = random_prompts([7, 1, 30, 2, 90, 300, 12, 3])
-    engines = [new_engine(model, heads, lookup=lookup, tree_size=T, batch_size=3, capacity=400, reads_in_steps=reads)
-               for reads in (False, True)]
-    engines[1].decoder.steps_ahead = ahead
-    engines[1].decoder.long_prompt = 128
+    engines = [new_engine(model, heads, lookup=lookup, tree_size=T, batch_size=3, capacity=400, reads_prompts=reads,
+                          ahead=reads * ahead) for reads in (False, True)]
+    engines[1].long_prompt = 128
     first, got = (engine.generate(prompts, 12) for engine in engines)
     assert got.tokens == first.tokens and got.steps <= 12 * len(prompts)
     longer = [prompt + tokens + [5] for prompt, tokens in zip(prompts, got.tokens)]
@@ -420,7 +429,7 @@ def test_a_prompts_cache_and_state_are_prefills():
     prompts = random_prompts([120, 77, 5])
     slots = []
     for reads in (False, True):
-        engine = new_engine(model, heads, tree_size=9, batch_size=3, capacity=200, reads_in_steps=reads)
+        engine = new_engine(model, heads, tree_size=9, batch_size=3, capacity=200, reads_prompts=reads)
         sequences = [engine.add(prompt, 20) for prompt in prompts]
         while not all(sequence.tokens for sequence in sequences):
             engine.step()
@@ -438,14 +447,13 @@ def test_a_prompt_cancelled_while_it_is_read_leaves_what_was_read(T):
     """Bug: a cached prefix longer than the cache, or a slot that goes on reading."""
     model = toy_model()
     prompt, other = random_prompts([100, 20])
-    engine = new_engine(model, lookup=True, tree_size=T, batch_size=2, capacity=200, reads_in_steps=True)
-    engine.decoder.steps_ahead = 1
+    engine = new_engine(model, lookup=True, tree_size=T, batch_size=2, capacity=200, reads_prompts=True, ahead=1)
     sequences = [engine.add(prompt, 9), engine.add(other, 9)]
     for _ in range(2):
         engine.step()
     unread = sequences[0].unread
     engine.cancel(sequences[0])
-    kept, = engine.cached_prefix.values()
+    kept, = engine.idle.values()
     assert 0 < unread < 99 and kept == prompt[:100 - unread]
     while engine.busy:
         engine.step()
@@ -470,7 +478,7 @@ def test_augmenting_blocks_catch_up_beside_a_full_cache():
 def test_heads_draft_the_same_after_steps_without_them(name, compiled, monkeypatch):
     """Bug: an augmenting block that skips the rows added by plain steps, or reads them at wrong positions or from
     another slot, before the next draft or in a longer prompt; a changed output."""
-    monkeypatch.setattr(module, "PERIOD", 10**9)  # else learned chances change the trees
+    monkeypatch.setattr(batching, "PERIOD", 10**9)  # else learned chances change the trees
 
     def run(plain_steps):
         engine, trees = new_engine(*load(name, compiled), tree_size=9, batch_size=2, capacity=250), {}
@@ -515,7 +523,7 @@ def test_a_cancelled_sequence_leaves_no_trace(compiled, monkeypatch, number):
     before the others' next step. Cancels sequences that run, prefill or wait."""
     prompts, (model, heads) = random_prompts([7, 200, 5, 9, 4]), load("clover", compiled)
     want = [generate(model, [prompt], 12).tokens[0] for prompt in prompts]
-    monkeypatch.setattr(module, "PREFILL_CHUNK", 32)  # a long prompt is read between the others' steps
+    monkeypatch.setattr(batching, "PREFILL_CHUNK", 32)  # a long prompt is read between the others' steps
     engine = new_engine(model, heads, tree_size=5, batch_size=2, capacity=250)
     sequences = [engine.add(prompt, 12) for prompt in prompts]
     engine.step()

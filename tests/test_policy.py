@@ -1,4 +1,4 @@
-"""generate.Policy: selects the tree size with the most tokens per second from measured durations and acceptance."""
+"""engine/policy.py: selects the tree size with the most tokens per second from measured durations and acceptance."""
 
 import json
 from collections import Counter
@@ -11,7 +11,9 @@ import torch
 from bench import size_config
 from clover import BINS, SOURCES, CloverConfig, CloverHeads, Head, preset
 from conftest import needs_compiler, random_prompts, toy_model
-from generate import MEMORY, TREE_SIZES, Policy, Sampling, StepResult, StepRun, StepTimes, guessed_costs
+from engine.batching import Notes
+from engine.policy import MEMORY, TREE_SIZES, Policy, StepTimes, guessed_costs
+from generate import FILTERED, GREEDY, Plan, Sampling, Step, StepResult
 from test_clover import random_heads
 from test_generate import cpu, either_decoder, load, new_engine
 
@@ -75,7 +77,7 @@ def test_costs_on_a_gpu_are_guessed_as_they_were_measured(record, size, weights,
     base = size_config(size)
     with torch.device("meta"):
         head = Head(CloverConfig(), base).bfloat16()
-    model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, config=base, group=None,
+    model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, config=base,
                             weight_bytes=lambda: weights,
                             modules=lambda: [SimpleNamespace(in_features=1, out_features=weights / 2)])
     heads = SimpleNamespace(config=CloverConfig(vocabulary=8192), draft_head=lambda i: head)
@@ -105,9 +107,9 @@ def test_a_compiled_step_has_the_size_of_most_tokens_per_second(name, lookup):
     for depths in [0, *range(1, 1 + policy.depth)] * 15:
         policy.chances.copy_(torch.rand(2, SOURCES).sort(descending=True).values ** 0.1)
         policy.step_seconds[1:] = 1 + (torch.rand(()) * torch.rand(16)).cumsum(0)
-        tree = [column.clone() for column in decoder.draft(None, depths)[0]]
+        tree = [column.clone() for column in decoder.draft(Plan(3, None, depths, FILTERED)).tree]
         expected = decoder.struct.expected
-        full = decoder.draft(16, depths)[0]
+        full = decoder.draft(Plan(3, 16, depths, FILTERED)).tree
         tokens = full[-1].double().sum(0).cumsum(0)  # of the first T nodes
         T = 1 + (tokens / policy.step_seconds[1:]).argmax().item()
         assert tree[0].shape == (3, T) and all(torch.equal(x, y[:, :T]) for x, y in zip(tree, full))
@@ -124,7 +126,7 @@ def test_steps_that_read_a_prompt_are_not_timed():
     steps = 0
     for index, prompt in enumerate(random_prompts([30, 40]), start=1):
         steps += engine.generate([prompt], 20).steps
-        assert len(seconds) == steps - index - (engine.decoder.graphs is None)
+        assert len(seconds) == steps - index
 
 
 class Timed(Policy):
@@ -139,10 +141,11 @@ class Timed(Policy):
     def seconds_of(self, T, depths):
         return 1 + self.costs[0] * (T - 1) + self.costs[1] * (depths and 1 + depths)
 
-    def update(self, step, results):
+    def learn(self, step, results):
         busy = 2 if len(self.used) // 20 % 2 else 1
-        self.used.append((step.tree_size, step.depths))
-        super().update(step._replace(seconds=busy * self.seconds_of(step.tree_size, step.depths)), results)
+        self.used.append((step.tree_size, step.plan.depths))
+        step.notes.seconds = busy * self.seconds_of(*self.used[-1])
+        super().learn(step, results)
 
 
 def repeating_model():
@@ -239,7 +242,7 @@ def test_rows_that_fill_a_batch_do_not_generate(toy):
 
 def test_ranks_start_from_the_same_costs(toy, monkeypatch):
     """Bug: ranks hold unequal parts of the vocabulary, guess other costs, select other trees, and hang."""
-    monkeypatch.setattr(toy, "group", SimpleNamespace(broadcast=lambda value: (1, 2, 3)))
+    monkeypatch.setattr(toy.head, "group", SimpleNamespace(broadcast=lambda value: (1, 2, 3)), raising=False)
     assert Policy(toy, random_heads(toy)).times.costs == (1, 2, 3)
 
 
@@ -254,5 +257,6 @@ def test_ranks_select_alike_though_their_clocks_differ(toy):
         used.append(T)
         results = [StepResult(None, [], range(min(T, 7)), [], T)]
         for policy, seconds in zip(policies, (1 + 0.01 * T, 1 + 2 * T)):
-            policy.update(StepRun([], None, 1, T, 0, seconds, None), results)
+            notes = Notes(times=(), pause=None, counts=None, grammars=0, seconds=seconds)
+            policy.learn(Step(Plan(1, T, 0, GREEDY), None, None, T, notes=notes), results)
     assert len(set(used)) > 1

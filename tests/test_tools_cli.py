@@ -384,6 +384,15 @@ def test_interrupted_runs_exit_with_the_signals_code(folder, capsys, monkeypatch
     assert "1.00 tokens per step, " in err and "identical" not in err
 
 
+def test_heads_without_their_record_are_not_ignored(chat_folder, capsys):
+    """Bug: the model decodes without its heads, and nothing says so."""
+    flags = "--model", chat_folder, "--device", "cpu", "--prompt", "abc", "--max-new-tokens", 3
+    record = chat_folder / "clover" / "heads.json"
+    record.unlink()
+    assert str(record) in refusal(capsys, *flags)
+    assert "abc" in run(capsys, *flags, "--heads", "none")
+
+
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")
 def test_output_that_cannot_be_written(folder, capsys, monkeypatch):
     """Bug: a traceback, exit code 0 for a full disk, an error because of `| head`, a second error at exit."""
