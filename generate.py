@@ -132,7 +132,7 @@ def accept_path(tree, target, active, max_path, slots=None):
     B, T = target.shape
     node = torch.arange(T, device=target.device)
     wrong = (tree.depths > 0) & (tree.tokens != target.gather(1, tree.parents))
-    wrong = (wrong << node).sum(1, keepdim=True)  # a bitmask
+    wrong = (wrong * (1 << node)).sum(1, keepdim=True)  # a bitmask
     on_path = (tree.ancestors != 0) & (tree.ancestors & wrong == 0) & (tree.depths < max_path)
     # the path's node of each depth, the root beyond its end
     path = target.new_zeros(B, max_path + 1)
