@@ -217,7 +217,8 @@ class GGUFFile:
                      "may differ from the training data; use a file that has the key")
             spec = byte_level_spec(tokens, meta["merges"], split)
         else:  # Gemma merges pairs in the order of their ids
-            scores = -np.arange(len(tokens)) if self.family == "gemma3_text" else meta["scores"]
+            in_order = range(0, -len(tokens), -1)
+            scores = in_order if self.family == "gemma3_text" else meta["scores"].tolist()
             normal = (meta["token_type"] == TokenType.NORMAL).nonzero()[0].tolist()
             spec = sentencepiece_spec(tokens, scores, normal, meta.get("add_space_prefix", True))
         spec["added_tokens"] = self.added_tokens()

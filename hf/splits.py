@@ -78,15 +78,13 @@ def sentencepiece_spec(tokens, scores, normal, space_first):
     decoders = [replace("▁", " "), dict(type="ByteFallback"), dict(type="Fuse")]
     decoders += [dict(type="Strip", content=" ", start=1, stop=0)] * space_first
     ids = {tokens[i]: i for i in normal}
-    pairs = [(-scores[index], index, len(text) - i, text[:i], text[i:])
-             for text, index in ids.items() for i in range(1, len(text))
-             if text[:i] in ids and text[i:] in ids]
-    merges = [[left, right] for *_, left, right in sorted(pairs)]
+    best_first = sorted(ids, key=lambda text: -scores[ids[text]])
+    merges = [(left, right) for text in best_first for i in range(len(text) - 1, 0, -1)
+              if (right := text[i:]) in ids and (left := text[:i]) in ids]
     return dict(normalizer=dict(type="Sequence", normalizers=normalizers),
                 decoder=dict(type="Sequence", decoders=decoders),
                 model=bpe(tokens, merges, fuse_unk=True, byte_fallback=True))
 
 
 def bpe(tokens, merges, **flags):
-    vocab = {text: i for i, text in enumerate(tokens)}
-    return dict(type="BPE", vocab=vocab, merges=merges, **flags)
+    return dict(type="BPE", vocab=dict(zip(tokens, range(len(tokens)))), merges=merges, **flags)

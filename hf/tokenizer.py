@@ -7,6 +7,7 @@ import json
 from functools import cached_property
 
 from tokenizers import Tokenizer
+from tokenizers.models import BPE
 
 from hf.bpe import byte_level_bpe
 from hf.chat import load_chat_template
@@ -14,12 +15,14 @@ from hf.files import part_file, read_part
 from hf.paths import find_model
 from model import InputError, expect, one_line
 
+BPE_FLAGS = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk",
+             "byte_fallback", "ignore_merges")
+
 
 class Encoding:
     """A tokenizer made of the contents of a tokenizer.json (spec). special_tokens: {text: id} of
     all added tokens. control_ids: those marked special, but <think> or [THINK]: no answer has them.
-    prefix: ids to put before a prompt. hash: 16 hex digits of the vocabulary, the same in a GGUF
-    file, whose converter adds tokens [PADn] of id n and writes some ▁ as spaces."""
+    prefix: ids to put before a prompt."""
 
     def __init__(self, file, spec):
         flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False)
@@ -29,8 +32,8 @@ class Encoding:
         spec |= {"truncation": None, "padding": None, "added_tokens": added}
         self.file = file
         self.path = file.parent if file.name == "tokenizer.json" else file
-        self.package = Tokenizer.from_str(json.dumps(spec))
-        vocab = self.package.get_vocab(with_added_tokens=True)
+        self.package, self.vocab = read_package(spec)
+        vocab = self.vocab
         self.special_tokens = {token["content"]: vocab[token["content"]] for token in added}
         self.control_ids = {vocab[token["content"]] for token in added
                             if token["special"] and "think" not in token["content"].lower()}
@@ -41,11 +44,16 @@ class Encoding:
         expect(not spec["model"].get("dropout"), f"{file}: BPE dropout is not supported; remove it")
         expect(len(self.ids) == len(vocab) and self.ids.issuperset(self.prefix),
                f"{file}: two tokens share an id, or no token has the prefix's ids {self.prefix}")
-        pairs = sorted((text.replace(" ", "▁"), i) for text, i in vocab.items()
-                       if text != f"[PAD{i}]")
-        self.hash = hashlib.sha256(repr(pairs).encode()).hexdigest()[:16]
         self.bpe = byte_level_bpe(self.package, spec, self.special_tokens)
         self.context = self.encode("a", allowed_special="all")  # of streams, before their first id
+
+    @cached_property
+    def hash(self):
+        """16 hex digits of the vocabulary, the same in a GGUF file, whose converter adds tokens
+        [PADn] of id n and writes some ▁ as spaces."""
+        pairs = sorted((text.replace(" ", "▁"), i) for text, i in self.vocab.items()
+                       if text != f"[PAD{i}]")
+        return hashlib.sha256(repr(pairs).encode()).hexdigest()[:16]
 
     @cached_property
     def plain_package(self):
@@ -95,6 +103,22 @@ class Encoding:
 def encode_prompt(encoding, text):
     """The ids of a prompt, like transformers' encode(text), but without tokens after the text."""
     return [*encoding.prefix, *encoding.encode(text, allowed_special="all")]
+
+
+def read_package(spec):
+    """The `Tokenizer` of a tokenizer.json's contents, and all its tokens, {text: id}. Most of the
+    time goes into a BPE's merges, which are read twice as fast as Python objects than as JSON."""
+    model = spec.get("model") or {}
+    added = {token["content"]: token["id"] for token in spec["added_tokens"]}
+    merges = model.get("merges") or [""]  # older files have texts instead of pairs
+    if isinstance(merges[0], str) or not added.items() <= model["vocab"].items():
+        package = Tokenizer.from_str(json.dumps(spec))
+        return package, package.get_vocab(with_added_tokens=True)
+    small = model | dict(vocab=added, merges=[])
+    package = Tokenizer.from_str(json.dumps(spec | dict(model=small)))
+    flags = {name: model[name] for name in BPE_FLAGS if model.get(name) is not None}
+    package.model = BPE(model["vocab"], [*map(tuple, merges)], **flags)
+    return package, model["vocab"]
 
 
 class TextStream:

@@ -95,9 +95,10 @@ class Loaded:
 def load(args, group):
     """Loads a `Loaded` on every rank, and checks that all ranks have read the same files."""
     loaded = group.raise_together(lambda: load_alone(args, group))
-    heads = loaded.heads and (loaded.heads.hash, loaded.heads.info)
-    group.check_same([loaded.model.hash, loaded.model.dtype, heads, loaded.encoding.hash,
-                      loaded.sampling, loaded.stop], "have read different files")
+    if group.size > 1:
+        heads = loaded.heads and (loaded.heads.hash, loaded.heads.info)
+        group.check_same([loaded.model.hash, loaded.model.dtype, heads, loaded.encoding.hash,
+                          loaded.sampling, loaded.stop], "have read different files")
     return loaded
 
 
