@@ -19,7 +19,7 @@ from model import GPT, GPTConfig, InputError, read_json
 from training.data import builtin_corpus
 
 torch.set_num_threads(1)  # the models are too small for a second thread
-needs_compiler = pytest.mark.skipif(cpu.library() is None, reason="there is no C compiler")
+needs_compiler = pytest.mark.skipif(cpu.library() is None, reason="needs a C compiler, such as gcc")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 SHAPES = {
