@@ -3,8 +3,12 @@
 import json
 import os
 import shutil
+import tempfile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests run without network
+if not os.access(os.path.expanduser("~"), os.W_OK):  # without a home, Triton would write to ./~
+    triton_cache = tempfile.TemporaryDirectory()
+    os.environ.setdefault("TRITON_CACHE_DIR", triton_cache.name)
 
 import numpy as np
 import pytest
