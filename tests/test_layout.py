@@ -16,7 +16,7 @@ ROOT = Path(__file__).parent.parent
 ORDER = ["kernels", "model", "clover", "generate", "backends", "hf", "tools", "training", "train_heads", "bench"]
 FOLDERS = [name for name in ORDER if (ROOT / name).is_dir()]
 FILES = [name for name in ORDER if name not in FOLDERS and "." not in name]
-LINES = dict(library=13517, tests=10547)  # at most: all Python without tests, and tests
+LINES = dict(library=13526, tests=10547)  # at most: all Python without tests, and tests
 MODULES = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
            for pattern in ("*.py", *(f"{folder}/*.py" for folder in FOLDERS)) for file in sorted(ROOT.glob(pattern))}
 LOADERS = ("GPT.from_pretrained", "GPT.save_pretrained")  # in model.py, these import from hf/
