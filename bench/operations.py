@@ -189,6 +189,8 @@ def random_model(name, device, dtype, quantize=None):
         p.fill_(1) if parameter_name.endswith("norm.weight") else p.normal_(0, 0.02)
     # logits with a standard deviation of 4 leave top-p some hundred tokens, like trained models'
     model.head.weight.normal_(0, 4 / config.n_embd ** 0.5)
+    if model.device.type == "cuda":
+        model.decoder = gpu.GraphDecoder
     with model.device:
         heads = CloverHeads(preset("clover"), model).to(dtype).requires_grad_(False).eval()
     heads.set_vocabulary(torch.arange(min(DRAFT_VOCABULARY, config.vocab_size)))
