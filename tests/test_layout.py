@@ -17,7 +17,7 @@ ORDER = ["kernels", "model", "clover", "generate", "train_heads", "common", "eng
          "training", "bench"]
 FOLDERS = [name for name in ORDER if (ROOT / name).is_dir()]
 FILES = [name for name in ORDER if name not in FOLDERS and "." not in name]
-LINES = dict(library=13517, tests=10542)  # at most: all Python without tests, and tests
+LINES = dict(library=13526, tests=10547)  # at most: all Python without tests, and tests
 CEILINGS = dict(kernels=1877, model=539, clover=427, generate=881, train_heads=273)  # lines of the root's files
 MODULES = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
            for pattern in ("*.py", *(f"{folder}/*.py" for folder in FOLDERS)) for file in sorted(ROOT.glob(pattern))}
@@ -81,8 +81,9 @@ def test_code_is_not_packed(file):
     pairs = [node.lineno for node in nodes if isinstance(node, ast.Assign)
              and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)]
     assert len(pairs) <= 5, pairs
-    limit = 100 if file.name == "kernels.py" else 60
-    long = [node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= limit]
+    limit = lambda name: 100 if name.endswith("_kernel") else 60
+    long = [node.name for node in nodes if isinstance(node, ast.FunctionDef)
+            and node.end_lineno - node.lineno >= limit(node.name)]
     assert long == []
 
 
