@@ -25,7 +25,7 @@
 #include "cpu.h"
 
 // backends/cpu.py defines GROUP (inputs rounded to 8 bits with one scale), BINS, SCHEMA, SOURCES
-// (see clover.py) and the maxima MAX_TREE (T), MAX_HEAD (D), MAX_DEPTH (K), MAX_CHAIN (tokens
+// (see kernels.py) and the maxima MAX_TREE (T), MAX_HEAD (D), MAX_DEPTH (K), MAX_CHAIN (tokens
 // proposed by lookup or a schema) and LARGEST (T chosen by a step)
 #if !defined(PLAIN) && defined(__AVX512BW__)
 #define LANES 16             // numbers in a vector
