@@ -269,30 +269,36 @@ def add_chain(pool, chain, chances, depth):
     """Adds a chain's nodes. Where the heads proposed the same token under the same parent, it is
     one node, with the larger probability. depth: the pool's."""
     B, N = pool.tokens.shape
-    match, guesses = chain.split((1, chain.shape[1] - 1), dim=1)
-    n = guesses.shape[1]
-    # by depth, from the root's; -1 from the chain's end on
-    guesses = guesses.where(((guesses >= 0) & (match > 0)).cumprod(1) > 0, -1)
-    guesses = torch.cat((pool.tokens[:, :1], guesses, torch.full_like(match, -1)), dim=1)
-    chance = chances.gather(1, BINS + match)
-    powers = [torch.ones_like(chance)]
-    for _ in range(n):
-        powers.append(powers[-1] * chance)
-    powers = torch.cat((*powers, -powers[0]), dim=1)
-
+    guesses, p, source = chain_by_depth(pool.tokens[:, :1], chain, chances)
+    n = guesses.shape[1] - 2
+    # nodes of the pool that are the chain's, too
     depths = pool.depths.clamp(max=n + 1)
     shared = (pool.probabilities >= 0) & (pool.tokens == guesses.gather(1, depths))
     shared = along_path(shared, pool.parents, torch.logical_and, min(n, depth))
-    power = powers.gather(1, depths)
-    better = shared & (power > pool.probabilities)
-    pool = pool._replace(sources=(BINS + match).where(better, pool.sources),
-                         probabilities=power.where(better, pool.probabilities))
-    last, column = pool.depths.where(shared, -1).max(1, keepdim=True)  # the deepest shared node
+    better = shared & (p.gather(1, depths) > pool.probabilities)
+    pool = pool._replace(sources=source.where(better, pool.sources),
+                         probabilities=p.gather(1, depths).where(better, pool.probabilities))
+    # the chain's own nodes, below the deepest of these
+    last, column = pool.depths.where(shared, -1).max(1, keepdim=True)
     step = torch.arange(1, n + 1, device=chain.device).expand(B, n)
     parents = torch.where(step == last + 1, column, N + step - 2)
-    is_own = (step > last) & (guesses[:, 1:-1] >= 0)
-    return join(pool, Pool(guesses[:, 1:-1], parents, step, (BINS + match).expand(B, n),
-                           powers[:, 1:-1].where(is_own, -1)))
+    own = p[:, 1:-1].where(step > last, -1)
+    return join(pool, Pool(guesses[:, 1:-1], parents, step, source.expand(B, n), own))
+
+
+def chain_by_depth(root, chain, chances):
+    """A chain's tokens and their probabilities by depth, [B, n + 2]: the root's first, -1 from the
+    chain's end on; and its source [B, 1]."""
+    match, guesses = chain.split((1, chain.shape[1] - 1), dim=1)
+    chance = chances.gather(1, BINS + match)
+    powers = [torch.ones_like(chance)]
+    for _ in range(guesses.shape[1]):
+        powers.append(powers[-1] * chance)
+    is_node = ((guesses >= 0) & (match > 0)).cumprod(1) > 0
+    is_node = F.pad(is_node, (1, 0), value=True)  # the root
+    by_depth = torch.cat((root, guesses), dim=1), torch.cat(powers, dim=1)
+    tokens, p = (F.pad(x.where(is_node, -1), (0, 1), value=-1) for x in by_depth)
+    return tokens, p, BINS + match
 
 
 def along_path(x, parents, combine, depth):

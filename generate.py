@@ -38,7 +38,7 @@ from clover import (
     extend_candidates,
     root_tree,
 )
-from kernels import HAS_TRITON, commit_path, sample_filtered
+from kernels import HAS_TRITON, commit_path
 from model import MAX_TREE, InputError, KVCache, check, expect
 
 DEFAULT_BATCH = 8    # sequences
@@ -132,7 +132,7 @@ def accept_path(tree, target, active, max_path, slots=None):
     B, T = target.shape
     node = torch.arange(T, device=target.device)
     wrong = (tree.depths > 0) & (tree.tokens != target.gather(1, tree.parents))
-    wrong = (wrong << node).sum(1, keepdim=True)  # a bitmask
+    wrong = (wrong * (1 << node)).sum(1, keepdim=True)  # a bitmask
     on_path = (tree.ancestors != 0) & (tree.ancestors & wrong == 0) & (tree.depths < max_path)
     # the path's node of each depth, the root beyond its end
     path = target.new_zeros(B, max_path + 1)
@@ -345,7 +345,6 @@ class Decoder:
     # functions that a backend replaces
     extend_candidates = staticmethod(extend_candidates)
     ngram_lookup = staticmethod(ngram_lookup)
-    filtered_sample = staticmethod(sample_filtered)
     advance = staticmethod(advance)
     guide = None  # restricts the tokens of the next step: see engine/guide.py
 
@@ -493,12 +492,15 @@ class Decoder:
         masks = self.guide and self.guide.node_masks(positions.numel())
         if plan.mode == FILTERED:
             logits = self.head.logits(normed.flatten(0, 1))  # (B T, V)
-            return self.filtered_sample(logits, **batch.sampling, sequence=batch.sequence,
-                                        masks=masks, position=(positions + 1).flatten()
-                                        ).view_as(positions)
+            return self.filtered_sample(
+                logits, **batch.sampling, sequence=batch.sequence, masks=masks,
+                position=(positions + 1).flatten()).view_as(positions)
         temperature = 0.0 if plan.mode == GREEDY else batch.sampling["temperature"]
         return self.head.sample(normed, temperature, batch.sampling["seed"], batch.sequence,
                                 positions, masks)
+
+    def filtered_sample(self, logits, **parameters):
+        return self.head.filtered_sample(logits, **parameters)
 
     def accept(self, plan, draft, target):
         """The path of nodes that equal their parent's target token, at most P of them."""

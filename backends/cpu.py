@@ -864,4 +864,5 @@ class CompiledDecoder(Decoder):
 def unpacked(packed):
     """The `Accepted` in what cpu.c's step_accept writes, int64 [B, 3 P + 2]."""
     P = packed.shape[1] // 3
-    return Accepted(packed[:, :P], packed[:, P:2 * P], packed[:, 2 * P:3 * P], packed[:, 3 * P])
+    *columns, counts = packed.tensor_split((P, 2 * P, 3 * P), dim=1)  # faster than slices
+    return Accepted(*columns, counts[:, 0])

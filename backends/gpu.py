@@ -123,6 +123,7 @@ class QuantizedLinear(nn.Module):
 
 class QuantizedHead(QuantizedLinear):
     """`model.LMHead` with a quantised weight, which the LM head's kernels read as it is."""
+    filtered_sample = staticmethod(LMHead.filtered_sample)
     topk = LMHead.topk
     sample = LMHead.sample
 

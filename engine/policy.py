@@ -225,6 +225,8 @@ class Policy:
         return self.expected_seconds(B, T, depths) / self.expected_seconds(B, 1, 0)
 
     def count(self, draft, accepted, active):
+        if draft.tree.tokens.shape[1] == 1:
+            return  # only a root, which is no guess
         batch = draft.batch
         active = active if batch.slots is None else active[batch.slots]
         count_nodes(self.counts, draft.tree, accepted, active, batch.sampling["temperature"],

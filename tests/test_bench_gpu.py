@@ -18,7 +18,6 @@ from bench import ROOT, decoding, gpu, operations, size_config, timing
 from bench import __main__ as bench
 from conftest import call_once, refusal
 from hf.tokenizer import load_encoding
-from test_tools_serve import Running
 from test_train_heads import measured
 from tools.flags import DEMO
 from training import evaluate, program, writing
@@ -72,6 +71,7 @@ def run_here(run, log, *flags, elsewhere=gpu.program):
             code = program.main(parse_heads(flags[1:]))
         yield SimpleNamespace(wait=lambda: code), output.getvalue
     elif flags[1] == "tools.serve":
+        from test_tools_serve import Running  # needs the server's packages
         server = Running(run.model, *map(str, flags[2:]))
         yield SimpleNamespace(poll=lambda: None), lambda: f"{server.url}\n"
         server.stop()

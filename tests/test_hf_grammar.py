@@ -200,7 +200,7 @@ def test_output_is_valid_and_that_of_plain_decoding(drafter, tree_size, batch_si
     """Bug: a mask of another node, row or slot, a guess accepted that the grammar forbids, a matcher that lags behind
     or is ahead, a token after the end, sequences with and without grammars that change each other."""
     if decoder == "c" and cpu.library() is None:
-        pytest.skip("there is no C compiler")
+        pytest.skip("needs a C compiler, such as gcc")
     packed = None if decoder == "c" else False
     model, heads, encoding, tokenizer = load("demo", dtype, packed)
     prompts, grammars, samplings, plain = plain_outputs(dtype, packed)

