@@ -181,6 +181,8 @@ class GGUFFile:
     def rope_scaling(self):
         scaling = self.renamed(SCALING, "rope.scaling.")
         for name, keys in ROPE_FACTORS.items():
+        if factor := scaling.get("factor") or self.meta.get("rope.scale_linear"):  # the older key
+            scaling = dict(rope_type="linear") | scaling | dict(factor=factor)
             if name in self.tensors:
                 factors = dequantized(self.tensors[name]).tolist()
                 scaling |= dict.fromkeys(keys, factors) | {"rope_type": "longrope"}

@@ -45,12 +45,19 @@ FILES = {  # name: (architecture, a folder of test_hf_checkpoint, changed fields
     "qwen3": ("qwen3", "qwen3", {}),
     "gemma3": ("gemma3", "gemma3", dict(query_pre_attn_scalar=32)),
     "gemma3-linear": ("gemma3", "gemma3", dict(query_pre_attn_scalar=32, rope_parameters=LINEAR)),
+    "gemma3-typeless": ("gemma3", "gemma3", dict(query_pre_attn_scalar=32, rope_parameters=LINEAR)),
+    "llama-scale": ("llama", "llama", dict(rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1e4))),
     "gemma3-27b": ("gemma3", "gemma3", dict(query_pre_attn_scalar=16, num_hidden_layers=62, sliding_window=9)),
     "phi3": ("phi3", "phi3-window", PHI3),
     "phi3-longrope": ("phi3", "phi3-longrope", {}),
     "phi4-mini": ("phi3", "phi4-mini", {}),
     "smollm3": ("smollm3", "smollm3", {}),
 }
+
+
+UNTYPED = {  # linear, but no key says so; None: left out
+    "gemma3-typeless": {"gemma3.rope.scaling.type": None},
+    "llama-scale": {"llama.rope.scaling.type": None, "llama.rope.scaling.factor": None, "llama.rope.scale_linear": 4.0}}
 
 
 def permuted(value, heads):
@@ -130,7 +137,7 @@ def test_a_file_of_every_architecture_is_the_model_of_its_folder(name, tmp_path)
     architecture, folder, flags = FILES[name]
     theirs, tokens = theirs_of(folder, **flags), torch.tensor(random_prompts([90, 90]))
     theirs.save_pretrained(tmp_path / "folder")
-    file = write(tmp_path / "m.gguf", architecture, theirs)
+    file = write(tmp_path / "m.gguf", architecture, theirs, lambda _, values: values.update(UNTYPED.get(name, {})))
     ours, folder = (GPT.from_pretrained(path, torch.float32, "cpu", packed=False)
                     for path in (file, tmp_path / "folder"))
     assert sizes_of(ours) == sizes_of(folder)
