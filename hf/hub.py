@@ -11,10 +11,11 @@ from common.values import one_line, warn
 from model import InputError, expect
 
 PARTS = ["config.json", "generation_config.json", "tokenizer*", "vocab.json", "merges.txt",
-         "added_tokens.json", "special_tokens_map.json", "chat_template.*"]
+         "added_tokens.json", "special_tokens_map.json", "chat_template.*",
+         "additional_chat_templates/*.jinja"]
 SAFETENSORS = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
-BIN = ["pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json"]
 NO_MODEL = "mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-"  # in names of GGUF files
+BIN = ["pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json"]
 
 
 @cache

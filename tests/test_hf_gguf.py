@@ -255,7 +255,7 @@ def write_tokenizer(path, architecture, spec, convert=lambda name, value: (value
         found["merges"] = [" ".join(pair) for pair in spec["model"]["merges"]]
     found |= values
     theirs = theirs_of(FILES[architecture][1], vocab_size=len(tokens), num_hidden_layers=1)
-    found = {f"tokenizer.{key}" if key == "chat_template" else f"tokenizer.ggml.{key}": x for key, x in found.items()}
+    found = {f"tokenizer.{'' if key.startswith('chat_template') else 'ggml.'}{key}": x for key, x in found.items()}
     return write(path, architecture, theirs, lambda _, values: values.update(found), convert, split_max_tensors=split)
 
 
@@ -288,7 +288,7 @@ def test_the_ids_of_every_split_are_those_of_transformers(pre, corpus, tmp_path)
     file = write_tokenizer(tmp_path / "m.gguf", "llama", spec, add_bos_token=pre != "qwen2", **values)
     encoding = load_encoding(file)
     check_ids(encoding, their_tokenizer(file))
-    assert encoding.prefix == [1] * (pre != "qwen2") and chat.stop_tokens(file, encoding) == [700]
+    assert encoding.prefix == [1] * (pre != "qwen2") and chat.stop_tokens(file, encoding) == [700, 1, 0]
     unsaid = write_tokenizer(tmp_path / "unsaid.gguf", "llama", spec, padding_token_id=9999, **values)
     assert load_encoding(unsaid).prefix == [1] * (pre in PIECE_IS_TOKEN)
 
@@ -445,11 +445,25 @@ def toy_file(corpus, tmp_path_factory):
 def test_template_ends_and_sampling_are_the_files(toy_file, tmp_path):
     encoding = load_encoding(toy_file)
     assert encoding.chat([dict(role="user", content="<|im_end|>")]) == [1, 700]
-    assert chat.stop_tokens(toy_file, encoding) == [700, 1]  # 1 ends a turn
+    assert chat.stop_tokens(toy_file, encoding) == [700, 1, 0]  # 1 ends a turn, 0 the text
     assert encoding.template.file == toy_file
     sampled = {"general.sampling.temp": 0.5, "general.sampling.top_k": 7}
     file = write(tmp_path / "m.gguf", "llama", theirs_of("llama"), lambda _, values: values.update(sampled))
     assert chat.sampling_defaults(file) == dict(temperature=0.5, top_k=7)
+
+
+def test_all_end_tokens_of_a_vocabulary_end_a_text(corpus, tmp_path):
+    """Bug: a chat model whose eos is <|im_end|> runs on after <|endoftext|>, since no key names it; so does one after
+    an end token of a wrong type."""
+    spec = tk.byte_level(corpus[:2], tk.BYTE_LEVEL, tk.CHAT)
+    last = max(token["id"] for token in spec["added_tokens"])
+    spec["model"]["vocab"] |= {"<|eot_id|>": last + 1, "<|file_sep|>": last + 2, "<other>": last + 3}  # NORMAL ones
+    file = write_tokenizer(tmp_path / "m.gguf", "qwen2", spec, model="gpt2", pre="qwen2", eos_token_id=1,
+                           fim_pad_token_id=last + 3, **{"chat_template": "x", "chat_template.tool_use": "{{ tools }}"})
+    encoding = load_encoding(file)
+    assert set(chat.stop_tokens(file, encoding)) == {1, 0, last + 1, last + 2, last + 3}
+    assert encoding.encode("<|eot_id|>", allowed_special="all") == [last + 1] and last + 1 in encoding.control_ids
+    assert encoding.template.render([]) == "x" and encoding.template.render([], tools=[1]) == "[1]"
 
 
 def patched(offset, form, value):
