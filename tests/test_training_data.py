@@ -11,6 +11,7 @@ import pytest
 import torch
 
 import test_hf_tokenizer as tk
+from common.values import warn
 from conftest import refusal
 from hf.chat import ChatTemplate
 from hf.tokenizer import load_encoding
@@ -122,6 +123,50 @@ def test_documents_come_from_files_folders_and_jsonl_lines_in_order(tmp_path):
                      "none/c.py": b"\xff"})
     for name in ("x.bin", "blank.jsonl", "none", "missing.txt"):
         refusal(lambda: documents(name), f"{tmp_path}/{name}")
+
+
+def test_what_is_not_read_is_counted_and_links_are_followed_once(tmp_path, monkeypatch, capsys):
+    """Bug: 120 of 31,620 bytes are read, and nobody is told."""
+    ignored = (".git/a.txt", "node_modules/b.js", "c.png", "run/train_state.pt", "written_by.json", "locked.md")
+    write(tmp_path, {"two/b.txt": "b", "two/.c/d.txt": "x"} | {f"one/{name}": "x" for name in ignored} | {
+        "one/a.txt": "a", "one/latin.txt": b"\xe9", "one/b/wide.md": "x".encode("utf-16")})
+    for link, to in (("one/link", "two"), ("one/b/again", "two"), ("two/back", "one"), ("one/e.md", "two/b.txt"),
+                     ("one/dangling.txt", "none")):
+        (tmp_path / link).symlink_to(tmp_path / to)
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: "locked" not in str(path) and access(path, mode))
+    assert documents_in([tmp_path / "one"]) == ["a", "b"]
+    said = capsys.readouterr().err
+    assert said.startswith("left out of the data: ") and said.count("\n") == 1 and all(part in said for part in (
+        "hidden or installed folders: 3 (", "of other types: 1 (c.png)", "training runs: 1 (run)",
+        "cannot be read: 2 (dangling.txt)", "not UTF-8: 2 ("))
+    refusal(lambda: documents_in([tmp_path / "one/latin.txt"]), "one/latin.txt: ", "not UTF-8: 1 (latin.txt)")
+    refusal(lambda: documents_in([tmp_path / "one/locked.md"]), "one/locked.md: ", "no right to read it")
+
+
+@pytest.mark.parametrize("role", ["model", "ai", "bot", "Assistant", "GPT"])
+def test_roles_are_read_as_other_trainers_read_them(role, tmp_path, capsys):
+    """Bug: chats vanish where the assistant has another name."""
+    warn.cache_clear()
+    shared = {"conversations": [{"from": "Human", "value": "q"}, {"from": role, "value": "a"}]}
+    lines = [messages([("User", "q"), (role, "a")]), shared, messages([("user", "q"), ("Narrator", "a")])]
+    write(tmp_path, {"a.jsonl": jsonl([*lines, {"messages": []}]), "b.jsonl": jsonl(lines[2:])})
+    [text] = {*documents_in([tmp_path / "a.jsonl"], template=CHATML)}
+    assert text == CHATML.render(CHAT["messages"], add_generation_prompt=False)
+    says = "chats without an assistant's answer: {} (roles user Narrator)".format
+    assert capsys.readouterr().err == f"left out of the data: {says(2)}\n"
+    refusal(lambda: documents_in([tmp_path / "b.jsonl"], template=CHATML), tmp_path / "b.jsonl", says(1))
+
+
+def test_chats_in_trls_format_are_read(tmp_path):
+    """Bug: refused; or the loss covers answers within the prompt."""
+    turns = messages([("user", "q"), ("assistant", "a"), ("user", "r"), ("bot", "b")])["messages"]
+    late, tools = dict(prompt=turns[:3], completion=turns[3:]), [{"name": "f"}]
+    write(tmp_path, {"a.jsonl": jsonl([late, dict(prompt=turns[:1], completion=turns[1:])]),
+                     "b.jsonl": jsonl([late | dict(tools=tools)])})
+    one, two = data.read_records([tmp_path / "a.jsonl"], CHATML)
+    assert one.text == two.text and one.parts[1:] == (("b<|im_end|>\n", True),) and two.parts[1][1]
+    assert read_prompt_file(tmp_path / "b.jsonl") == [(turns[:3], dict(tools=tools), None)]
 
 
 def test_a_line_holds_a_text_or_a_prompt_and_its_completion_or_messages_gzipped_or_not(tmp_path):
