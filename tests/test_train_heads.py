@@ -202,8 +202,7 @@ def test_a_run_refuses_other_flags_data_and_models(finished, checkpoint, tmp_pat
 
 
 @pytest.mark.parametrize("is_older", [False, True])
-def test_a_run_resumes_with_copied_data_and_with_an_older_key(is_older, finished, checkpoint, texts, tmp_path,
-                                                              monkeypatch, unmeasured):
+def test_copied_data_resumes(is_older, finished, checkpoint, texts, tmp_path, monkeypatch, unmeasured):
     """Bug: --resume and --evaluate refuse data whose path or times are others, or whose key is an older one."""
     out, copied = shutil.copytree(finished, tmp_path / "out"), shutil.copy(texts, tmp_path / "copy.jsonl")
     key = data.tokens_keys([copied], load_encoding(checkpoint))[is_older]

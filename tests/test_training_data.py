@@ -128,12 +128,12 @@ def test_documents_come_from_files_folders_and_jsonl_lines_in_order(tmp_path):
 
 def test_what_is_not_read_is_counted_and_links_are_followed_once(tmp_path, monkeypatch, capsys):
     """Bug: 120 of 31,620 bytes are read, and nobody is told."""
-    ignored = (".git/a.txt", "node_modules/b.js", "c.png", "run/train_state.pt", "written_by.json", "locked.md")
-    write(tmp_path, {"two/b.txt": "b", "two/.c/d.txt": "x"} | {f"one/{name}": "x" for name in ignored} | {
-        "one/a.txt": "a", "one/latin.txt": b"\xe9", "one/b/wide.md": "x".encode("utf-16")})
-    for link, to in (("one/link", "two"), ("one/b/again", "two"), ("two/back", "one"), ("one/e.md", "two/b.txt"),
-                     ("one/dangling.txt", "none")):
-        (tmp_path / link).symlink_to(tmp_path / to)
+    ignored = (".git/a.txt", "node_modules/b.js", "c.png", "run/train_state.pt", "written_by.json", "locked.md", ".c/d")
+    write(tmp_path / "one", dict.fromkeys(ignored, "x") | {"a.txt": "a", "latin.txt": b"\xe9", "b/c.md": b"\xff\xfe"})
+    write(tmp_path / "two", {"b.txt": "b"})
+    for link, to in (("link", "../two"), ("b/again", "../../two"), ("../two/back", "../one"), ("e.md", "../two/b.txt"),
+                     ("dangling.txt", "none")):
+        (tmp_path / "one" / link).symlink_to(to)
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: "locked" not in str(path) and access(path, mode))
     assert documents_in([tmp_path / "one"]) == ["a", "b"]
@@ -162,12 +162,10 @@ def test_roles_are_read_as_other_trainers_read_them(role, tmp_path, capsys):
 def test_chats_in_trls_format_are_read(tmp_path):
     """Bug: refused; or the loss covers answers within the prompt."""
     turns = messages([("user", "q"), ("assistant", "a"), ("user", "r"), ("bot", "b")])["messages"]
-    late, tools = dict(prompt=turns[:3], completion=turns[3:]), [{"name": "f"}]
-    write(tmp_path, {"a.jsonl": jsonl([late, dict(prompt=turns[:1], completion=turns[1:])]),
-                     "b.jsonl": jsonl([late | dict(tools=tools)])})
+    write(tmp_path, {"a.jsonl": jsonl([dict(prompt=turns[:n], completion=turns[n:]) for n in (3, 1)])})
     one, two = data.read_records([tmp_path / "a.jsonl"], CHATML)
     assert one.text == two.text and one.parts[1:] == (("b<|im_end|>\n", True),) and two.parts[1][1]
-    assert read_prompt_file(tmp_path / "b.jsonl") == [(turns[:3], dict(tools=tools), None)]
+    assert [prompt.messages for prompt in read_prompt_file(tmp_path / "a.jsonl")] == [turns[:3], turns[:1]]
 
 
 def test_a_line_holds_a_text_or_a_prompt_and_its_completion_or_messages_gzipped_or_not(tmp_path):
@@ -422,8 +420,7 @@ def test_data_is_known_by_its_content(paths, chatty, tmp_path):
     """Bug: the tokens of data that was touched, copied or renamed, or that an older version stored, are made again."""
     key, older = data.tokens_keys(paths, chatty)
     moved = [shutil.copytree(paths[0], tmp_path / "moved"), shutil.copy(paths[1], tmp_path / "moved.jsonl")]
-    files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns)
-             for file in [*sorted(paths[0].iterdir()), paths[1]]]
+    files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in [*paths[0].iterdir(), paths[1]]]
     assert older == data.hash_of(data.format_key(chatty), sorted(files), data.TEXT_SUFFIXES, data.PIECE)
     os.utime(paths[1], ns=(0, 0))
     for same in (moved, paths, paths[::-1]):
