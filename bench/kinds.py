@@ -59,8 +59,8 @@ def bench(args):
     out = Path(args.out)
     for kind in kinds:
         expect(not (out / kind.name).exists(), f"{out / kind.name} exists; use another --out")
-    key = data.tokens_key(args.data, encoding)
-    tokens = data.store_tokens(out / data.FILE, key, args.data, encoding, model.config.vocab_size)
+    keys = data.tokens_keys(args.data, encoding)
+    tokens = data.store_tokens(out / data.FILE, keys, args.data, encoding, model.config.vocab_size)
     corpus = tokens["train"]
     log = lambda line: print(line, flush=True)
     ids = corpus.ids[corpus.loss_mask]
@@ -97,7 +97,7 @@ def bench(args):
     for kind, accuracy in zip(kinds, (hits / guesses.clamp(min=1)).tolist()):
         training = dict(steps=args.steps, tokens=args.steps * args.batch_size * size,
                         batch_size=args.batch_size, block_size=size, lr=kind.lr, seed=args.seed,
-                        **runs.data_record(args.data, key))
+                        **runs.data_record(args.data, tokens["key"]))
         kind.heads.save_pretrained(out / kind.name, encoding.hash, torch.bfloat16,
                                    training=training, accuracy=accuracy)
         table.add(dict(kind=kind.name) | {f"head {i}": x for i, x in enumerate(accuracy, 1)})

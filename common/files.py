@@ -34,6 +34,12 @@ def read_json(path):
     return value
 
 
+def content_hash(file):
+    """A hash of all bytes of a file."""
+    with open(file, "rb") as opened:
+        return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
 def files_hash(files):
     """16 hex digits that identify files: a hash of their names, sizes and samples."""
     sha = hashlib.sha256()

@@ -14,6 +14,7 @@ from common.values import one_line, warn
 from hf.families import text_config
 from hf.files import optional_part, part_file
 from hf.paths import find_model, is_gguf
+from hf.splits import END_TOKENS
 from hf.text import read_text
 from model import InputError, expect
 
@@ -23,7 +24,6 @@ NEUTRAL_AT_1 = "repetition_penalty", "typical_p", "guidance_scale", "num_beams"
 NOT_APPLIED = (*NEUTRAL_AT_1, "no_repeat_ngram_size", "min_length", "min_new_tokens",
                "suppress_tokens", "begin_suppress_tokens", "bad_words_ids", "forced_bos_token_id",
                "forced_eos_token_id", "sequence_bias", "penalty_alpha", "stop_strings")
-TURN_ENDS = "<|im_end|>", "<|eot_id|>", "<|eom_id|>", "<|end|>", "<end_of_turn>"
 REASONING = "reasoning_content", "reasoning", "thinking"  # names of a message's reasoning
 CONTINUE = "CONTINUE_FINAL_MESSAGE_TAG "  # what transformers appends to a message to continue
 SEPARATORS = ("<|endoftext|>", "<|end_of_text|>", "</s>", "<|im_end|>", "<|eot_id|>", "<eos>")
@@ -77,15 +77,18 @@ def token_text(token):
 def stop_tokens(path, encoding):
     """The token ids that end generation: eos_token_id of generation_config.json, else of
     config.json, else end_of_text. A chat template adds the eos_token of tokenizer_config.json and
-    the TURN_ENDS that it contains; in a GGUF file, all TURN_ENDS. Raises InputError for bad ids."""
+    the END_TOKENS that it contains. A GGUF file, and a folder whose generation_config.json names
+    no token, end at all END_TOKENS of the vocabulary. Raises InputError for bad ids."""
     ids = eos_ids(path, encoding) or [end_of_text(encoding)]
-    template = find_template(path)[1]
-    if template:
-        eos = token_text(optional_part(path, "tokenizer_config.json").get("eos_token"))
-        # many GGUF files of chat models only name the base model's eos token
-        ends = [text for text in TURN_ENDS if text in template or is_gguf(find_model(path))]
-        ids = ids + [encoding.special_tokens[text] for text in (eos, *ends)
-                     if text in encoding.special_tokens]
+    templates = find_templates(path)
+    written = "".join(source for _, source in templates.values())
+    said = optional_part(path, "generation_config.json").get("eos_token_id")
+    # many GGUF files of chat models only name the base model's eos token
+    is_open = said is None or is_gguf(find_model(path))
+    ends = [text for text in END_TOKENS if is_open or text in written]
+    if templates:
+        ends.append(token_text(optional_part(path, "tokenizer_config.json").get("eos_token")))
+    ids = ids + [encoding.special_tokens[text] for text in ends if text in encoding.special_tokens]
     return list(dict.fromkeys(ids))
 
 
@@ -108,40 +111,43 @@ def not_applied(path):
 
 def load_chat_template(path):
     """The model's ChatTemplate, or None."""
-    file, source = find_template(path)
-    if source is None:
+    templates = find_templates(path)
+    if not templates:
         return None
     settings = optional_part(path, "special_tokens_map.json")  # used by older checkpoints
     settings |= optional_part(path, "tokenizer_config.json")
     tokens = {key: text for key, value in settings.items()
               if key.endswith("_token") and (text := token_text(value)) is not None}
-    return ChatTemplate(file, source, tokens)
+    return ChatTemplate(*templates["default"], tokens, templates.get("tool_use"))
 
 
-def find_template(path):
-    """Returns (file, source of its chat template or None). Of several, the one named "default"."""
+def find_templates(path):
+    """{name: (file, source)} of the chat templates, {} without any; one is "default"."""
     path = find_model(path)
-    file = path / "chat_template.jinja"
-    if file.exists():
-        return file, read_text(file)
     for name in ("tokenizer_config.json", "chat_template.json"):
         file = part_file(path, name)
         source = optional_part(path, name).get("chat_template")
         if source is not None:
             break
-    if isinstance(source, list):
-        source = next((entry.get("template") for entry in source
-                       if isinstance(entry, dict) and entry.get("name") == "default"), source)
-    expect(isinstance(source, str | None),
+    entries = source if isinstance(source, list) else [dict(name="default", template=source)]
+    named = {str(entry.get("name")): (file, entry["template"]) for entry in entries
+             if isinstance(entry, dict) and entry.get("template") is not None}
+    own = dict(default=path / "chat_template.jinja",
+               tool_use=path / "additional_chat_templates" / "tool_use.jinja")
+    named |= {name: (file, read_text(file)) for name, file in own.items() if file.exists()}
+    is_valid = "default" in named and all(isinstance(source, str) for _, source in named.values())
+    expect(is_valid or source is None and not named,
            f"{file}: chat_template must be a string, or a list with a template named default")
-    return file, source
+    return named
 
 
 class ChatTemplate:
     """Renders messages as a prompt, like transformers' apply_chat_template. Encode the text with
-    `encoding.encode(text, allowed_special="all")`: the template writes its own BOS token."""
+    `encoding.encode(text, allowed_special="all")`: the template writes its own BOS token. tool_use:
+    (file, source) of the one to use where tools are given."""
 
-    def __init__(self, file, source, variables):
+    def __init__(self, file, source, variables, tool_use=None):
+        self.with_tools = tool_use and ChatTemplate(*tool_use, variables)
         self.file = file
         self.source = source
         self.variables = variables  # default options of `render`, such as the special tokens' texts
@@ -166,6 +172,8 @@ class ChatTemplate:
         InputError if the template fails."""
         failed = None
         options = self.variables | options
+        if options.get("tools") and self.with_tools:
+            return self.with_tools.render(messages, **options)
         if options.get("tools") and "tools" not in self.source:
             warn(f"{self.file}: the chat template ignores tools")
         with self.named_errors():

@@ -385,6 +385,8 @@ def scale_rope(raw, settings, theta, rotary_size):
     number = lambda key, default=None: value_of(settings, key, float, default)
     context = value_of(raw, "max_position_embeddings", int)
     kind = settings.get("rope_type", settings.get("type")) or "default"
+    expect(kind != "default" or settings.get("factor", 1) == 1, "rope_scaling has a factor, but no "
+           "rope_type; add one, such as linear")
     kind = one_of("rope type", "longrope" if kind == "su" else kind, ROPE_TYPES)  # su: Phi-3
     if kind in ("default", "dynamic"):  # dynamic only changes theta beyond the context length
         return None, context

@@ -19,7 +19,7 @@ from backends.linear import Quantized
 from common.values import one_line, one_of, warn
 from hf.families import family_of, value_of
 from hf.paths import gguf_parts
-from hf.splits import PIECE_IS_TOKEN, byte_level_spec, sentencepiece_spec
+from hf.splits import END_TOKENS, PIECE_IS_TOKEN, byte_level_spec, sentencepiece_spec
 from hf.tensors import StoredTensor
 from model import InputError, expect
 
@@ -39,6 +39,7 @@ ROPE_FACTORS = {  # tensor -> rope_scaling in config.json; Llama 3 has one tenso
     "rope_freqs.weight": ("short_factor", "long_factor"),
     "rope_factors_short.weight": ("short_factor",), "rope_factors_long.weight": ("long_factor",)}
 PERMUTED = {"attn_q": "attention.head_count", "attn_k": "attention.head_count_kv"}
+ENDS = "eos", "eot", "eom", "fim_pad", "fim_rep", "fim_sep"  # their tokens end generation
 SAMPLING_NAMES = dict(temp="temperature", top_k="top_k", top_p="top_p", min_p="min_p",
                       penalty_repeat="repetition_penalty")
 SPECIAL = dict(bos_token_id="bos_token", eos_token_id="eos_token", unknown_token_id="unk_token",
@@ -180,6 +181,8 @@ class GGUFFile:
 
     def rope_scaling(self):
         scaling = self.renamed(SCALING, "rope.scaling.")
+        if factor := scaling.get("factor") or self.meta.get("rope.scale_linear"):  # the older key
+            scaling = dict(rope_type="linear") | scaling | dict(factor=factor)
         for name, keys in ROPE_FACTORS.items():
             if name in self.tensors:
                 factors = dequantized(self.tensors[name]).tolist()
@@ -189,19 +192,22 @@ class GGUFFile:
 
     def generation_config(self):
         """The sampling defaults and the stop tokens."""
-        ids = [self.meta[key] for key in ("eos_token_id", "eot_token_id", "eom_token_id")
-               if key in self.meta]
+        ids = [self.meta[f"{key}_token_id"] for key in ENDS if f"{key}_token_id" in self.meta]
         sampling = self.renamed(SAMPLING_NAMES, "general.sampling.")
         return sampling | dict(eos_token_id=ids or None, do_sample=bool(sampling))
 
     def tokenizer_config(self):
         special = {name: self.tokens[index] for name, index in self.renamed(SPECIAL).items()}
-        return special | dict(chat_template=self.meta.get("tokenizer.chat_template"))
+        templates = self.renamed({"tokenizer.chat_template": "default",
+                                  "tokenizer.chat_template.tool_use": "tool_use"})
+        named = [dict(name=name, template=text) for name, text in templates.items()]
+        return special | dict(chat_template=named or None)
 
     def added_tokens(self):
         """added_tokens of tokenizer.json: tokens that are matched before text is split."""
         special = TokenType.CONTROL, TokenType.UNKNOWN
         kinds = np.array(self.meta.get("token_type", ()))[:len(self.tokens)]
+        kinds[[text in END_TOKENS for text in self.tokens[:len(kinds)]]] = TokenType.CONTROL
         added = np.isin(kinds, (*special, TokenType.USER_DEFINED)).nonzero()[0]
         strips = self.architecture == "phi3" and self.meta.get("model") == "llama"  # not Phi-4
         return [dict(id=i, content=self.tokens[i], special=kinds[i] in special, normalized=False,

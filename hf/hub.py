@@ -11,8 +11,10 @@ from common.values import one_line, warn
 from model import InputError, expect
 
 PARTS = ["config.json", "generation_config.json", "tokenizer*", "vocab.json", "merges.txt",
-         "added_tokens.json", "special_tokens_map.json", "chat_template.*"]
+         "added_tokens.json", "special_tokens_map.json", "chat_template.*",
+         "additional_chat_templates/*.jinja"]
 SAFETENSORS = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
+NO_MODEL = "mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-"  # in names of GGUF files
 BIN = ["pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json"]
 
 
@@ -39,11 +41,12 @@ def fetch_folder(repo):
 
 
 def fetch_gguf(repo, kind):
-    """The Path of the GGUF file whose name is `kind` or ends in it; downloads all its parts."""
+    """The Path of the GGUF model whose name is or ends in `kind`; downloads all its parts."""
     stem = lambda file: re.sub(r"(-\d+-of-\d+)?\.gguf$", "", file)
-    files = sorted(file for file in list_files(repo) if file.endswith(".gguf"))
+    files = sorted(file for file in list_files(repo) if file.endswith(".gguf")
+                   and not any(part in file.rpartition("/")[2] for part in NO_MODEL))
     ending = re.compile(rf"(.*[-./])?{re.escape(stem(kind))}", re.IGNORECASE)
-    parts = [file for file in files if ending.fullmatch(stem(file))]
+    parts = [file for file in files if not kind or ending.fullmatch(stem(file))]
     names = " ".join(sorted({*map(stem, files)})) or "it has none"
     expect(len({*map(stem, parts)}) == 1, f"{repo}: pick a GGUF file, as {repo}:NAME: {names}")
     return download(repo, parts) / parts[0]

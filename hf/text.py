@@ -10,8 +10,9 @@ import zlib
 from model import InputError, expect
 
 OBJECTS = (".jsonl", ".jsonl.gz", ".json")  # suffixes of files of JSON objects
-# ShareGPT's role names
-ROLES = dict(human="user") | dict.fromkeys(("gpt", "chatgpt", "bing", "bard"), "assistant")
+ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool")}
+ROLES |= dict(human="user", prompter="user") | dict.fromkeys(  # names in other datasets
+    ("gpt", "chatgpt", "bing", "bard", "model", "ai", "bot"), "assistant")
 
 
 def decode(data, name):
@@ -57,9 +58,11 @@ def read_objects(file, parse, expected):
 
 
 def messages_of(value):
-    """The messages of an object in OpenAI's format ("messages") or ShareGPT's ("conversations"),
-    whose turns may also be OpenAI's."""
+    """The messages of an object in OpenAI's format ("messages"), TRL's (a "prompt" of messages) or
+    ShareGPT's ("conversations"), whose turns may also be OpenAI's. Roles have OpenAI's names."""
     messages = value.get("messages")
+    if messages is None and isinstance(value.get("prompt"), list):
+        messages = value["prompt"]
     if messages is None and isinstance(value.get("conversations"), list):
         turns = [{"from": "system", "value": value["system"]}] if value.get("system") else []
         messages = [turn if "role" in turn else from_sharegpt(turn)
@@ -77,8 +80,7 @@ def tools_of(value):
 
 
 def from_sharegpt(turn):
-    role = turn.get("from")
-    return dict(role=ROLES.get(role, role), content=turn.get("value"))
+    return dict(role=turn.get("from"), content=turn.get("value"))
 
 
 def message_of(message):
@@ -89,6 +91,6 @@ def message_of(message):
                "a part of a message is not of type text")
         content = "".join(part.get("text") for part in content)
     is_valid = isinstance(content, str) or content is None and message.get("tool_calls")
-    expect(is_valid and isinstance(message.get("role"), str),
-           "a message is no object with a role and a content")
-    return message | dict(content=content)
+    role = message.get("role")
+    expect(is_valid and isinstance(role, str), "a message is no object with a role and a content")
+    return message | dict(role=ROLES.get(role.lower(), role), content=content)

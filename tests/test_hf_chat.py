@@ -9,19 +9,20 @@ from conftest import refusal
 from hf import chat, tokenizer
 from hf.splits import LLAMA3_PATTERN
 
+SAID = {"generation_config.json": {"eos_token_id": 0}}
+
 
 @pytest.mark.parametrize("files, expected", [
-    ({}, [0]),
-    ({"config.json": {"eos_token_id": 1}}, [1]),
+    ({}, [0, 1]),
+    ({"config.json": {"eos_token_id": 1}}, [1, 0]),
     ({"config.json": {"eos_token_id": 1}, "generation_config.json": {"eos_token_id": [700, 0]}}, [700, 0]),
-    ({"config.json": {"eos_token_id": 1}, "generation_config.json": {"eos_token_id": None}}, [1]),
-    ({"config.json": {"text_config": {"eos_token_id": 1}}}, [1]),
-    ({"config.json": {"eos_token_id": [700, 1], "text_config": {"eos_token_id": 0}}}, [700, 1]),
-    ({"config.json": {"eos_token_id": 0}, "tokenizer_config.json": {"eos_token": "<|im_end|>"}}, [0]),
-    ({"config.json": {"eos_token_id": 0}, "tokenizer_config.json": {"eos_token": "<|im_end|>", "chat_template": "x"}},
-     [0, 1]),
-    ({"tokenizer_config.json": {"eos_token": {"content": tk.EOT}, "chat_template": "x"}}, [0]),
-    ({"config.json": {"eos_token_id": 0}, "tokenizer_config.json": {"chat_template": "{{ m }}<|im_end|>"}}, [0, 1]),
+    ({"config.json": {"eos_token_id": 1}, "generation_config.json": {"eos_token_id": None}}, [1, 0]),
+    ({"config.json": {"text_config": {"eos_token_id": 1}}}, [1, 0]),
+    ({"config.json": {"eos_token_id": [700, 1], "text_config": {"eos_token_id": 0}}}, [700, 1, 0]),
+    (SAID | {"tokenizer_config.json": {"eos_token": "<|im_end|>"}}, [0]),
+    (SAID | {"tokenizer_config.json": {"eos_token": "<|im_end|>", "chat_template": "x"}}, [0, 1]),
+    (SAID | {"tokenizer_config.json": {"eos_token": {"content": tk.EOT}, "chat_template": "x"}}, [0]),
+    (SAID | {"tokenizer_config.json": {"chat_template": "{{ m }}<|im_end|>"}}, [0, 1]),
 ])
 def test_stop_tokens_are_those_of_generation_config_then_config_then_the_end_of_text(files, expected, corpus, tmp_path):
     tk.save(tmp_path, tk.byte_level(corpus[:2], tk.BYTE_LEVEL, tk.CHAT))
@@ -176,3 +177,18 @@ def test_where_a_template_is_looked_for(tmp_path):
         refusal(lambda: chat.load_chat_template(tmp_path), tmp_path / "tokenizer_config.json", "default")
     tk.write(tmp_path, {"tokenizer_config.json": "[]"})
     refusal(lambda: chat.load_chat_template(tmp_path), tmp_path / "tokenizer_config.json")
+
+
+def test_a_template_for_tools_is_used_when_tools_are_given(tmp_path):
+    """Bug: "default" renders the chat, without its tools."""
+    named = [{"name": name, "template": name + " {{ tools }}{{ mode }}"} for name in ("default", "tool_use", "rag")]
+    in_files = {"chat_template.jinja": named[0]["template"],
+                "additional_chat_templates/tool_use.jinja": named[1]["template"]}
+    for files in ({"tokenizer_config.json": json.dumps({"chat_template": named})}, in_files):
+        tk.write(folder := tmp_path / str(len(files)), files)
+        template = chat.load_chat_template(folder)
+        template.variables["mode"] = "!"  # as --template-kwargs do
+        assert template.render(CHATS[0]) == "default None!"
+        assert template.render(CHATS[0], tools=["f"]) == "tool_use ['f']!"
+    (folder / "chat_template.jinja").unlink()
+    refusal(lambda: chat.load_chat_template(folder), "a template named default")

@@ -332,6 +332,7 @@ BROKEN = {  # case: (changes to config.json or a function that breaks the folder
     "header of 2^63 bytes": (lambda p: (p / "model.safetensors").write_bytes(b"\0" * 7 + b"\x80{}"), "too large"),
     "flag that is text": (dict(tie_word_embeddings="false"), "tie_word_embeddings must be a bool, not 'false'"),
     "rope with few factors": (rope(rope_type="longrope", short_factor=[1.0], long_factor=[1.0]), "a list of 8 numbers"),
+    "a factor of no type": (dict(rope_scaling=dict(factor=8.0), rope_parameters=None), "no rope_type; add one"),
     "scaled windows": (dict(model_type="gemma3_text", **rope(sliding_attention=dict(rope_type="linear"))),
                        "rope type of windows 'linear' is not supported"),
     "another GPT-2": (dict(model_type="gpt2", scale_attn_weights=False), "scale_attn_weights False is not"),

@@ -45,12 +45,19 @@ FILES = {  # name: (architecture, a folder of test_hf_checkpoint, changed fields
     "qwen3": ("qwen3", "qwen3", {}),
     "gemma3": ("gemma3", "gemma3", dict(query_pre_attn_scalar=32)),
     "gemma3-linear": ("gemma3", "gemma3", dict(query_pre_attn_scalar=32, rope_parameters=LINEAR)),
+    "gemma3-typeless": ("gemma3", "gemma3", dict(query_pre_attn_scalar=32, rope_parameters=LINEAR)),
+    "llama-scale": ("llama", "llama", dict(rope_parameters=dict(rope_type="linear", factor=4.0, rope_theta=1e4))),
     "gemma3-27b": ("gemma3", "gemma3", dict(query_pre_attn_scalar=16, num_hidden_layers=62, sliding_window=9)),
     "phi3": ("phi3", "phi3-window", PHI3),
     "phi3-longrope": ("phi3", "phi3-longrope", {}),
     "phi4-mini": ("phi3", "phi4-mini", {}),
     "smollm3": ("smollm3", "smollm3", {}),
 }
+
+
+UNTYPED = {  # linear, but no key says so; None: left out
+    "gemma3-typeless": {"gemma3.rope.scaling.type": None},
+    "llama-scale": {"llama.rope.scaling.type": None, "llama.rope.scaling.factor": None, "llama.rope.scale_linear": 4.0}}
 
 
 def permuted(value, heads):
@@ -130,7 +137,7 @@ def test_a_file_of_every_architecture_is_the_model_of_its_folder(name, tmp_path)
     architecture, folder, flags = FILES[name]
     theirs, tokens = theirs_of(folder, **flags), torch.tensor(random_prompts([90, 90]))
     theirs.save_pretrained(tmp_path / "folder")
-    file = write(tmp_path / "m.gguf", architecture, theirs)
+    file = write(tmp_path / "m.gguf", architecture, theirs, lambda _, values: values.update(UNTYPED.get(name, {})))
     ours, folder = (GPT.from_pretrained(path, torch.float32, "cpu", packed=False)
                     for path in (file, tmp_path / "folder"))
     assert sizes_of(ours) == sizes_of(folder)
@@ -248,7 +255,7 @@ def write_tokenizer(path, architecture, spec, convert=lambda name, value: (value
         found["merges"] = [" ".join(pair) for pair in spec["model"]["merges"]]
     found |= values
     theirs = theirs_of(FILES[architecture][1], vocab_size=len(tokens), num_hidden_layers=1)
-    found = {f"tokenizer.{key}" if key == "chat_template" else f"tokenizer.ggml.{key}": x for key, x in found.items()}
+    found = {f"tokenizer.{'' if key.startswith('chat_template') else 'ggml.'}{key}": x for key, x in found.items()}
     return write(path, architecture, theirs, lambda _, values: values.update(found), convert, split_max_tensors=split)
 
 
@@ -281,7 +288,7 @@ def test_the_ids_of_every_split_are_those_of_transformers(pre, corpus, tmp_path)
     file = write_tokenizer(tmp_path / "m.gguf", "llama", spec, add_bos_token=pre != "qwen2", **values)
     encoding = load_encoding(file)
     check_ids(encoding, their_tokenizer(file))
-    assert encoding.prefix == [1] * (pre != "qwen2") and chat.stop_tokens(file, encoding) == [700]
+    assert encoding.prefix == [1] * (pre != "qwen2") and chat.stop_tokens(file, encoding) == [700, 1, 0]
     unsaid = write_tokenizer(tmp_path / "unsaid.gguf", "llama", spec, padding_token_id=9999, **values)
     assert load_encoding(unsaid).prefix == [1] * (pre in PIECE_IS_TOKEN)
 
@@ -438,11 +445,24 @@ def toy_file(corpus, tmp_path_factory):
 def test_template_ends_and_sampling_are_the_files(toy_file, tmp_path):
     encoding = load_encoding(toy_file)
     assert encoding.chat([dict(role="user", content="<|im_end|>")]) == [1, 700]
-    assert chat.stop_tokens(toy_file, encoding) == [700, 1]  # 1 ends a turn
+    assert chat.stop_tokens(toy_file, encoding) == [700, 1, 0]  # 1 ends a turn, 0 the text
     assert encoding.template.file == toy_file
     sampled = {"general.sampling.temp": 0.5, "general.sampling.top_k": 7}
     file = write(tmp_path / "m.gguf", "llama", theirs_of("llama"), lambda _, values: values.update(sampled))
     assert chat.sampling_defaults(file) == dict(temperature=0.5, top_k=7)
+
+
+def test_all_end_tokens_of_a_vocabulary_end_a_text(corpus, tmp_path):
+    """Bug: a chat model whose eos is <|im_end|> runs on after <|endoftext|>, or after an end token of a wrong type."""
+    spec = tk.byte_level(corpus[:2], tk.BYTE_LEVEL, tk.CHAT)
+    last = max(token["id"] for token in spec["added_tokens"])
+    spec["model"]["vocab"] |= {"<|eot_id|>": last + 1, "<|file_sep|>": last + 2, "<other>": last + 3}  # NORMAL
+    file = write_tokenizer(tmp_path / "m.gguf", "qwen2", spec, model="gpt2", pre="qwen2", eos_token_id=1,
+                           fim_pad_token_id=last + 3, **{"chat_template": "x", "chat_template.tool_use": "{{ tools }}"})
+    encoding = load_encoding(file)
+    assert set(chat.stop_tokens(file, encoding)) == {1, 0, last + 1, last + 2, last + 3}
+    assert last + 1 in encoding.control_ids
+    assert encoding.template.render([]) == "x" and encoding.template.render([], tools=[1]) == "[1]"
 
 
 def patched(offset, form, value):

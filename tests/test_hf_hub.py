@@ -24,7 +24,7 @@ READ = ["chat_template.jinja", "config.json", "generation_config.json", "model.s
         "tokenizer_config.json"]
 OTHERS = ("README.md", "model.fp16.safetensors", "pytorch_model.bin", "original/params.json", "onnx/model.onnx")
 FULL = "Qwen-0.5B-Q4_K_M.gguf", "Qwen-0.5B-Q4_K_S.gguf", "q/Qwen-0.5B-Q8_0-00001-of-00002.gguf", \
-    "q/Qwen-0.5B-Q8_0-00002-of-00002.gguf", "mmproj.f16.gguf", "README.md"
+    "q/Qwen-0.5B-Q8_0-00002-of-00002.gguf", "mmproj.f16.gguf", "mmproj-Q4_K_M.gguf", "Q-imatrix.gguf", "README.md"
 
 
 class Hub:
@@ -123,7 +123,7 @@ def test_weights_are_chosen_as_they_are_read(files, site):
 
 
 @pytest.mark.parametrize("choice, indices", [
-    ("Q4_K_M", [0]), ("q4_k_m", [0]), ("Qwen-0.5B-Q4_K_S.gguf", [1]), ("f16", [4]), ("Q8_0", [2, 3]),
+    ("Q4_K_M", [0]), ("q4_k_m", [0]), ("Qwen-0.5B-Q4_K_S.gguf", [1]), ("Q8_0", [2, 3]),
     (FULL[3], [2, 3])])
 def test_a_gguf_file_is_chosen_by_type_or_name(choice, indices, site):
     """Catches a choice that downloads other files or a single part."""
@@ -132,13 +132,16 @@ def test_a_gguf_file_is_chosen_by_type_or_name(choice, indices, site):
 
 
 def test_gguf_files_are_listed_if_the_name_does_not_pick_one(site):
-    says = "as org/GGUF:NAME: Qwen-0.5B-Q4_K_M Qwen-0.5B-Q4_K_S mmproj.f16 q/Qwen-0.5B-Q8_0"
-    for name in ("org/GGUF", "org/GGUF:Q5_0", "org/GGUF:K_M", "org/GGUF:."):
+    says = "as org/GGUF:NAME: Qwen-0.5B-Q4_K_M Qwen-0.5B-Q4_K_S q/Qwen-0.5B-Q8_0"
+    for name in ("org/GGUF", "org/GGUF:Q5_0", "org/GGUF:K_M", "org/GGUF:.", "org/GGUF:f16"):
         refusal(lambda: find_model(name), says)
     refusal(lambda: find_model("org/model:Q4_0"), "as org/model:NAME: it has none")
     (site.repositories["org/GGUF"] / "other-Q4_K_M.gguf").touch()
     refusal(lambda: find_model("org/GGUF:Q4_K_M"), "other-Q4_K_M")
     assert {*map(len, site.downloads)} == {0}
+    for name in ("other-Q4_K_M.gguf", *FULL[1:4]):  # leaves one model, and a projector
+        (site.repositories["org/GGUF"] / name).unlink()
+    assert find_model("org/GGUF").read_text() == FULL[0]
 
 
 def test_offline_the_cache_is_used(offline):

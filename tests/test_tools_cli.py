@@ -69,11 +69,13 @@ def run(capsys, *flags):
     return out + err if "--prompt" in flags and "--json" not in flags else out
 
 
-def test_json_has_the_tree_sizes_and_their_expected_times(folder, capsys, monkeypatch):
+def test_json_has_the_tree_sizes_and_their_expected_times(folder, capsys, monkeypatch, tmp_path):
     """Bug: a tree size that was used is missing, steps or tokens are not counted, or a time is another size's."""
     monkeypatch.setattr("engine.policy.StepTimes.seconds", lambda self, B, T, depths: B * T / 1000 + depths)
-    flags = ["--model", folder, "--device", "cpu", "--prompt", "abcabc", "--max-new-tokens", 60, "--json"]
+    (tmp_path / "link").symlink_to(folder)
+    flags = ["--model", tmp_path / "link", "--device", "cpu", "--prompt", "abcabc", "--max-new-tokens", 60, "--json"]
     result = json.loads(run(capsys, *flags, "--tree-size", 12))
+    assert result["model"] == "link"
     assert result["sizes"] == {"12": [result["steps"], len(result["tokens"][0])]}
     assert result["expected_ms"] == {"1": 1, "2": 2, "4": 4, "8": 8, "12": 12}
     assert json.loads(run(capsys, *flags, "--tree-size", 1))["expected_ms"] == {}

@@ -4,6 +4,7 @@ import gzip
 import json
 import os
 import random
+import shutil
 from types import SimpleNamespace
 
 import numpy as np
@@ -11,6 +12,7 @@ import pytest
 import torch
 
 import test_hf_tokenizer as tk
+from common.values import warn
 from conftest import refusal
 from hf.chat import ChatTemplate
 from hf.tokenizer import load_encoding
@@ -122,6 +124,48 @@ def test_documents_come_from_files_folders_and_jsonl_lines_in_order(tmp_path):
                      "none/c.py": b"\xff"})
     for name in ("x.bin", "blank.jsonl", "none", "missing.txt"):
         refusal(lambda: documents(name), f"{tmp_path}/{name}")
+
+
+def test_what_is_not_read_is_counted_and_links_are_followed_once(tmp_path, monkeypatch, capsys):
+    """Bug: 120 of 31,620 bytes are read, and nobody is told."""
+    ignored = (".git/a.txt", "node_modules/b.js", "c.png", "run/train_state.pt", "written_by.json", "locked.md", ".c/d")
+    write(tmp_path / "one", dict.fromkeys(ignored, "x") | {"a.txt": "a", "latin.txt": b"\xe9", "b/c.md": b"\xff\xfe"})
+    write(tmp_path / "two", {"b.txt": "b"})
+    for link, to in (("link", "../two"), ("b/again", "../../two"), ("../two/back", "../one"), ("e.md", "../two/b.txt"),
+                     ("dangling.txt", "none")):
+        (tmp_path / "one" / link).symlink_to(to)
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: "locked" not in str(path) and access(path, mode))
+    assert documents_in([tmp_path / "one"]) == ["a", "b"]
+    said = capsys.readouterr().err
+    assert said.startswith("left out of the data: ") and said.count("\n") == 1 and all(part in said for part in (
+        "hidden or installed folders: 3 (", "of other types: 1 (c.png)", "training runs: 1 (run)",
+        "cannot be read: 2 (dangling.txt)", "not UTF-8: 2 ("))
+    refusal(lambda: documents_in([tmp_path / "one/latin.txt"]), "one/latin.txt: ", "not UTF-8: 1 (latin.txt)")
+    refusal(lambda: documents_in([tmp_path / "one/locked.md"]), "one/locked.md: ", "no right to read it")
+
+
+@pytest.mark.parametrize("role", ["model", "ai", "bot", "Assistant", "GPT"])
+def test_roles_are_read_as_other_trainers_read_them(role, tmp_path, capsys):
+    """Bug: chats vanish where the assistant has another name."""
+    warn.cache_clear()
+    shared = {"conversations": [{"from": "Human", "value": "q"}, {"from": role, "value": "a"}]}
+    lines = [messages([("User", "q"), (role, "a")]), shared, messages([("user", "q"), ("Narrator", "a")])]
+    write(tmp_path, {"a.jsonl": jsonl([*lines, {"messages": []}]), "b.jsonl": jsonl(lines[2:])})
+    [text] = {*documents_in([tmp_path / "a.jsonl"], template=CHATML)}
+    assert text == CHATML.render(CHAT["messages"], add_generation_prompt=False)
+    says = "chats without an assistant's answer: {} (roles user Narrator)".format
+    assert capsys.readouterr().err == f"left out of the data: {says(2)}\n"
+    refusal(lambda: documents_in([tmp_path / "b.jsonl"], template=CHATML), tmp_path / "b.jsonl", says(1))
+
+
+def test_chats_in_trls_format_are_read(tmp_path):
+    """Bug: refused; or the loss covers answers within the prompt."""
+    turns = messages([("user", "q"), ("assistant", "a"), ("user", "r"), ("bot", "b")])["messages"]
+    write(tmp_path, {"a.jsonl": jsonl([dict(prompt=turns[:n], completion=turns[n:]) for n in (3, 1)])})
+    one, two = data.read_records([tmp_path / "a.jsonl"], CHATML)
+    assert one.text == two.text and one.parts[1:] == (("b<|im_end|>\n", True),) and two.parts[1][1]
+    assert [prompt.messages for prompt in read_prompt_file(tmp_path / "a.jsonl")] == [turns[:3], turns[:1]]
 
 
 def test_a_line_holds_a_text_or_a_prompt_and_its_completion_or_messages_gzipped_or_not(tmp_path):
@@ -347,7 +391,7 @@ def same(tokens, other):
 
 
 def store(file, paths, encoding):
-    return data.store_tokens(file, data.tokens_key(paths, encoding), paths, encoding, 2**20)
+    return data.store_tokens(file, data.tokens_keys(paths, encoding), paths, encoding, 2**20)
 
 
 def test_stored_tokens_are_used_again_until_what_they_are_of_changes(paths, chatty, tmp_path, monkeypatch):
@@ -359,7 +403,7 @@ def test_stored_tokens_are_used_again_until_what_they_are_of_changes(paths, chat
     monkeypatch.setattr(data, "encode_splits", lambda *given: calls.append(1) or encode(*given))
     again = store(file, [str(path) for path in paths], chatty)
     assert all(same(first[split], again[split]) for split in data.SPLITS) and not calls
-    os.utime(paths[0] / "001.txt", ns=(0, 0))
+    (paths[0] / "001.txt").write_text("another text")
     store(file, paths, chatty)
     store(file, paths[:1], chatty)
     chatty.template = ChatTemplate("other", CHATML.source + " ", {})
@@ -370,6 +414,19 @@ def test_stored_tokens_are_used_again_until_what_they_are_of_changes(paths, chat
         file.write_bytes(content)
         refusal(lambda: data.open_tokens(file), file)
         assert len(store(file, paths, chatty)["train"].ids)
+
+
+def test_data_is_known_by_its_content(paths, chatty, tmp_path):
+    """Bug: the tokens of data that was touched, copied or renamed, or that an older version stored, are made again."""
+    key, older = data.tokens_keys(paths, chatty)
+    moved = [shutil.copytree(paths[0], tmp_path / "moved"), shutil.copy(paths[1], tmp_path / "moved.jsonl")]
+    files = [(str(file), file.stat().st_size, file.stat().st_mtime_ns) for file in [*paths[0].iterdir(), paths[1]]]
+    assert older == data.hash_of(data.format_key(chatty), sorted(files), data.TEXT_SUFFIXES, data.PIECE)
+    os.utime(paths[1], ns=(0, 0))
+    for same in (moved, paths, paths[::-1]):
+        assert data.tokens_keys(same, chatty)[0] == key and data.tokens_keys(same, chatty)[1] != older
+    moved[1].write_bytes(moved[1].read_bytes().replace(b"q7", b"q8"))
+    assert data.tokens_keys(moved, chatty)[0] != key
 
 
 def draft_vocabulary(counts, n):

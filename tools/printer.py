@@ -4,7 +4,6 @@ import contextlib
 import json
 import os
 import sys
-from pathlib import Path
 
 from generate import Output
 from tools.statistics import Statistics, drafter, drafters
@@ -109,7 +108,7 @@ class Printer:
                  "tokens_per_second")
         return {name: getattr(output, name) for name in names} | dict(
             tree_size=counted.tree_size, accepted=counted.accepted, sizes=counted.sizes,
-            model=Path(self.args.model).resolve().name,
+            model=os.path.basename(os.path.abspath(self.args.model)),
             sampling=self.loaded.sampling,
             prompts=self.prompts,
             texts=list(map(self.loaded.decode, output.tokens)),

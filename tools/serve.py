@@ -253,7 +253,8 @@ class App:
             for guided in (False, True)[:1 + len(grammars)]:
                 progress = partial(tqdm, desc="capturing steps", leave=False)
                 capture_all(self.engine, progress, guided)
-        self.name = args.name or ("smollm2" if file.name == SMOLLM2 else file.resolve().name)
+        name = os.path.basename(os.path.abspath(file))  # as it was given: links are not followed
+        self.name = args.name or ("smollm2" if file.name == SMOLLM2 else name)
         self.max_active = args.batch_size + args.queue
         self.active = 0  # sequences running or waiting
         self.worker = Worker(self.engine)

@@ -7,6 +7,7 @@ import itertools
 import os
 import re
 import sysconfig
+from collections import defaultdict
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from common.files import content_hash
 from common.values import warn
 from hf.chat import end_of_text
 from hf.text import OBJECTS, messages_of, read_objects, read_text, tools_of
@@ -21,10 +23,12 @@ from model import InputError, expect
 from training.runs import STATE_FILE, load_file, save_file, saving
 
 FILE = "tokens.pt"      # in --out, or beside the text that the model wrote
+ABOUT = "written_by.json"  # beside it, with the model's hash
 TEXT_SUFFIXES = (".txt", ".md", ".rst", ".py", ".c", ".h", ".cpp", ".js", ".ts", ".java", ".go",
                  ".rs", ".jsonl", ".jsonl.gz")
 SPLITS = ("train", "heldout")
-NO_CODE = {"site-packages", "dist-packages", "__pycache__", "encodings"}  # and *data
+INSTALLED = {"site-packages", "dist-packages", "__pycache__", "node_modules"}  # and .*
+NO_CODE = INSTALLED | {"encodings"}  # and *data
 MOST_REFUSED = 0.1  # share of the chats that the template may refuse; more are an error
 PART_OF_NAME = re.compile(r"[<\[/|\uff5c\w]*$")  # at a text's end, such as "</th"
 PIECE = 4096  # characters; longer texts are cut into pieces, each of which goes to either split
@@ -57,41 +61,70 @@ def builtin_corpus(split):
     return files
 
 
-def find_files(path):
-    """The file at a path, or the text files in a folder, except in folders of training runs."""
+def find_files(path, left_out):
+    """The file at a path, or the text files in a folder, also those behind links, each once. Adds
+    the names of what it leaves out to left_out, {reason: [name]}."""
     path = Path(path)
-    expect(path.exists(), f"{path}: no such file or folder")
+    expect(os.access(path, os.R_OK), f"{path}: no such file or folder, or no right to read it")
     if path.is_file():
         return [path]
-    runs = {state.parent for state in path.rglob(STATE_FILE)}
-    return [file for file in sorted(path.rglob("*")) if file.name.endswith(TEXT_SUFFIXES)
-            and file.is_file() and not runs & set(file.parents)]
+    found = {}  # real path -> path
+    visited = set()
+    skip = lambda reason, name: left_out[reason].append(os.path.basename(name))
+    unread = lambda error: skip("cannot be read", error.filename)
+    for folder, folders, names in os.walk(path, onerror=unread, followlinks=True):
+        if STATE_FILE in names:
+            skip("training runs", folder)
+        if STATE_FILE in names or os.path.realpath(folder) in visited:
+            folders.clear()
+            continue
+        visited.add(os.path.realpath(folder))
+        for name in {name for name in folders if name in INSTALLED or name.startswith(".")}:
+            skip("hidden or installed folders", name)
+            folders.remove(name)
+        folders.sort()
+        for file in (Path(folder, name) for name in sorted({*names} - {FILE, ABOUT})):
+            is_text = file.name.endswith(TEXT_SUFFIXES)
+            if is_text and file.is_file() and os.access(file, os.R_OK):
+                found.setdefault(file.resolve(), file)
+            else:
+                skip("cannot be read" if is_text else "of other types", file)
+    return sorted(found.values())
 
 
 def read_records(paths, template=None, key=None):
     """Yields a `Record` for each non-empty document. template: the `ChatTemplate` for chats; those
-    it refuses are skipped with a warning. key: the `format_key` of token ids to read. Raises
-    InputError for a path without documents, a malformed line, and if more than MOST_REFUSED of the
-    chats are refused."""
+    it refuses, those without an answer, and files that are not read are counted in a warning. key:
+    the `format_key` of token ids to read. Raises InputError for a path without documents, a
+    malformed line, and if more than MOST_REFUSED of the chats are refused."""
     chats = 0
     refused = []
+    left_out = defaultdict(list)
+    listed = lambda: "; ".join(f"{reason}: {len(names)} ({names[0]})"
+                               for reason, names in left_out.items())
     for path in paths:
         empty = True
-        for file in find_files(path):
-            for where, record in read_file(file, key):
+        for file in find_files(path, left_out):
+            for where, record in read_file(file, left_out, key):
                 if record.kind == "chat":
                     expect(template, f"{file}, {where}: messages need a model with a chat template")
                     chats += 1
+                    roles = " ".join(dict.fromkeys(turn["role"] for turn in record.parts[0]))
                     try:
                         record = Record(chat_parts(*record.parts, template), "chat")
                     except InputError as error:
                         refused.append(f"{file}, {where}: {error}")
                         empty = False
                         continue
+                    if not record.parts:
+                        left_out["chats without an assistant's answer"].append(f"roles {roles}")
                 if record.text:
                     empty = False
                     yield record
-        expect(not empty, f"{path}: expected UTF-8 text, got none; check the path")
+        expect(not empty, f"{path}: expected UTF-8 text to train on, got none; "
+               f"{listed() or 'check the path'}")
+    if left_out:
+        warn(f"left out of the data: {listed()}")
     if refused:
         problem = (f"the chat template refuses {len(refused)} of {chats} chats; the first is "
                    f"{refused[0]}")
@@ -99,15 +132,17 @@ def read_records(paths, template=None, key=None):
         warn(f"{problem}; skipping these")
 
 
-def read_file(file, key=None):
-    """Yields (position, `Record`) for each document of a file; nothing if it is not UTF-8 text. The
-    parts of a chat are its messages and its `tools_of`, not rendered yet."""
-    if not file.name.endswith(OBJECTS):
-        with contextlib.suppress(InputError):
-            yield "", Record(((read_text(file), True),))
+def read_file(file, left_out, key=None):
+    """Yields (position, `Record`) for each document of a file. One that is not text is added to
+    left_out. The parts of a chat are the first arguments of `chat_parts`."""
+    if file.name.endswith(OBJECTS):
+        expected = 'an object with "text", "prompt" and "completion", "messages" or "conversations"'
+        yield from read_objects(file, partial(parse_record, key), expected)
         return
-    expected = 'an object with "text", "prompt" and "completion", "messages" or "conversations"'
-    yield from read_objects(file, partial(parse_record, key), expected)
+    try:
+        yield "", Record(((read_text(file), True),))
+    except InputError:
+        left_out["not UTF-8"].append(file.name)
 
 
 def parse_record(key, value):
@@ -121,20 +156,23 @@ def parse_record(key, value):
     text, prompt, completion = map(value.get, ("text", "prompt", "completion"))
     if text is not None:
         record = Record(((text, True),))
+    elif isinstance(prompt, list) and isinstance(completion, list):  # TRL's
+        messages = messages_of(dict(messages=prompt + completion))
+        return Record((messages, tools_of(value), max(len(prompt), 1)), "chat")
     elif prompt is not None and completion is not None:
         record = Record(((prompt, False), (completion, True)), "completion")
     else:
-        return Record((messages_of(value), tools_of(value)), "chat")
+        return Record((messages_of(value), tools_of(value), 1), "chat")
     valid = all(isinstance(part, str) for part, _ in record.parts)
     expect(valid, f"its {record.kind} is not a string")
     return record
 
 
-def chat_parts(messages, tools, template):
+def chat_parts(messages, tools, first, template):
     """The (text, in_loss) pairs of a chat up to the assistant's last turn. The loss covers the
-    assistant's turns: each from where the text is no longer that of the prompt for it."""
-    # skip an assistant's first message: many templates refuse the empty chat before it
-    turns = [i for i, message in enumerate(messages) if i and message["role"] == "assistant"]
+    assistant's turns from number `first` on: each from where the text leaves the prompt for it.
+    first: at least 1, as many templates refuse the empty chat before an assistant's message."""
+    turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     render = partial(template.render, **tools)
     # if the template drops the reasoning of earlier turns, only the last turn is as generated
     for answers in (turns, turns[-1:]):
@@ -189,7 +227,8 @@ def split_records(paths, splits, template=None, key=None):
     if paths is None:
         for split in splits:
             for file in builtin_corpus(split):
-                yield from ((split, record) for _, record in read_file(file) if record.text)
+                records = read_file(file, defaultdict(list))
+                yield from ((split, record) for _, record in records if record.text)
         return
     missing = set(splits)
     for record in read_records(paths, template, key):
@@ -259,32 +298,45 @@ def format_key(encoding):
     return hash_of(encoding.hash, encoding.prefix, template)
 
 
-def tokens_key(paths, encoding):
-    """16 hex digits: a hash of the `format_key`, and each file's path, size and mtime."""
-    groups = map(builtin_corpus, SPLITS) if paths is None else map(find_files, paths)
-    files = sorted((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns)
-                   for file in itertools.chain(*groups))
-    return hash_of(format_key(encoding), files, TEXT_SUFFIXES, PIECE)
+def tokens_keys(paths, encoding):
+    """The keys that the data's tokens may have, 16 hex digits each: a hash of the `format_key` and
+    each file's content, and that of older versions, with each file's path, size and time."""
+    if paths is None:
+        paths = [file for split in SPLITS for file in builtin_corpus(split)]
+    contents = sorted((file.suffix, content_hash(file))
+                      for path in paths for file in find_files(path, defaultdict(list)))
+    times = sorted((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns)
+                   for path in paths for file in older_files(path))
+    form = format_key(encoding)
+    return hash_of(form, contents, PIECE), hash_of(form, times, TEXT_SUFFIXES, PIECE)
 
 
-def store_tokens(file, key, paths, encoding, vocab_size):
-    """Writes the token file unless it has this `tokens_key` already, and returns its `open_tokens`.
-    Raises InputError for token ids of vocab_size and up."""
+def older_files(path):
+    """The files of a path whose times are in its older key. Links to folders were not followed."""
+    path = Path(path)
+    runs = {state.parent for state in path.rglob(STATE_FILE)}
+    return [file for file in path.rglob("*") if file.name.endswith(TEXT_SUFFIXES)
+            and file.is_file() and not runs & set(file.parents)] or [path]
+
+
+def store_tokens(file, keys, paths, encoding, vocab_size):
+    """Writes the token file unless it has one of these `tokens_keys` already, and returns its
+    `open_tokens`. Raises InputError for token ids of vocab_size and up."""
     with contextlib.suppress(InputError):
         stored = open_tokens(file)
-        if stored["key"] == key:
+        if stored["key"] in keys:
             return stored
     tokens = encode_splits(paths, SPLITS, encoding)
     expect(all((tokens[split].ids < vocab_size).all() for split in SPLITS), "--data has token "
            f"ids of {vocab_size} and up, for which the model has no embeddings; remove them")
     arrays = {split: list(map(torch.from_numpy, tokens[split])) for split in SPLITS}
     with saving(f"{file}: cannot be written", "make room, or use another --out"):
-        save_file(file, dict(key=key) | arrays)
+        save_file(file, dict(key=keys[0]) | arrays)
     return open_tokens(file)
 
 
 def open_tokens(file):
-    """Opens a token file -> {"key": its `tokens_key`, split: memory-mapped Tokens}."""
+    """Opens a token file -> {"key": one of its `tokens_keys`, split: memory-mapped Tokens}."""
     stored = load_file(file, ("key", *SPLITS), mmap=True)
     return stored | {split: Tokens(*(x.numpy() for x in stored[split])) for split in SPLITS}
 

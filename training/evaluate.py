@@ -84,14 +84,16 @@ def evaluate(config, out):
 def heldout_tokens(config, out, heads, encoding):
     """Held-out Tokens of --data, by default of the training data -> (Tokens, `data_record`)."""
     about = heads.info.get("training", {})
+    keys = about.get("key"),
     if config.data:
-        about = data_record(config.data, data.tokens_key(config.data, encoding))
+        keys = data.tokens_keys(config.data, encoding)
+        about = data_record(config.data, keys[0])
     for folder in (out, out / SELF, *map(Path, config.data or ())):
         with contextlib.suppress(InputError):
             stored = data.open_tokens(folder / data.FILE)
-            if stored["key"] == about.get("key"):
-                return stored["heldout"], {name: about[name] for name in ("data", "key")}
+            if stored["key"] in keys:
+                return stored["heldout"], dict(data=about["data"], key=stored["key"])
     expect(config.data or about.get("data") == STANDARD_LIBRARY, f"{out}: the tokens of the "
            f"training data ({about.get('data')}) are gone; give --data")
-    about = data_record(config.data, data.tokens_key(config.data, encoding))
+    about = data_record(config.data, data.tokens_keys(config.data, encoding)[0])
     return data.load_tokens(config.data, encoding, "heldout"), about

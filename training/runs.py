@@ -120,8 +120,8 @@ def noted_signals():
 
 
 class Run:
-    """A training run that writes to folder `out`. tokenizer: its hash. key: the training data's
-    `tokens_key`. state: the saved state to resume from."""
+    """A training run that writes to folder `out`. tokenizer: its hash. key: the key of its
+    tokens. state: the saved state to resume from."""
 
     def __init__(self, config, out, heads, tokenizer, key, group, state=None):
         self.config = config

@@ -24,10 +24,9 @@ from hf.heads import model_hash
 from hf.text import read_lines
 from hf.tokenizer import encode_prompt
 from model import InputError, expect
-from training.data import format_key
+from training.data import ABOUT, format_key
 from training.runs import progress, save_lines
 
-ABOUT = "written_by.json"            # records the model's hash beside the texts
 PER_FILE = 32                        # tasks per file
 SLOTS = dict(cpu=48, cuda=384)       # sequences decoded together
 CAPACITY = 1280                      # most tokens of a chat
