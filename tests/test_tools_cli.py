@@ -22,7 +22,9 @@ from test_hf_tokenizer import added
 from tools import errors
 from tools.compare import first_difference
 from tools.flags import parse_generate
+from tools.load import threads_are_set
 from tools.run import main as program
+from training.flags import parse_heads
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = random_prompts([7])
@@ -407,3 +409,15 @@ def test_output_that_cannot_be_written(folder, capsys, monkeypatch):
         patch.setattr(sys, "stdout", pipe)
         main(*flags)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("closed", [["stdin"], ["stdout"], ["stderr"], ["stdin", "stdout", "stderr"]], ids=" ".join)
+def test_standard_streams_may_be_closed(closed, folder, capsys, monkeypatch):
+    """Bug: a traceback for `2>&-`; text for standard error on standard output."""
+    with monkeypatch.context() as patch:
+        for name in closed:
+            patch.setattr(sys, name, None)
+        main("--model", folder, "--device", "cpu", *([] if "stdin" in closed else ["--prompt", "abc"]))
+        assert all(getattr(sys, name).name == os.devnull for name in closed)
+    out, err = capsys.readouterr()
+    assert out.startswith("abc") == (closed == ["stderr"]) and ("per second" in err) == (closed == ["stdout"])
