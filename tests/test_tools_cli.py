@@ -421,3 +421,15 @@ def test_standard_streams_may_be_closed(closed, folder, capsys, monkeypatch):
         assert all(getattr(sys, name).name == os.devnull for name in closed)
     out, err = capsys.readouterr()
     assert out.startswith("abc") == (closed == ["stderr"]) and ("per second" in err) == (closed == ["stdout"])
+
+
+@pytest.mark.parametrize("variable, value, coloured", [
+    ("NO_COLOR", "", True), ("NO_COLOR", "1", False), ("TERM", "dumb", False), ("TERM", "vt100", True)])
+def test_colours_are_for_terminals_that_have_them(variable, value, coloured, folder, capsys, monkeypatch):
+    """Bug: escapes in Emacs' shell; an empty NO_COLOR, which by its definition does not count."""
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    text = run(capsys, "--model", folder, "--device", "cpu", "--prompt", "abcabcabc", "--tree-size", 8)
+    assert ("\x1b[" in text) == coloured
