@@ -433,3 +433,14 @@ def test_colours_are_for_terminals_that_have_them(variable, value, coloured, fol
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     text = run(capsys, "--model", folder, "--device", "cpu", "--prompt", "abcabcabc", "--tree-size", 8)
     assert ("\x1b[" in text) == coloured
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    """Bug: --model=~/x, which shells leave as it is, is "no such file"; a prompt that begins with ~ is changed."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    names = ("model", "heads", "prompts", "json-schema")
+    args = parse_generate([f"--{name}=~/{name}" for name in names] + ["--stop=~/x"])
+    assert [args.model, args.heads, args.prompts, args.json_schema] == [str(tmp_path / name) for name in names]
+    assert args.stop == ["~/x"] and parse_generate(["--prompt=~/x"]).prompt == ["~/x"]
+    trained = parse_heads(["--out=~/o", "--init=~/i", "--data=~/d"])
+    assert [trained.out, trained.init, *trained.data] == [str(tmp_path / name) for name in "oid"]
