@@ -20,7 +20,7 @@ import tempfile
 import threading
 from contextlib import suppress
 from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
-from functools import lru_cache, partial
+from functools import lru_cache, partial, reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -65,7 +65,7 @@ RESERVED = 2**26  # bytes requested from the system at once
 FREE = [torch.empty(0, dtype=torch.uint8)]  # the unused part of the last request
 FREE_LOCK = threading.Lock()
 THREADS = []    # number of threads for cpu.c, inside `kernel_threads`
-FEWER = 1.15    # several threads must be this much faster than one to be used
+FEWER = 1.15    # more threads must be this much faster than fewer to be used
 BUDGET = 0.25   # seconds to measure that
 SLOW_BFLOAT16 = ("torch multiplies bfloat16 slowly on this CPU, so the default dtype is float32 "
                  "(--dtype bfloat16 takes less memory)")
@@ -146,20 +146,20 @@ def threads():
 
 
 def choose_threads(seconds):
-    """Sets torch's number of threads to one, unless its present number is faster. seconds() runs a
-    step and returns its duration. Compares means rather than minima: beside other work on the
-    machine, threads wait for one another."""
+    """Sets torch's number of threads to one, unless 2, 4 or its present number are faster.
+    seconds() runs a step and returns its duration. Compares means rather than minima: beside other
+    work on the machine, threads wait for one another."""
     most = torch.get_num_threads()
     if most == 1:
         return
     torch.set_num_threads(1)
     seconds()  # warm-up
-    total = dict.fromkeys((1, most), 0.0)
+    total = dict.fromkeys(sorted({1, min(2, most), min(4, most), most}), 0.0)
     while sum(total.values()) < BUDGET:
         for n in total:
             torch.set_num_threads(n)
             total[n] += seconds()
-    torch.set_num_threads(most if FEWER * total[most] < total[1] else 1)
+    torch.set_num_threads(reduce(lambda a, b: b if FEWER * total[b] < total[a] else a, total))
 
 
 def default_dtype(device, stored, packed, rank=0):

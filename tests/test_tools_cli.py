@@ -444,3 +444,11 @@ def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
     assert args.stop == ["~/x"] and parse_generate(["--prompt=~/x"]).prompt == ["~/x"]
     trained = parse_heads(["--out=~/o", "--init=~/i", "--data=~/d"])
     assert [trained.out, trained.init, *trained.data] == [str(tmp_path / name) for name in "oid"]
+
+
+@pytest.mark.parametrize("value, is_set", [
+    ("", False), ("0", False), ("-1", False), ("x", False), ("2", True), ("4,2", True)])
+def test_only_a_number_of_threads_counts(value, is_set, monkeypatch):
+    """Bug: an empty OMP_NUM_THREADS, which OpenMP ignores, keeps one thread per CPU."""
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert threads_are_set() is is_set
