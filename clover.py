@@ -18,7 +18,7 @@ import torch.nn.functional as F
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from kernels import Candidates, add_norm, cosine_mix, select_candidates
+from kernels import add_norm, cosine_mix
 from model import MAX_TREE, Block, Blocks, InputError, Norm, check, expect, token_positions
 
 DEFAULT_BEAMS = 4  # W
@@ -159,17 +159,172 @@ class Head(nn.Module):
 
 
 # --------------------------------------------------------------------------------------------------
-# The tree and the heads
+# The tree
+#
+# Every drafter proposes nodes with an acceptance probability p. The tree is the T - 1 likeliest:
+#
+#   heads      p = a + (b - a) * (x - i), x = -4 * joint log-probability of the path, i = floor(x),
+#              a = chances[mode, i], b = chances[mode, i + 1]; mode is 1 if temperature > 0
+#   a chain    p of the j-th token = chances[mode, BINS + match] ** j
+#
+# Ties go to the shallower node, then to the lower token, then to the earlier candidate. Parents
+# come first, since p falls along a path: joint log-probabilities do, and chances along the bins.
+
+BINS = 41  # of joint log-probability, a quarter nat each; the last one holds all from -10 down
+SCHEMA = 5  # stands in the place of a match length for a chain of forced text
+SOURCES = BINS + 6  # bins, the match lengths 0 to 4, and SCHEMA
+
 
 class Tree(NamedTuple):
-    """Draft trees of B sequences, from `kernels.best_tree`: node 0 is the root, parents come before
-    children, children of one parent have different tokens. All [B, T], int64 or as noted."""
+    """Draft trees of B sequences: node 0 is the root, parents come before children, children of one
+    parent have different tokens. All [B, T], int64 or as noted; padding is 0 in all but sources."""
     tokens: torch.Tensor
     parents: torch.Tensor
     depths: torch.Tensor
     ancestors: torch.Tensor      # bitmasks; 0 for padding, where a tree has fewer than T nodes
-    sources: torch.Tensor        # what proposed the node; -1 for the root and padding
+    sources: torch.Tensor        # a bin, BINS + match of a chain; -1 for the root and padding
     probabilities: torch.Tensor  # float32: acceptance probabilities
+
+
+class Candidates(NamedTuple):
+    """The n best proposals of the heads at each depth, [B, K, n]; unused ones are -inf, 0, -1."""
+    joint: torch.Tensor    # float32: log-probability of the path from the root
+    tokens: torch.Tensor   # int64
+    parents: torch.Tensor  # int64: the beam that proposed it, an index into the previous depth
+
+    @classmethod
+    def empty(cls, root, K, n):
+        """Uninitialised memory for `extend_candidates`. root: [B]."""
+        dtypes = torch.float32, torch.int64, torch.int64
+        return cls(*(root.new_empty(len(root), K, n, dtype=dtype) for dtype in dtypes))
+
+
+class Pool(NamedTuple):
+    """Nodes to choose from, in columns [B, N]: the root, the heads' candidates, a chain's."""
+    tokens: torch.Tensor
+    parents: torch.Tensor        # columns
+    depths: torch.Tensor
+    sources: torch.Tensor
+    probabilities: torch.Tensor  # -1: no node
+
+
+def extend_candidates(logprobs, tokens, candidates, depth):
+    """Fills [:, depth] of `Candidates` with the best proposals (after EAGLE-2, arXiv 2406.16858).
+    logprobs, tokens [B, w, W]: the W best next tokens of w beams; a logprob above 0 counts as 0,
+    NaN as -inf. Beams: the root, then the first W candidates of the previous depth; w = 1 if all
+    of these propose the same. Ties go to the lower token, then to the child of the better beam."""
+    W = logprobs.shape[2]
+    joint = logprobs.clamp(max=0).nan_to_num_(nan=-math.inf, neginf=-math.inf)
+    if depth:
+        joint = candidates.joint[:, depth - 1, :W, None] + joint  # (B, W, W)
+    tokens = tokens.expand_as(joint).flatten(1)
+    joint = joint.flatten(1)
+    order = tokens.argsort(dim=1, stable=True)
+    order = sort_stably(order, joint, descending=True)[:, :candidates.joint.shape[2]]
+    selected = joint.gather(1, order), tokens.gather(1, order), order // W
+    for out, values, none in zip(candidates, selected, (-math.inf, 0, -1)):
+        out[:, depth, :order.shape[1]] = values
+        out[:, depth, order.shape[1]:].fill_(none)
+
+
+def sort_stably(order, key, descending=False):
+    """Columns [B, n] sorted by their key [B, N]; those of equal keys stay in order."""
+    return order.gather(1, key.gather(1, order).argsort(dim=1, descending=descending, stable=True))
+
+
+def build_tree(root, candidates, chain, chances, temperature, tree_size):
+    """The `Tree` of the tree_size - 1 likeliest candidates. root: [B]. candidates: `Candidates`,
+    chain: int64 [B, 1 + n], from `generate.ngram_lookup`, or a match of SCHEMA and tokens up to the
+    first -1; one may be None. chances: [2, SOURCES]. temperature: [B]."""
+    chances = chances.nan_to_num(0.0).clamp(0, 1)[(temperature > 0).long()]  # (B, SOURCES)
+    zeros = torch.zeros_like(root)[:, None]
+    pool = Pool(root[:, None], zeros, zeros, zeros - 1, zeros.float() + 1)
+    if candidates is not None:
+        pool = join(pool, head_nodes(candidates, chances))
+    if chain is not None:
+        depth = 0 if candidates is None else candidates.joint.shape[1]
+        pool = add_chain(pool, chain, chances, depth)
+    return likeliest(pool, tree_size)
+
+
+def join(pool, other):
+    return Pool(*(torch.cat(columns, dim=1) for columns in zip(pool, other)))
+
+
+def head_nodes(candidates, chances):
+    joint, tokens, beams = candidates
+    B, K, n = joint.shape
+    x = (-4 * joint).nan_to_num(BINS - 1).clamp(0, BINS - 1).flatten(1)  # (B, K n)
+    low = x.long().clamp(max=BINS - 2)
+    falling = chances[:, :BINS].cummin(1).values
+    a, b = (falling.gather(1, low + i) for i in (0, 1))
+    p = torch.maximum(a + (b - a) * (x - low), b)
+    depths = torch.arange(1, K + 1, device=joint.device)[:, None].expand_as(beams)
+    parents = (1 + (depths - 2) * n + beams).clamp(min=0)  # depth d begins at column 1 + (d - 1) n
+    p = p.where(beams.flatten(1) >= 0, -1)
+    return Pool(tokens.flatten(1), parents.flatten(1), depths.flatten(1), x.long(), p)
+
+
+def add_chain(pool, chain, chances, depth):
+    """Adds a chain's nodes. Where the heads proposed the same token under the same parent, it is
+    one node, with the larger probability. depth: the pool's."""
+    B, N = pool.tokens.shape
+    guesses, p, source = chain_by_depth(pool.tokens[:, :1], chain, chances)
+    n = guesses.shape[1] - 2
+    # nodes of the pool that are the chain's, too
+    depths = pool.depths.clamp(max=n + 1)
+    shared = (pool.probabilities >= 0) & (pool.tokens == guesses.gather(1, depths))
+    shared = along_path(shared, pool.parents, torch.logical_and, min(n, depth))
+    better = shared & (p.gather(1, depths) > pool.probabilities)
+    pool = pool._replace(sources=source.where(better, pool.sources),
+                         probabilities=p.gather(1, depths).where(better, pool.probabilities))
+    # the chain's own nodes, below the deepest of these
+    last, column = pool.depths.where(shared, -1).max(1, keepdim=True)
+    step = torch.arange(1, n + 1, device=chain.device).expand(B, n)
+    parents = torch.where(step == last + 1, column, N + step - 2)
+    own = p[:, 1:-1].where(step > last, -1)
+    return join(pool, Pool(guesses[:, 1:-1], parents, step, source.expand(B, n), own))
+
+
+def chain_by_depth(root, chain, chances):
+    """A chain's tokens and their probabilities by depth, [B, n + 2]: the root's first, -1 from the
+    chain's end on; and its source [B, 1]."""
+    match, guesses = chain.split((1, chain.shape[1] - 1), dim=1)
+    chance = chances.gather(1, BINS + match)
+    powers = [torch.ones_like(chance)]
+    for _ in range(guesses.shape[1]):
+        powers.append(powers[-1] * chance)
+    is_node = ((guesses >= 0) & (match > 0)).cumprod(1) > 0
+    is_node = F.pad(is_node, (1, 0), value=True)  # the root
+    by_depth = torch.cat((root, guesses), dim=1), torch.cat(powers, dim=1)
+    tokens, p = (F.pad(x.where(is_node, -1), (0, 1), value=-1) for x in by_depth)
+    return tokens, p, BINS + match
+
+
+def along_path(x, parents, combine, depth):
+    """Combines x [B, N] of each node, at most at this depth, with x of its ancestors."""
+    for _ in range(depth.bit_length()):  # each round doubles the number of nodes
+        x = combine(x, x.gather(1, parents))
+        parents = parents.gather(1, parents)  # the root's is the root
+    return x
+
+
+def likeliest(pool, tree_size):
+    """The `Tree` of a pool's nodes of the largest probabilities."""
+    missing = tree_size - pool.tokens.shape[1]
+    if missing > 0:
+        columns = zip(pool, (0, 0, 0, -1, -1))
+        pool = Pool(*(F.pad(x, (0, missing), value=none) for x, none in columns))
+    order = sort_stably(pool.tokens.argsort(dim=1, stable=True), pool.depths)
+    order = sort_stably(order, pool.probabilities, descending=True)
+    node = order.argsort(1)  # of each column
+    tokens, parents, depths, sources, p = (x.gather(1, order[:, :tree_size]) for x in pool)
+    used = p >= 0
+    parents = node.gather(1, parents) * used
+    own = 1 << torch.arange(tree_size, device=p.device)
+    ancestors = along_path(own.expand_as(tokens), parents, torch.bitwise_or, tree_size - 1)
+    return Tree(tokens * used, parents, depths * used, ancestors * used, sources.where(used, -1),
+                p.clamp(min=0))
 
 
 def root_tree(root):
@@ -178,6 +333,9 @@ def root_tree(root):
     zeros = torch.zeros_like(tokens)
     return Tree(tokens, zeros, zeros, zeros + 1, zeros - 1, torch.ones_like(tokens).float())
 
+
+# --------------------------------------------------------------------------------------------------
+# The heads
 
 def is_allowed(masks, tokens):
     """Whether masks, int32 [B, ceil(V / 32)] with a bit for each token, allow tokens [B, n]."""
@@ -189,7 +347,8 @@ class DraftHeads(nn.ModuleList):
     for all other depths. A backend may replace this with its own class."""
 
     @torch.no_grad()
-    def draft(self, clover, state, root, tree_size, W, sampling=None, masks=None):
+    def draft(self, clover, state, root, tree_size, W, sampling=None, masks=None,
+              extend=extend_candidates):
         """`CloverHeads.draft`; clover: the `CloverHeads` that has these heads."""
         B, C = state.shape
         K = min(clover.config.n_draft, tree_size - 1)
@@ -212,7 +371,7 @@ class DraftHeads(nn.ModuleList):
             logprobs, tokens = lm_head.topk(out.flatten(0, 1), W, clover.vocabulary, noise)
             if masks is not None and depth == 0:
                 logprobs = logprobs.masked_fill(~is_allowed(masks, tokens), -math.inf)
-            select_candidates(logprobs.view(B, -1, W), tokens.view(B, -1, W), candidates, depth)
+            extend(logprobs.view(B, -1, W), tokens.view(B, -1, W), candidates, depth)
             guessed = candidates.tokens[:, depth, :W]
             if clover.reads_tokens and depth < K - 1:
                 beam = candidates.parents[:, depth, :W, None].expand(B, W, C)
@@ -337,7 +496,8 @@ class CloverHeads(nn.Module):
             outputs.append(out if residual is None else residual + out)
         return outputs
 
-    def draft(self, state, root, tree_size, beams, sampling=None, masks=None):
+    def draft(self, state, root, tree_size, beams, sampling=None, masks=None,
+              extend=extend_candidates):
         """Beam search (arXiv 2406.16858, section 4): at each depth, the W = beams candidates of
         highest joint log-probability propose their W best tokens. A child's joint probability never
         exceeds its parent's, so the best candidates are a tree.
@@ -345,8 +505,9 @@ class CloverHeads(nn.Module):
         state [B, C] at the last committed position, root [B] -> `Candidates` for a tree of
         tree_size > 1 nodes. sampling: (temperature, seed, sequence, position) of the roots, each
         [B]. Where the temperature is above 0, the sampler's noise is added to the logits. masks: of
-        the tokens that may follow the roots, as in `is_allowed`; others come last."""
-        return self.heads.draft(self, state, root, tree_size, beams, sampling, masks)
+        the tokens that may follow the roots, as in `is_allowed`; others come last. extend: a
+        backend's `extend_candidates`."""
+        return self.heads.draft(self, state, root, tree_size, beams, sampling, masks, extend)
 
     # ----------------------------------------------------------------------------------------------
     # Files

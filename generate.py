@@ -26,17 +26,19 @@ from numbers import Integral
 from typing import NamedTuple
 
 import torch
+import torch.nn.functional as F
 
-import kernels
-from clover import DEFAULT_BEAMS, MAX_BEAMS, Tree, root_tree
-from kernels import (
+from clover import (
     BINS,
-    HAS_TRITON,
+    DEFAULT_BEAMS,
+    MAX_BEAMS,
     SOURCES,
-    commit_path,
-    ngram_lookup,
-    sample_filtered,
+    Tree,
+    build_tree,
+    extend_candidates,
+    root_tree,
 )
+from kernels import HAS_TRITON, commit_path
 from model import MAX_TREE, InputError, KVCache, check, expect
 
 DEFAULT_BATCH = 8    # sequences
@@ -79,7 +81,7 @@ class Sampling:
 # Lookup and acceptance
 
 class Accepted(NamedTuple):
-    """The accepted paths of B trees; rows of a path after its `count` nodes are junk."""
+    """The accepted paths of B trees; columns from `count` on hold the root's."""
     tokens: torch.Tensor   # int64 [B, P]: the accepted guesses, then the bonus token, the next root
     path: torch.Tensor     # int64 [B, P]: the accepted nodes, root first
     sources: torch.Tensor  # int64 [B, P]: of these nodes, as in `Tree`
@@ -87,7 +89,7 @@ class Accepted(NamedTuple):
 
     def to_lists(self):
         """(tokens, path, sources) of each sequence, up to its count."""
-        if self.path.shape[1] == 1:  # shared lists: one per sequence would trigger garbage collections
+        if self.path.shape[1] == 1:  # shared lists: many new ones trigger garbage collections
             path, sources = [0], [-1]
             return [(tokens, path, sources) for tokens in self.tokens.tolist()]
         counts = self.count.tolist()
@@ -96,20 +98,70 @@ class Accepted(NamedTuple):
                 for tokens, path, sources, n in zip(*columns, counts)]
 
 
-def build_tree(root, candidates, chain, chances, temperature, tree_size):
-    return Tree(*kernels.best_tree(root, candidates, chain, chances, temperature, tree_size))
+def ngram_lookup(history, lengths, n, slots=None):
+    """n tokens proposed by n-gram lookup (prompt lookup decoding): those that followed the latest
+    earlier occurrence of the longest suffix, 4 tokens down to 1 -> int64 [B, 1 + n]: the length of
+    the match, then the tokens; 0 and -1 if there is none. A match may overlap the suffix. At the
+    text's end the chain repeats the tokens after the match. history: int32 [slots, S]. lengths:
+    int32 [slots], index of the newest token. slots: int64 [B]; None: all."""
+    if slots is not None:
+        history, lengths = history[slots], lengths[slots]
+    S = history.shape[1]
+    last = lengths[:, None].long()
+    index = torch.arange(S, device=history.device)
+    suffix = history.gather(1, (last - index[:4]).clamp(min=0))  # from the newest token back
+    padded = F.pad(history, (3, 0), value=-1)
+    matches = index < last  # whether the suffix's first tokens match up to here
+    size = 0                # how many of them do
+    for i in range(suffix.shape[1]):
+        matches = matches & (padded[:, 3 - i:3 - i + S] == suffix[:, i:i + 1])
+        size = size + matches
+    best = (size * S + index).amax(1, keepdim=True)  # of the longest, the latest
+    size, end = best // S, best % S
+    source = end + 1 + torch.arange(n, device=history.device) % (last - end).clamp(min=1)
+    tokens = history.gather(1, source.clamp(max=S - 1)).long()
+    return torch.cat((size, tokens.where(size > 0, -1)), dim=1)
 
 
-def accept_path(tree, target, active, max_path, temperature, counts, chain=None, slots=None, known=None):
-    P = max_path
-    packed = kernels.accept_path(*tree[:5], target, active, P, temperature, counts, chain, known, slots)
-    return Accepted(packed[:, :P], packed[:, P:2 * P], packed[:, 2 * P:3 * P], packed[:, 3 * P])
+def accept_path(tree, target, active, max_path, slots=None):
+    """Accepts a node if its parent is and its token is its parent's target token; the root always.
+    Children of one parent have different tokens, so the accepted nodes are a path -> `Accepted`, at
+    most P = max_path nodes. target: the model's own next token at each node. active: int32 [slots],
+    0 for idle ones, which accept nothing. slots: as in `ngram_lookup`."""
+    active = active if slots is None else active[slots]
+    B, T = target.shape
+    node = torch.arange(T, device=target.device)
+    wrong = (tree.depths > 0) & (tree.tokens != target.gather(1, tree.parents))
+    wrong = (wrong * (1 << node)).sum(1, keepdim=True)  # a bitmask
+    on_path = (tree.ancestors != 0) & (tree.ancestors & wrong == 0) & (tree.depths < max_path)
+    # the path's node of each depth, the root beyond its end
+    path = target.new_zeros(B, max_path + 1)
+    path = path.scatter(1, tree.depths.where(on_path, max_path), node.expand(B, T))[:, :max_path]
+    count = on_path.sum(1) * (active != 0)
+    return Accepted(target.gather(1, path), path, tree.sources.gather(1, path), count)
 
 
-def advance(accepted, *rest):
-    last = (accepted.count[:, None] - 1).clamp(min=0)
-    packed = torch.cat((*accepted[:3], accepted.count[:, None], last), 1)
-    kernels.advance(packed, *rest)
+def advance(accepted, lengths, root, history=None, states=None, state=None, slots=None):
+    """Appends the tokens of accepted paths to their sequences, in place. lengths: int32 [slots],
+    index of the root. root: int64 [slots], the newest token. history: int32 [slots, S]. states
+    [B, P, C] of the path's nodes: the last one's becomes state [slots, C]. A path of no tokens
+    changes nothing."""
+    tokens, _, _, count = accepted
+    if slots is None:
+        slots = torch.arange(len(count), device=count.device)
+    count = count[:, None]
+    last = (count - 1).clamp(min=0)
+    if history is not None:
+        # beyond the path: its last token again, so that a graph has a fixed number of writes
+        step = torch.arange(tokens.shape[1], device=tokens.device).minimum(last)
+        rows, columns = slots[:, None], lengths[slots][:, None] + 1 + step
+        values = tokens.gather(1, step).to(history.dtype)
+        history[rows, columns] = values.where(count > 0, history[rows, columns])
+    if states is not None:
+        newest = states.gather(1, last[:, :, None].expand(-1, -1, states.shape[2]))[:, 0]
+        state[slots] = newest.where(count > 0, state[slots])
+    root[slots] = tokens.gather(1, last)[:, 0].where(count[:, 0] > 0, root[slots])
+    lengths.index_add_(0, slots, count[:, 0].to(lengths.dtype))
 
 
 class StepResult(NamedTuple):
@@ -125,7 +177,7 @@ class StepResult(NamedTuple):
 # --------------------------------------------------------------------------------------------------
 # How many nodes a step verifies
 
-# (accepted, proposed) tokens of lookup assumed at the start, by match length 0 to 4, and of grammars
+# (accepted, proposed) tokens assumed at the start, of lookup by match length 0 to 4, and of guides
 CHAIN_PRIOR = (0, 1), (0.5, 2.5), (1, 3), (1.5, 3.5), (2, 4), (9, 10)
 
 
@@ -134,7 +186,7 @@ class Fixed:
 
     A policy names the drafters and `select`s the size of each step. `chances`, float32 [2,
     SOURCES], are the acceptance probabilities of nodes for greedy and sampled sequences, by their
-    source (see `Tree`). Steps add to `counts`, float64 [2, SOURCES, 2], how many nodes of each
+    source (see `Tree`). Steps may add to `counts`, float64 [2, SOURCES, 2], how many nodes of each
     source were accepted and proposed. Captured steps hold the addresses of both."""
     schema = False       # whether a guide's text is drafted
     step_seconds = None  # float32 [T]: by which a step that chooses T itself chooses it
@@ -154,6 +206,9 @@ class Fixed:
         """(T, heads that draft) for a step of B sequences. behind(): how many committed rows the
         heads have not read. unread, chains: see engine/policy.py."""
         return self.tree_size, min(self.depth, self.tree_size - 1)
+
+    def count(self, draft, accepted, active):
+        """Adds to `counts` within a step, from a `Draft` and its `Accepted`."""
 
     def learn(self, step, results):
         """Learns from a finished `Step` and its `StepResult`s."""
@@ -188,11 +243,11 @@ FLOAT_FIELDS = "temperature", "top_p", "min_p"
 
 
 class Slots:
-    """The state of all sequences, one per slot. Captured steps hold the addresses of its tensors."""
+    """The state of all sequences, one per slot, of up to `capacity` tokens. Captured steps hold the
+    addresses of its tensors. On a GPU the next step already runs when the host reads the one that
+    ended a sequence, so there is room for what that step adds."""
 
     def __init__(self, model, heads, batch_size, capacity, max_tree, max_path):
-        """For sequences of `capacity` tokens. On a GPU the next step already runs when the host
-        reads the one that ended a sequence, so there is room for what that step adds."""
         zeros = partial(torch.zeros, device=model.device)
         self.cache = model.new_cache(batch_size, capacity + max_path + max_tree)
         # heads only write paths to their cache, on a CPU up to MAX_CHAIN + 1 rows at once
@@ -201,10 +256,9 @@ class Slots:
         self.heads_cache = KVCache(heads_kv, self.cache.lengths)  # of the augmenting block
         self.integers = zeros(len(INTEGER_FIELDS), batch_size, dtype=torch.int64)
         self.floats = zeros(len(FLOAT_FIELDS), batch_size)
-        self.state = zeros(batch_size, model.config.n_embd, dtype=model.dtype)  # heads draft from it
-        # tokens up to the root, for lookup
-        self.history = zeros(batch_size, capacity + 2 * max_path + 1, dtype=torch.int32)
-        self.active = zeros(batch_size, dtype=torch.int32)  # 0: idle; 2: a sequence with a guide
+        self.state = zeros(batch_size, model.config.n_embd, dtype=model.dtype)  # the heads' input
+        self.history = zeros(batch_size, capacity + 2 * max_path + 1, dtype=torch.int32)  # tokens
+        self.active = zeros(batch_size, dtype=torch.int32)  # 0: idle
         self.all = self.make_batch(None, self.cache.lengths, self.integers, self.floats)
 
     def batch(self, slots):
@@ -288,7 +342,10 @@ class Decoder:
     InputError for sizes out of range."""
     chooses_size = False   # whether `draft` chooses the tree size, if it is None
     reads_prompts = False  # whether steps read prompts, too
-    filtered_sample = staticmethod(sample_filtered)
+    # functions that a backend replaces
+    extend_candidates = staticmethod(extend_candidates)
+    ngram_lookup = staticmethod(ngram_lookup)
+    advance = staticmethod(advance)
     guide = None  # restricts the tokens of the next step: see engine/guide.py
 
     @torch.inference_mode()
@@ -396,7 +453,8 @@ class Decoder:
                      batch.lengths) if plan.mode != GREEDY else None
             state = self.slots.state if batch.slots is None else self.slots.state[batch.slots]
             masks = self.guide and self.guide.first_masks(plan.B)
-            candidates = self.heads.draft(state, batch.root, T, self.beams, noise, masks)
+            candidates = self.heads.draft(state, batch.root, T, self.beams, noise, masks,
+                                          self.extend_candidates)
         chain = self.chain(plan, batch)
         tree = self.build_tree(batch, candidates, chain, T)
         return Draft(batch, tree, batch.lengths[:, None] + tree.depths, chain)
@@ -407,7 +465,7 @@ class Decoder:
         n = min(plan.tree_size - 1, MAX_CHAIN)
         chain = None
         if self.policy.lookup:
-            chain = ngram_lookup(slots.history, slots.cache.lengths, n, batch.slots)
+            chain = self.ngram_lookup(slots.history, slots.cache.lengths, n, batch.slots)
         return self.guide.chain(chain, plan.B, n) if self.guide else chain
 
     def build_tree(self, batch, candidates, chain, tree_size):
@@ -434,19 +492,22 @@ class Decoder:
         masks = self.guide and self.guide.node_masks(positions.numel())
         if plan.mode == FILTERED:
             logits = self.head.logits(normed.flatten(0, 1))  # (B T, V)
-            return self.filtered_sample(logits, **batch.sampling, sequence=batch.sequence,
-                                        masks=masks, position=(positions + 1).flatten()
-                                        ).view_as(positions)
+            return self.filtered_sample(
+                logits, **batch.sampling, sequence=batch.sequence, masks=masks,
+                position=(positions + 1).flatten()).view_as(positions)
         temperature = 0.0 if plan.mode == GREEDY else batch.sampling["temperature"]
         return self.head.sample(normed, temperature, batch.sampling["seed"], batch.sequence,
                                 positions, masks)
 
+    def filtered_sample(self, logits, **parameters):
+        return self.head.filtered_sample(logits, **parameters)
+
     def accept(self, plan, draft, target):
         """The path of nodes that equal their parent's target token, at most P of them."""
         P = self.path_limit(plan.tree_size)
-        return accept_path(draft.tree, target, self.slots.active, P,
-                           draft.batch.sampling["temperature"], self.policy.counts, draft.chain,
-                           draft.batch.slots)
+        accepted = accept_path(draft.tree, target, self.slots.active, P, draft.batch.slots)
+        self.policy.count(draft, accepted, self.slots.active)
+        return accepted
 
     def commit(self, plan, draft, hidden, accepted):
         """Keeps the path's cache rows, feeds its tokens to heads and lookup, and makes the bonus
@@ -466,8 +527,8 @@ class Decoder:
             states = self.heads.augment(hidden, accepted.tokens, positions,
                                         slots.heads_cache.select(batch.slots), ancestors)
         history = slots.history if self.policy.lookup else None
-        advance(accepted, slots.cache.lengths, slots.all.root, history, states, slots.state,
-                batch.slots)
+        self.advance(accepted, slots.cache.lengths, slots.all.root, history, states, slots.state,
+                     batch.slots)
 
     # On the host
 

@@ -323,6 +323,7 @@ class Block(nn.Module):
 class LMHead(nn.Linear):
     """The output projection. Its methods take hidden states after the final norm, [M, C] unless
     noted otherwise."""
+    filtered_sample = staticmethod(kernels.sample_filtered)  # of `logits`
 
     def select(self, tokens):
         """An LM head with only these tokens' rows, copied. tokens: int32 [n]."""

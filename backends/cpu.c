@@ -1695,7 +1695,7 @@ static int chain_size(const Step *s) {
     return s->tree_size ? min(s->tree_size - 1, MAX_CHAIN) : MAX_CHAIN;
 }
 
-// kernels.ngram_lookup: fills chain [1 + MAX_CHAIN] from text [last + 1]
+// generate.ngram_lookup: fills chain [1 + MAX_CHAIN] from text [last + 1]
 static void look_up(const int32_t *text, int last, int64_t *chain) {
     int match = 0;
     chain[0] = 0;
@@ -1726,7 +1726,7 @@ static void fill_chain(const Step *s, int b, int64_t *chain) {
 }
 
 // -------------------------------------------------------------------------------------------------
-// draft: kernels.best_tree of the candidates of heads and lookup
+// draft: clover.build_tree of the candidates of heads and lookup
 
 typedef struct {                 // a candidate
     float p;                     // acceptance probability; -1: no candidate
@@ -1889,7 +1889,7 @@ static int catch_up(Step *s) {
     return T && read_rows(s, slots, B, T);
 }
 
-// kernels.select_candidates: fills the next depth of joint, tokens and parents
+// clover.extend_candidates: fills the next depth of joint, tokens and parents
 static void select_candidates(Draft *d) {
     const Beams *a = &d->beams;
     int B = d->s->trees.B, W = a->W, n = d->n, depth = d->depths;
@@ -2055,7 +2055,7 @@ void step_sample(Step *s) {
            s->sequence, s->positions, s->masks, s->target, s->trees.threads);
 }
 
-// kernels.accept_path, counts included
+// generate.accept_path and engine.policy.count_nodes
 void step_accept(Step *s) {
     int T = s->T, P = s->P;
     size_t plane = (size_t)s->trees.B * T;

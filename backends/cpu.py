@@ -31,7 +31,10 @@ import torch.nn.functional as F
 
 import model as models
 from clover import (
+    BINS,
     MAX_DRAFT,
+    SCHEMA,
+    SOURCES,
     AttentionDecoder,
     CloverHeads,
     Concat,
@@ -46,9 +49,6 @@ from common.values import one_line, warn
 from engine.policy import LARGEST
 from generate import FILTERED, MAX_CHAIN, Accepted, Decoder, Draft
 from kernels import (
-    BINS,
-    SCHEMA,
-    SOURCES,
     best_tokens,
     filled,
     filter_logits,
@@ -908,4 +908,5 @@ class CompiledDecoder(Decoder):
 def unpacked(packed):
     """The `Accepted` in what cpu.c's step_accept writes, int64 [B, 3 P + 2]."""
     P = packed.shape[1] // 3
-    return Accepted(packed[:, :P], packed[:, P:2 * P], packed[:, 2 * P:3 * P], packed[:, 3 * P])
+    *columns, counts = packed.tensor_split((P, 2 * P, 3 * P), dim=1)  # faster than slices
+    return Accepted(*columns, counts[:, 0])

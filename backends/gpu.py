@@ -8,12 +8,13 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
+from backends import tree
 from backends.linear import Quantized, dequantize, linear_rows
 from backends.quantized import select_rows, stack
 from backends.sampling import filtered_sample
 from engine.policy import READ_SIZES
-from generate import Decoder, accept_path, build_tree, set_number
-from kernels import HAS_TRITON, INTERPRETED, float_logits, prompt_chain, runs_triton
+from generate import Decoder, set_number
+from kernels import HAS_TRITON, INTERPRETED, float_logits, runs_triton
 from model import Block, Blocks, InputError, LMHead, NoNorm, TreeMask
 
 # The most that linear_rows runs; beyond, cuBLAS is faster (bench/results/gpu-h100-linear.jsonl)
@@ -122,6 +123,7 @@ class QuantizedLinear(nn.Module):
 
 class QuantizedHead(QuantizedLinear):
     """`model.LMHead` with a quantised weight, which the LM head's kernels read as it is."""
+    filtered_sample = staticmethod(LMHead.filtered_sample)
     topk = LMHead.topk
     sample = LMHead.sample
 
@@ -177,7 +179,10 @@ class GraphDecoder(Decoder):
     Prompts are read by the same steps, beside sequences that generate: a prompt is a draft that
     cannot be wrong. A slot with unread prompt tokens gets the chain of its next T known tokens."""
     reads_prompts = True
+    extend_candidates = staticmethod(tree.extend_candidates)
+    ngram_lookup = staticmethod(tree.ngram_lookup)
     filtered_sample = staticmethod(filtered_sample)
+    advance = staticmethod(tree.advance)
 
     @staticmethod
     def runs(heads):
@@ -208,15 +213,18 @@ class GraphDecoder(Decoder):
         return chain
 
     def build_tree(self, batch, candidates, chain, tree_size):
-        tree = build_tree(batch.root, candidates, chain, self.policy.chances,
-                          batch.sampling["temperature"], tree_size)
-        prompt_chain(*self.prompts, tree[:5], tree[5], chain, batch.slots)
-        return tree
+        built = tree.build_tree(batch.root, candidates, chain, self.policy.chances,
+                                batch.sampling["temperature"], tree_size)
+        tree.prompt_chain(*self.prompts, built, chain, batch.slots)
+        return built
 
     def accept(self, plan, draft, target):
-        return accept_path(draft.tree, target, self.slots.active, plan.tree_size,
-                           draft.batch.sampling["temperature"], self.policy.counts, draft.chain,
-                           draft.batch.slots, self.prompts)
+        return tree.accept_path(draft.tree, target, self.slots.active, plan.tree_size,
+                                draft.batch.sampling["temperature"], self.policy.counts,
+                                draft.chain, draft.batch.slots, self.prompts)
+
+    def to_host(self, accepted):
+        return tree.to_host(accepted)
 
     # On the host
 

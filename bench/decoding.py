@@ -90,6 +90,7 @@ def start_decoding(model, texts, new, stop=(), **options):
     plain = engine.policy = Policy(model)
     decode(engine, texts[:engine.decoder.batch_size], 1)  # compiles the plain step
     engine.clear()
+    engine.policy = policy
     warm_up(engine)
 
     def run(part):

@@ -10,12 +10,12 @@ import torch
 import torch.nn.functional as F
 
 import kernels
-from backends import cpu, gpu, quantized
+from backends import cpu, gpu, quantized, tree
 from backends.linear import Quantized, linear_rows
 from backends.sampling import filtered_sample
 from bench import Table, size_config
 from bench.timing import PREFIX, copy_bandwidth, seconds, stage_times, step_time, timing_decoder
-from clover import CloverHeads, preset
+from clover import SOURCES, Candidates, CloverHeads, Tree, preset
 from common.devices import pick_device
 from common.memory import check_memory, free_memory
 from generate import Sampling, capture
@@ -122,30 +122,30 @@ def tree_cases(c, device, sizes):
     """Lookup, and the kernels that make, replace and accept trees of heads and lookup. Their inputs
     are small or read by one program per sequence: compare their times with a launch."""
     integers = partial(torch.zeros, dtype=torch.int64, device=device)
-    chances = torch.linspace(0.9, 0.1, kernels.SOURCES, device=device).repeat(2, 1)
-    counts = torch.zeros(2, kernels.SOURCES, 2, dtype=torch.float64, device=device)
+    chances = torch.linspace(0.9, 0.1, SOURCES, device=device).repeat(2, 1)
+    counts = torch.zeros(2, SOURCES, 2, dtype=torch.float64, device=device)
     for S, B in product(sizes.histories, sizes.sequences):
         make = lambda: (torch.randint(c.vocab_size, (B, S), dtype=torch.int32, device=device),
                         torch.full((B,), S - 1, dtype=torch.int32, device=device))
         yield ("ngram_lookup", dict(batch=B, history=S), 4 * B * S, make,
-               partial(kernels.ngram_lookup, n=15), None)
+               partial(tree.ngram_lookup, n=15), None)
     for T, B in product(sizes.trees, sizes.sequences):
         shape, size = dict(batch=B, T=T), 5 * 8 * B * T  # five columns of integers
         greedy = torch.zeros(B, device=device)
         rank = torch.arange(16, device=device).expand(B, 4, 16).contiguous()
         depth = torch.arange(4, device=device)[:, None]
-        candidates = kernels.Candidates(-0.5 - depth / 2 - rank / 4, rank, rank % 4)
+        candidates = Candidates(-0.5 - depth / 2 - rank / 4, rank, rank % 4)
         make = lambda: (integers(B), candidates, integers(B, 16) + 1, chances, greedy)
-        best_tree = partial(kernels.best_tree, tree_size=T)
-        yield "best_tree", shape, size, make, best_tree, None
+        build = partial(tree.build_tree, tree_size=T)
+        yield "build_tree", shape, size, make, build, None
         history = torch.ones(B, 2 * T, dtype=torch.int32, device=device)
         starts = integers(B).int()
-        trees = lambda: (history, starts, starts + T, [*integers(5, B, T)],
-                         torch.zeros(B, T, device=device))
-        yield "prompt_chain", shape, size, trees, kernels.prompt_chain, None
-        accept = partial(kernels.accept_path, max_path=T, temperature=greedy, counts=counts,
+        empty = lambda: Tree(*integers(5, B, T), torch.zeros(B, T, device=device))
+        trees = lambda: (history, starts, starts + T, empty())
+        yield "prompt_chain", shape, size, trees, tree.prompt_chain, None
+        accept = partial(tree.accept_path, max_path=T, temperature=greedy, counts=counts,
                          active=starts + 1, target=integers(B, T))
-        yield "accept_path", shape, size, lambda: best_tree(*make())[:5], accept, None
+        yield "accept_path", shape, size, lambda: (build(*make()),), accept, None
 
 
 def kernel_row(case, device, bandwidth):
@@ -189,6 +189,8 @@ def random_model(name, device, dtype, quantize=None):
         p.fill_(1) if parameter_name.endswith("norm.weight") else p.normal_(0, 0.02)
     # logits with a standard deviation of 4 leave top-p some hundred tokens, like trained models'
     model.head.weight.normal_(0, 4 / config.n_embd ** 0.5)
+    if model.device.type == "cuda":
+        model.decoder = gpu.GraphDecoder
     with model.device:
         heads = CloverHeads(preset("clover"), model).to(dtype).requires_grad_(False).eval()
     heads.set_vocabulary(torch.arange(min(DRAFT_VOCABULARY, config.vocab_size)))

@@ -6,10 +6,10 @@ trees, and computes the masks of their nodes on the host while a GPU verifies th
 
 import torch
 
-from clover import is_allowed
+from clover import SCHEMA, is_allowed
 from engine.clock import seconds_between, timestamp
+from engine.policy import GUIDED
 from generate import MAX_CHAIN, Sequence
-from kernels import SCHEMA
 
 
 class GuidedSequence(Sequence):
@@ -24,7 +24,7 @@ class GuidedSequence(Sequence):
         self.grammar = grammar
         self.matcher = None
         if grammar:
-            self.activity = 2
+            self.activity = GUIDED
             self.matcher = grammar.start()
             self.stop_tokens |= set(grammar.stop)
 

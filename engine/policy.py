@@ -9,9 +9,8 @@ from itertools import accumulate, product
 
 import torch
 
-from clover import DEFAULT_BEAMS
+from clover import BINS, DEFAULT_BEAMS, SCHEMA, SOURCES
 from generate import MAX_CHAIN, decoder_class, known_counts
-from kernels import BINS, SCHEMA, SOURCES
 from model import MAX_TREE, check
 
 # While a prompt is unread, a fixed T competes with READ_SIZES, where steps read prompts
@@ -20,6 +19,7 @@ READ_STEPS = 32    # steps in which to read a prompt
 # exponent of a prompt's tokens in `select_reading`: below 1, as large steps delay other sequences
 READ_VALUE = 0.75
 LONG_PROMPT = 512  # most unread tokens that steps read
+ACTIVE, GUIDED = 1, 2  # in `Slots.active`: a sequence without or with a grammar
 TREE_SIZES = dict(cpu=(2, 3, 4, 6, 8, 12, 16), cuda=(2, 4, 8, 16, 32, 64))  # T to select
 LARGEST = 16    # largest T that a C step chooses by itself
 PERIOD = 16     # steps between two updates of the tables
@@ -224,6 +224,14 @@ class Policy:
         """The time relative to that of a plain step."""
         return self.expected_seconds(B, T, depths) / self.expected_seconds(B, 1, 0)
 
+    def count(self, draft, accepted, active):
+        if draft.tree.tokens.shape[1] == 1:
+            return  # only a root, which is no guess
+        batch = draft.batch
+        active = active if batch.slots is None else active[batch.slots]
+        count_nodes(self.counts, draft.tree, accepted, active, batch.sampling["temperature"],
+                    draft.chain)
+
     def learn(self, step, results):
         """Learns from a finished `Step` and its `StepResult`s."""
         notes = step.notes
@@ -278,6 +286,35 @@ class Policy:
         if self.chances.is_cuda:
             chances = chances.pin_memory()  # else the host would wait for the copy
         self.chances.copy_(chances, non_blocking=True)
+
+
+def count_nodes(counts, tree, accepted, active, temperature, chain=None):
+    """Adds (accepted, proposed) nodes to counts[mode, source], float64 [2, SOURCES, 2]. Of a chain,
+    the tokens that were emitted, and these with the first wrong one. A sequence with a grammar
+    (active, int32 [B], is GUIDED) counts only chains of forced text. temperature: [B]."""
+    is_head = (tree.sources >= 0) & (tree.sources < BINS) & (tree.ancestors != 0)
+    proposed = is_head & (active == ACTIVE)[:, None]
+    on_path = torch.zeros_like(proposed).scatter(1, accepted.path, True)
+    add_counts(counts, tree.sources, temperature, on_path & proposed, proposed)
+    if chain is None:
+        return
+    match = chain[:, :1]
+    n = min(chain.shape[1] - 1, accepted.path.shape[1])
+    guesses = chain[:, 1:n + 1]
+    compared = (torch.arange(n, device=chain.device) < accepted.count[:, None]) & (guesses >= 0)
+    compared = compared.cumprod(1)  # up to the chain's end
+    right = (compared * (guesses == accepted.tokens[:, :n])).cumprod(1).sum(1, keepdim=True)
+    tried = torch.minimum(right + 1, compared.sum(1, keepdim=True))
+    active = active[:, None]
+    counted = (match > 0) & ((active == ACTIVE) | (active == GUIDED) & (match == SCHEMA))
+    add_counts(counts, BINS + match, temperature, right * counted, tried * counted)
+
+
+def add_counts(counts, sources, temperature, right, tried):
+    """Adds right and tried [B, n] to the counts of their sources."""
+    cell = sources.clamp(min=0) + SOURCES * (temperature > 0)[:, None]
+    added = torch.stack((right, tried), dim=-1).flatten(0, 1).to(counts.dtype)
+    counts.view(-1, 2).index_add_(0, cell.flatten(), added)
 
 
 def extended(means, n):

@@ -6,9 +6,8 @@ from dataclasses import fields
 from pathlib import Path
 
 import clover
-from clover import CloverConfig, CloverHeads
+from clover import BINS, CloverConfig, CloverHeads
 from common.files import files_hash
-from kernels import BINS
 from model import expect
 
 

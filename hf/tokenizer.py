@@ -19,6 +19,9 @@ from model import InputError, expect
 BPE_FLAGS = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk",
              "byte_fallback", "ignore_merges")
 
+BPE_FLAGS = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk",
+             "byte_fallback", "ignore_merges")
+
 
 class Encoding:
     """A tokenizer made of the contents of a tokenizer.json (spec). special_tokens: {text: id} of
@@ -109,7 +112,7 @@ def encode_prompt(encoding, text):
 def read_package(spec):
     """The `Tokenizer` of a tokenizer.json's contents, and all its tokens, {text: id}. Most of the
     time goes into a BPE's merges, which are read twice as fast as Python objects than as JSON."""
-    model = spec["model"]
+    model = spec.get("model") or {}
     added = {token["content"]: token["id"] for token in spec["added_tokens"]}
     merges = model.get("merges") or [""]  # older files have texts instead of pairs
     if isinstance(merges[0], str) or not added.items() <= model["vocab"].items():

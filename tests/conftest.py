@@ -3,8 +3,12 @@
 import json
 import os
 import shutil
+import tempfile
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests run without network
+if not os.access(os.path.expanduser("~"), os.W_OK):  # without a home, Triton would write to ./~
+    triton_cache = tempfile.TemporaryDirectory()
+    os.environ.setdefault("TRITON_CACHE_DIR", triton_cache.name)
 
 import numpy as np
 import pytest
@@ -20,7 +24,7 @@ from model import GPT, GPTConfig, InputError
 from training.data import builtin_corpus
 
 torch.set_num_threads(1)  # the models are too small for a second thread
-needs_compiler = pytest.mark.skipif(cpu.library() is None, reason="there is no C compiler")
+needs_compiler = pytest.mark.skipif(cpu.library() is None, reason="needs a C compiler, such as gcc")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 SHAPES = {

@@ -26,17 +26,19 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import kernels
-from backends import gpu, linear, sampling
+from backends import gpu, linear, sampling, tree
 from backends.linear import Quantized
 from bench import size_config
 from bench.operations import quantize_randomly
-from clover import CloverHeads
-from generate import Decoder, Policy
+from clover import SOURCES, Candidates, CloverHeads, Tree
+from engine.policy import Policy
+from generate import Accepted, Plan
 from model import GPT, InputError
 from tools.flags import DEMO
+from training import loss
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-MODULES = kernels, linear, sampling  # that have kernels
+MODULES = kernels, linear, sampling, tree, loss  # that have kernels
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_unsafe_view"}
 
 
@@ -95,8 +97,8 @@ def step_launches(model, heads=None, lookup=False, tree_size=1, **options):
     """Counts the launches of a Decoder's step by operation. The modules must be on the meta device."""
     policy = Policy(model, heads, lookup, tree_size)
     with recorded() as launches:
-        decoder = Decoder(model, policy=policy, graph=False, reads_in_steps=True, **options)
-        step = partial(decoder.step, decoder.B, *policy.select(1))
+        decoder = gpu.GraphDecoder(model, policy=policy, graph=False, **options)
+        step = partial(decoder.step, Plan(1, *policy.select(1), decoder.sampling.mode))
         step()  # also does what only the first step does
         launches.clear()
         with Launches() as operations:
@@ -149,7 +151,6 @@ def print_launches(tree_sizes=(1, 5, 16, 64)):
 # Arguments of the kernels' functions
 
 # Sizes and dtype of each tensor. "real" is the dtype of the call, "?" marks optional tensors.
-TREE = dict.fromkeys(("tokens", "parents", "depths", "ancestors", "sources"), "B T int64")
 HEAD = dict(hidden="M C real", weight="V C real")
 PLACE = dict(sequence="M int64", position="M int64")
 MASKS = dict(masks="M words int32 ?")
@@ -165,18 +166,19 @@ TENSORS = dict(
     rope_cache=dict(qkv="B T H D real", rope="B T 2 D real ?", kv="2 N Hkv S D real", lengths="N int32",
                     q_weight="D real ?", k_weight="D real ?", **SLOTS),
     glu=dict(x="3 C real"), cosine_mix=dict(z="3 C real", q="3 C real", kv="3 2C real"),
-    select_candidates=dict(logprobs="B w W float32", tokens="B w W int64"),
+    extend_candidates=dict(logprobs="B w W float32", tokens="B w W int64"),
     ngram_lookup=dict(history="N S int32", lengths="N int32", **SLOTS),
-    best_tree=dict(root="B int64", temperature="B float32", lookup="B 1+m int64 ?", chances="modes SOURCES float32"),
-    accept_path=TREE | dict(target="B T int64", active="N int32", temperature="B float32",
-                            counts="modes SOURCES modes float64", lookup="B 1+m int64 ?", **SLOTS),
-    prompt_chain=dict(history="N S int32", lengths="N int32", ends="N int32", probabilities="B T float32",
-                      lookup="B 1+m int64 ?", **SLOTS),
-    advance=dict(packed="B 3P+2 int64", lengths="N int32", root="N int64", history="N S int32 ?",
-                 states="B P C real ?", state="N C real ?", **SLOTS),
-    filtered_sample=dict(logits="M V float32") | PLACE | MASKS)
+    build_tree=dict(root="B int64", temperature="B float32", chain="B 1+m int64 ?", chances="modes SOURCES float32"),
+    accept_path=dict(target="B T int64", active="N int32", temperature="B float32",
+                     counts="modes SOURCES modes float64", chain="B 1+m int64 ?", **SLOTS),
+    prompt_chain=dict(history="N S int32", lengths="N int32", ends="N int32", chain="B 1+m int64 ?", **SLOTS),
+    advance=dict(lengths="N int32", root="N int64", history="N S int32 ?", states="B P C real ?",
+                 state="N C real ?", **SLOTS),
+    filtered_sample=dict(logits="M V float32") | PLACE | MASKS,
+    teacher_targets=dict(logits="M V real", drafted="n int32 ?"),
+    cross_entropy=dict(logits="M V real", target="M V float32", mass="M float32"))
 DIMENSIONS = dict(B=2, L=2, M=3, T=3, H=12, Hq=8, Hkv=2, S=4096, C=4096, V=32000, n=32000, k=8, n_head=8,
-                  temperature=0.8, seed=0, top_k=0, top_p=0.9, min_p=0.0, m=15, modes=2, SOURCES=kernels.SOURCES)
+                  temperature=0.8, seed=0, top_k=0, top_p=0.9, min_p=0.0, m=15, modes=2, SOURCES=SOURCES)
 
 
 def quantized_weight(N, K, kind, group, minimums=None, device="meta"):
@@ -192,8 +194,7 @@ def arguments(name, dtype=BF16, present="", aligned=True, device="meta", quantiz
     function = getattr(module_of(name), name)
     scope = DIMENSIONS | given
     scope["2N"] = scope.get("N", 0) * (2 if scope.get("activation") else 1)
-    scope |= {"2C": 2 * scope["C"], "1+m": 1 + scope["m"], "3P+2": 3 * scope.get("P", 0) + 2,
-              "words": -(-scope["V"] // 32)}
+    scope |= {"2C": 2 * scope["C"], "1+m": 1 + scope["m"], "words": -(-scope["V"] // 32)}
     scope.setdefault("N", scope["B"])
     made = {key: scope[key] for key in inspect.signature(function).parameters.keys() & scope}
     for argument, spec in TENSORS[name].items():
@@ -210,14 +211,16 @@ def arguments(name, dtype=BF16, present="", aligned=True, device="meta", quantiz
     if "noise" in present.split():
         made["noise"] = [torch.zeros(scope["M"], dtype=dtype, device=device) for dtype in (FP32, *[torch.int64] * 3)]
     int64, int32 = (partial(torch.zeros, dtype=kind, device=device) for kind in (torch.int64, torch.int32))
-    if name == "prompt_chain":
-        made["tree"] = [int64(scope["B"], scope["T"]) for _ in TREE]
-    if "known" in present.split():
-        made["known"] = int32(scope["N"], scope["S"]), int32(scope["N"]), int32(scope["N"])
-    if name in ("select_candidates", "best_tree") and "candidates" not in given:
-        root = torch.zeros(scope["B"], dtype=torch.int64, device=device)
-        candidates = kernels.Candidates.empty(root, scope["K"], scope["n"])
-        made["candidates"] = kernels.Candidates(*(x.zero_() for x in candidates))
+    B = scope["B"]
+    if name in ("prompt_chain", "accept_path"):
+        columns = [int64(B, scope["T"]) for _ in range(5)]
+        made["tree"] = Tree(*columns, torch.zeros(B, scope["T"], device=device))
+    if name == "advance":
+        made["accepted"] = Accepted(*(int64(B, scope["P"]) for _ in range(3)), int64(B))
+    if "prompts" in present.split():
+        made["prompts"] = int32(scope["N"], scope["S"]), int32(scope["N"]), int32(scope["N"])
+    if name in ("extend_candidates", "build_tree") and "candidates" not in given:
+        made["candidates"] = Candidates(*(x.zero_() for x in Candidates.empty(int64(B), scope["K"], scope["n"])))
     return made
 
 
@@ -269,14 +272,15 @@ GATE = dict(  # every shape class that kernels.py chooses; lists are alternative
                 dict(D=[16, 256], present=["rope", "rope q_weight k_weight", "rope slots"])],
     glu=[dict(C=2 * 11008, activation=["silu", "gelu"])],
     cosine_mix=[dict(C=16384, n_head=1)],
-    select_candidates=[dict(w=32, W=32, n=63, K=32, depth=31)], ngram_lookup=[dict(n=[1, 63], present=["", "slots"])],
-    best_tree=[dict(K=[1, 2, 4, 8, 16, 32], n=63, tree_size=64, present="lookup"),
-               dict(candidates=None, m=63, tree_size=64, present="lookup")],
-    prompt_chain=[dict(T=[2, 64], present=["", "lookup", "lookup slots"])],
-    accept_path=[dict(T=[2, 64], max_path=5, present=["", "lookup", "known", "lookup known", "lookup known slots"])],
+    extend_candidates=[dict(w=32, W=32, n=63, K=32, depth=31)], ngram_lookup=[dict(n=[1, 63], present=["", "slots"])],
+    build_tree=[dict(K=[1, 2, 4, 8, 16, 32], n=63, tree_size=64, present="chain"),
+                dict(candidates=None, m=63, tree_size=64, present="chain")],
+    prompt_chain=[dict(T=[2, 64], present=["", "chain", "chain slots"])],
+    accept_path=[dict(T=[2, 64], max_path=5, present=["", "chain", "prompts", "chain prompts", "chain prompts slots"])],
     advance=[dict(P=[1, 64], present=["", "history", "history states state", "history states state slots"])],
     filtered_sample=[  # tiles of 64 groups x 8 to 16 x 256
-        dict(V=[100, 8000, 50257, 128256, 262144]), dict(V=[100, 50257, 262144], present="masks")])
+        dict(V=[100, 8000, 50257, 128256, 262144]), dict(V=[100, 50257, 262144], present="masks")],
+    teacher_targets=[dict(present=["", "drafted"], dtype=[BF16, FP32])], cross_entropy=[dict(dtype=[BF16, FP32])])
 
 
 def all_launches(sample=False):

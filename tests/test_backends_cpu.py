@@ -18,20 +18,20 @@ from types import SimpleNamespace
 import pytest
 import torch
 
-import generate as generate_module
-import kernels
 import model as models
 from backends import cpu
 from backends.tensor_parallel import Group
-from clover import PRESETS, CloverHeads, preset
+from clover import BINS, PRESETS, CloverHeads, preset
 from common.values import warn
 from conftest import SHAPES, ToyGrammar, needs_compiler, random_prompts, refusal, toy_model
-from generate import Decoder, Engine, Policy, Sampling, generate
+from engine.batching import Engine
+from engine.policy import Policy, count_nodes
+from generate import NOISE, Decoder, Plan, Sampling, accept_path, decoder_class, generate
 from hf import checkpoint
 from kernels import gumbel_argmax, tree_attention_reference
+from test_backends_tree import random_trees
 from test_clover import random_heads
 from test_kernels import as_int64, random_forest
-from test_kernels_fused import random_tree
 from test_model import chain
 
 pytestmark = needs_compiler
@@ -185,7 +185,7 @@ def test_argmax_is_gumbel_argmax(temperature):
 # The stages of a step against those of generate.Decoder on the same packed model
 
 SAMPLINGS = Sampling(), Sampling(0.8, seed=2**62), Sampling(1.3, seed=-5), Sampling()
-FALLING = torch.linspace(1, 0, kernels.BINS).square().tolist()
+FALLING = torch.linspace(1, 0, BINS).square().tolist()
 CHANCES = torch.tensor([[*FALLING, 0, 0.3, 0.5, 0.7, 0.9, 0.95],
                         [1.0] * 9 + [0.5] * 32 + [0, 1.0, 0.5, 0.25, 0.0, 1.0]])
 TOKENS = [96, 3, 50, 7, 21, 8, 0, 11]
@@ -223,7 +223,6 @@ def filled_decoder(cls, model, heads, lookup, tree_size, lengths=(40, 13, 0, 77)
     for slot, sampling in zip(range(len(lengths)), SAMPLINGS * 13):
         slots.set(slot, **vars(sampling))
     made.policy.chances.copy_(CHANCES)
-    made.sampling_mode = max(sampling.mode for sampling in SAMPLINGS)
     return made
 
 
@@ -231,24 +230,24 @@ def filled_decoder(cls, model, heads, lookup, tree_size, lengths=(40, 13, 0, 77)
 def test_accept_in_c_is_its_reference(T, P):
     """Bug: a spare node or a rejected node's child on the path, a path longer than P, counts of another mode."""
     decoder = filled_decoder(cpu.CompiledDecoder, *packed_toy(n_layer=1), True, T, lengths=[9] * 50)
-    trees = [torch.stack([as_int64([rows])[0] for rows in columns])
-             for columns in zip(*(random_tree(random.Random(b), T, 8) for b in range(50)))]
+    tree = random_trees(random.Random(T), 50, T, 8)
+    tree.sources[:, 1:].clamp_(min=0)
     target, chain = torch.randint(0, 3, (50, T)), torch.randint(0, 3, (50, 16))
     chain[:, 3:].masked_fill_((torch.randint(0, 2, (50, 1)) > 0), -1)  # shorter chains
-    sources = torch.randint(0, kernels.SOURCES, (50, T))
-    sources[:, 0], chain[:, 0] = -1, torch.randint(0, 6, (50,))
+    chain[:, 0] = torch.randint(0, 6, (50,))
     counts = decoder.policy.counts.clone()
     active = torch.randint(0, 3, (50,), dtype=torch.int32)
     temperature = decoder.slots.all.sampling["temperature"]
-    want = kernels.accept_path_reference(*trees, sources, target, active, P, temperature, counts, chain[:, :T])
+    want = accept_path(tree, target, active, P)
+    count_nodes(counts, tree, want, active, temperature, chain[:, :T])
     with torch.inference_mode():
-        for name, values in dict(tree=torch.cat((*trees, sources)), target=target, chain=chain).items():
+        for name, values in dict(tree=torch.cat(tree[:5]), target=target, chain=chain).items():
             decoder.results[name].copy_(values.flatten())
         decoder.slots.active.copy_(active)
     for name, size in dict(tree_size=T, T=T, P=P).items():
         setattr(decoder.struct, name, size)
     cpu.library().step_accept(decoder.struct)
-    assert torch.equal(decoder.results["accepted"][:want.numel()].view_as(want), want)
+    assert all(map(torch.equal, cpu.unpacked(decoder.results["accepted"][:50 * (3 * P + 2)].view(50, -1)), want))
     assert torch.equal(decoder.policy.counts, counts) and counts.sum() > 20
 
 
@@ -257,9 +256,11 @@ def test_states_in_bfloat16_are_the_decoders(shape):
     """Bug: an embedding rounded too late. Tokens may differ: C keeps the last norm in float32."""
     both = packed_toy(shape, None, torch.bfloat16, embed_scale=3.7)
     theirs, ours = (filled_decoder(cls, *both, True, 20) for cls in (Decoder, cpu.CompiledDecoder))
-    tree, _ = ours.draft(20, 0)
+    plan = Plan(4, 20, 0, NOISE)
     with torch.inference_mode():
-        (_, want), (_, hidden) = (decoder.verify(tree, ours.positions(tree)) for decoder in (theirs, ours))
+        draft = ours.draft(plan)
+        _, want = theirs.verify(plan, draft._replace(batch=theirs.read_batch(4)))
+        _, hidden = ours.verify(plan, draft)
         assert torch.equal(hidden, want)
 
 
@@ -270,7 +271,7 @@ def test_heads_in_c_read_no_row_before_the_first():
     rows = torch.zeros(1 + decoder.hidden_rows.shape[:2].numel(), decoder.hidden_rows.shape[2])
     rows[0] = math.nan
     decoder.struct.hidden_rows = rows[1:].data_ptr()
-    decoder.draft(5, 4)
+    decoder.draft(Plan(2, 5, 4, NOISE))
     assert decoder.slots.heads_cache.kv.isfinite().all()
 
 
@@ -289,9 +290,10 @@ def test_steps_in_c_are_those_of_the_decoder(shape, name, lookup, T, vocabulary,
         heads.set_vocabulary(vocabulary)
     engines = []
     for cls in (Decoder, cpu.CompiledDecoder):
-        monkeypatch.setattr(generate_module, "decoder_class", lambda *_: cls)
+        monkeypatch.setattr(model, "decoder", None if cls is Decoder else cls)
         policy = Policy(model, heads, lookup, T, schema=grammars)
         engines.append(Engine(model, policy=policy, batch_size=3, capacity=80))
+        assert type(engines[-1].decoder) is cls
         prompts = [2 * prompt for prompt in random_prompts([7, 1, 30, 12, 2], vocab_size=8)]
         prompts.append(prompts[0][:9] + prompts[1])  # shares a part of a slot's cache
         for index, (prompt, sampling) in enumerate(zip(prompts, SAMPLINGS * 2)):
@@ -389,7 +391,7 @@ def test_only_what_has_kernels_is_packed():
     heads.heads[1].project.linear.__class__ = type("Own", (torch.nn.Linear,), {})
     cpu.apply(heads.model, heads)
     assert not isinstance(heads.heads, cpu.PackedHeads) and isinstance(heads.heads[1].mix.query, cpu.PackedLinear)
-    assert generate_module.decoder_class(heads.model, heads) is Decoder
+    assert decoder_class(heads.model, heads) is Decoder
     assert generate(heads.model, [[5]], 9, heads, tree_size=17).emitted == 9
     model = toy_model().to("meta")
     cpu.apply(model)

@@ -167,6 +167,7 @@ from generate import generate
 from hf import checkpoint
 model = checkpoint.load(sys.argv[1], torch.bfloat16, "cpu")
 assert type(model.blocks[0]) is gpu.FusedBlock and isinstance(model.head, gpu.QuantizedHead)
+model.decoder = gpu.GraphDecoder
 print(*(generate(model, [[3, 1, 3]], 4, lookup=lookup, tree_size=T).tokens for lookup, T in ((False, 1), (True, 3))))
 """
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import kernels
-from backends.sampling import filtered_sample, filtered_sample_reference
+from backends.sampling import filtered_sample
 from test_kernels import INTERPRETED, device, every_second, slow_to_interpret
 from test_kernels_fused import normal
 
@@ -28,7 +28,7 @@ def test_filtered_sample_draws_what_the_reference_draws(V, scale, top_k, top_p, 
                 position=torch.arange(4) * 3)
     on_device = {name: x.to(device) if torch.is_tensor(x) else x for name, x in args.items()}
     got = filtered_sample(every_second(logits.to(device)), **on_device)
-    assert torch.equal(got.cpu(), filtered_sample_reference(logits, **args))
+    assert torch.equal(got.cpu(), kernels.sample_filtered(logits, **args))
 
 
 MIXED = dict(temperature=[0.0, 0.7, 1.0, 1.3, 0.0, 2.0], top_k=[0, 0, 3, 400, 2, 0],
@@ -43,7 +43,7 @@ def test_rows_have_their_own_parameters(V, device):
     logits[8, [3, 7]] = 50.0  # a tie of a greedy row, which top_k=2 keeps
     tensors = {name: torch.tensor(values) for name, values in MIXED.items()}
     places = dict(sequence=index * 5, position=torch.arange(12) * 7)
-    want = filtered_sample_reference(logits, **tensors, **places)
+    want = kernels.sample_filtered(logits, **tensors, **places)
     assert want[8] == 3 and torch.equal(want[[0, 1, 9]], logits[[0, 1, 9]].argmax(-1))
     logits, places, tensors = logits.to(device), *({k: x.to(device) for k, x in y.items()} for y in (places, tensors))
     assert torch.equal(filtered_sample(logits, **tensors, **places).cpu(), want)
@@ -71,7 +71,7 @@ def test_masks_forbid_tokens(V, device):
     assert torch.equal(kernels.mask_logits(logits, masks), logits.masked_fill(~allowed, -math.inf))
     tensors = {name: torch.tensor(values) for name, values in MIXED.items()}
     places = dict(sequence=index * 5, position=torch.arange(12) * 7)
-    want = filtered_sample_reference(logits.masked_fill(~allowed, -math.inf), **tensors, **places)
+    want = kernels.sample_filtered(logits.masked_fill(~allowed, -math.inf), **tensors, **places)
     assert want[1] == 49 and allowed[torch.arange(12), want].all()
     eye, weight = torch.eye(12, 16), torch.nn.functional.pad(logits, (0, 0, 0, 4)).T.contiguous()
     eye, weight, logits, masks = (x.to(device) for x in (eye, weight, logits, masks))

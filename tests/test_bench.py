@@ -17,7 +17,8 @@ from bench.timing import PREFIX, STAGES
 from clover import PRESETS, CloverHeads
 from common.files import read_json
 from conftest import call_once, needs_compiler, refusal
-from generate import Engine, generate
+from engine.batching import Engine
+from generate import generate
 from hf.tokenizer import load_encoding
 from model import GPT
 from training import data, evaluate, program
@@ -150,7 +151,7 @@ def test_every_run_of_auto_starts_with_a_new_policy(toy, monkeypatch):
         decoder = engine.decoder
         if new == 40:  # the measured run: all options are compiled and captured
             learnt.append((engine.policy.steps, decoder.policy.counts.sum().item()))
-            captured = {(T, depths) for (_, T, depths), _ in decoder.graphs}
+            captured = {plan[1:3] for _, plan, _ in decoder.graphs}
             assert engine.policy is decoder.policy and captured >= {*engine.policy.options}
         return run(engine, prompts, new, *rest, **options)
     monkeypatch.setattr(Engine, "generate", note)

@@ -9,11 +9,10 @@ import pytest
 import torch
 
 from backends import cpu
-from clover import PRESETS, CloverHeads, Tree, preset
+from clover import BINS, PRESETS, SOURCES, CloverHeads, build_tree, preset
 from conftest import SHAPES, edit_json, edit_weights, random_prompts, refusal, toy_model
 from hf import checkpoint
 from hf.heads import load_heads
-from kernels import BINS, SOURCES, best_tree
 
 
 def random_heads(model, name="clover", seed=0, **switches):
@@ -79,7 +78,7 @@ def test_draft_equals_a_plain_beam_search(name, switches, tree_size, beams, toke
     with torch.inference_mode():
         chances = torch.exp(-torch.arange(SOURCES) / 4).repeat(2, 1)  # the joint probability
         candidates = heads.draft(state, root, tree_size, beams)
-        tree = Tree(*best_tree(root, candidates, None, chances, torch.zeros(len(root)), tree_size))
+        tree = build_tree(root, candidates, None, chances, torch.zeros(len(root)), tree_size)
     for b, want in enumerate(wanted):
         got = paths(tree, b)
         assert set(got) == set(want) and tree.tokens[b, 0] == root[b]

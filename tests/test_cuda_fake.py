@@ -20,15 +20,18 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-import generate
 import kernels
 import model as models
 from backends import gpu
+from backends.capture import LARGEST_GUIDED, LARGEST_STEP, capture_all, warm_up
 from backends.linear import Quantized
 from backends.quantized import round_weight
 from bench import timing
 from conftest import SHAPES, Operations, ToyGrammar, toy_model
-from generate import GREEDY, Decoder, Engine, Policy, Sampling, capture
+from engine.batching import Engine
+from engine.policy import TREE_SIZES, Policy
+from generate import GREEDY, NOISE, Decoder, Fixed, Sampling, capture
+from generate import Engine as FifoEngine
 from static import h200
 from test_clover import random_heads
 from test_generate import Cycling
@@ -182,8 +185,7 @@ class World:
         """The places of each decoder's state tensors."""
         place = lambda x: (x.untyped_storage()._cdata, x.storage_offset(), x.shape, x.stride())
         parts = lambda slots: (vars(slots), vars(slots.cache), vars(slots.heads_cache))
-        owned = lambda decoder: (parts(decoder.slots), decoder.root_tree, decoder.slot_ids, decoder.policy.counts,
-                                 decoder.policy.chances)
+        owned = lambda decoder: (parts(decoder.slots), vars(decoder), decoder.policy.counts, decoder.policy.chances)
         return [list(map(place, tensors(owned(decoder)))) for decoder in self.decoders]
 
     def clear_workspaces(self):
@@ -266,12 +268,19 @@ def start(request):
             gpu.put(model, layer, [Quantized(*fake)])
         for module in modules:
             gpu.apply(module)
+        model.decoder = gpu.GraphDecoder
         return world, model, heads
     return make
 
 
 LAYERS = [f"blocks.{i}.{layer}" for i in (0, 1) for layer in ("attn.qkv", "attn.proj", "mlp.up", "mlp.down")]
 PROMPTS = [1, 2, 3], [4], [*range(40)] * 15, [5, 6], [7] * 30
+
+
+def plans(engine):
+    """The plans of the steps that the decoder has captured, each in one graph."""
+    assert all(replay and key[::2] == ("whole_step", False) for key, replay in engine.decoder.graphs.items())
+    return [plan for _, plan, _ in engine.decoder.graphs]
 
 
 def decode(model, heads):
@@ -294,13 +303,26 @@ def test_every_model_decodes_on_a_fake_gpu(name, dtype, kind, switches, start, p
     """Bug: a tensor on the CPU, a wrong dtype, a read from the device between steps, attention by the MATH backend."""
     world, model, heads = start(name, kind, dtype, **switches)
     engine = decode(model, heads)
-    assert [*engine.decoder.graphs] == [((3, *option), GREEDY) for option in engine.policy.options]
+    assert plans(engine) == [(3, *option, GREEDY) for option in engine.policy.options]
     assert len(world.graphs) == len(engine.policy.options) and all(graph.replays for graph in world.graphs)
     assert prefilled[:2] == [(1, 512), (1, 23)]  # the last tokens of a long prompt, and short ones, are read by steps
     shown = []
     engine.generate(PROMPTS, 9, on_step=shown.append, with_trees=True)  # trees are copied from graphs, too
     assert all(len(column) == step.tree_size for step in shown for column in step.tree)
     assert sum(len(step.tokens) for step in shown) == 9 * 5
+
+
+@pytest.mark.parametrize("mode", [GREEDY, NOISE])
+def test_the_root_decodes_by_replays_on_a_fake_gpu(mode, start):
+    """Bug: an operation without backends/ and engine/ that reads from the device, or that no graph can hold."""
+    world, model, heads = start()
+    model.decoder = None
+    engine = FifoEngine(model, policy=Fixed(model, heads, True, 9), batch_size=3, capacity=700)
+    for _ in range(2):
+        output = engine.generate(PROMPTS, 9, sampling=[Sampling(float(mode))] * 5)
+        assert (output.emitted, output.batch_steps) == (9 * 5, 9 + 9) and plans(engine) == [(3, 9, 4, mode)]
+    # all but the first step, and those that ran while the host read the last one of three or two sequences
+    assert [graph.replays for graph in world.graphs] == [2 * (10 + 10) - 1]
 
 
 def test_sequences_with_different_sampling_share_a_step_on_a_fake_gpu(start):
@@ -310,7 +332,7 @@ def test_sequences_with_different_sampling_share_a_step_on_a_fake_gpu(start):
     for mode, sampling in enumerate((Sampling(), Sampling(0.8), Sampling(0.8, top_k=5))):
         world.launches.clear()
         engine.generate([[1, 2], [3]], 9, sampling=[Sampling(), sampling])
-        assert [*engine.decoder.graphs] == [((2, 4, 0), seen) for seen in range(mode + 1)]
+        assert plans(engine) == [(2, 4, 0, seen) for seen in range(mode + 1)]
         assert len(world.graphs) == len(engine.decoder.graphs)
         assert ("_filtered_sample_kernel" in world.launches) == (mode == 2) != ("_project_kernel" in world.launches)
 
@@ -319,7 +341,7 @@ def test_prompts_are_read_by_replays_on_a_fake_gpu(start):
     """Bug: an operation, an eager pass or a capture for a prompt, while which the other sequences wait."""
     world, model, heads = start()
     engine = Engine(model, policy=Policy(model, heads, True), batch_size=32, capacity=200)
-    engine.decoder.warm_up()
+    warm_up(engine)
     graphs = len(world.graphs)
     world.launches.clear()
     seen = set()
@@ -331,7 +353,7 @@ def test_prompts_are_read_by_replays_on_a_fake_gpu(start):
         output = engine.generate([[*range(2 + n % 90)] for n in range(400)], 5)
     assert output.emitted == 400 * 5 and not world.launches and len(world.graphs) == graphs
     # views, and the results' copies to the host
-    assert seen <= {"as_strided", "expand", "device", "to"}, seen
+    assert seen <= {"as_strided", "expand", "device", "to", "_to_copy"}, seen
 
 
 @pytest.mark.parametrize("tree_size, kind", [(None, None), slow(5, "clover")])
@@ -342,18 +364,18 @@ def test_a_server_captures_everything_beforehand(tree_size, kind, start):
     engine = Engine(model, policy=Policy(model, heads, True, tree_size), batch_size=6, capacity=200)
     policy = engine.policy
     seen = []
-    engine.decoder.capture_all(lambda steps: seen.extend(steps) or steps)
+    capture_all(engine, lambda steps: seen.extend(steps) or steps)
     assert [*engine.decoder.batch_sizes] == [1, 2, 4, 6] and policy.captured == {False: {*seen}, True: set()}
     rows = [B * T for B, T, _ in seen]
     trees = [n for n, (_, T, _) in zip(rows, seen) if T not in (1, tree_size)]
     assert trees == sorted(trees, reverse=True) == rows[-len(trees):]
     assert len(engine.decoder.graphs) == 3 * len(seen) == len(world.graphs)
-    assert all(n <= generate.LARGEST_STEP for n in rows) and {B for B, T, _ in seen if T == 64} <= {1, 2, 4, 6}
+    assert all(n <= LARGEST_STEP for n in rows) and {B for B, T, _ in seen if T == 64} <= {1, 2, 4, 6}
     assert len(policy.times.corrections) > 6
     world.launches.clear()
     ran = []
     launch = engine.decoder.launch
-    engine.decoder.launch = lambda *option: ran.append((engine.decoder.B, len(engine.running))) or launch(*option)
+    engine.decoder.launch = lambda plan, *rest: ran.append((plan.B, len(engine.running))) or launch(plan, *rest)
     for n in (1, 2, 3, 6, 14):
         for sampling in (Sampling(), Sampling(0.8), Sampling(0.8, top_k=5)):
             engine.generate([[*range(2 + 7 * n)] for n in range(n)], 5, sampling=[sampling] * n)
@@ -371,7 +393,7 @@ def test_a_server_captures_what_fits(tree_size, fits, start, monkeypatch):
     engine = Engine(model, policy=Policy(model, heads, True, tree_size), batch_size=4, capacity=200)
     free = iter([2**40] * fits + [2**34] * 99)
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda *_: (next(free), 2**40))
-    engine.decoder.capture_all()
+    capture_all(engine)
     assert len(engine.policy.captured[False]) == fits and len(world.graphs) == 3 * fits
     assert sum(map(len, engine.generate([[1, 2]] * 9, 5).tokens)) == 45 and (fits < 4 or len(world.graphs) == 12)
 
@@ -382,16 +404,18 @@ def test_steps_with_grammars_are_three_graphs_on_a_fake_gpu(start):
     world, model, heads = start()
     policy = Policy(model, heads, True, schema=True)
     engine = Engine(model, policy=policy, batch_size=4, capacity=200)
-    engine.decoder.capture_all()
+    capture_all(engine)
     plain = len(world.graphs)
-    engine.decoder.capture_all(masked=True)
-    masked = policy.captured[True]
-    assert len(world.graphs) - plain == 3 * 3 * len(masked) and masked < policy.captured[False]
-    assert max(B * T for B, T, _ in masked) == generate.LARGEST_MASKED and [*engine.decoder.batch_sizes] == [1, 2, 4]
+    capture_all(engine, guided=True)
+    guided = policy.captured[True]
+    assert len(world.graphs) - plain == 3 * 3 * len(guided) and guided < policy.captured[False]
+    assert {part: sum(key[0] == part for key in engine.decoder.graphs) for part in ("draft", "verify", "finish")
+            } == dict.fromkeys(("draft", "verify", "finish"), 3 * len(guided))
+    assert max(B * T for B, T, _ in guided) == LARGEST_GUIDED and [*engine.decoder.batch_sizes] == [1, 2, 4]
     world.launches.clear()
     launch, ahead = engine.decoder.launch, []
-    note = lambda: ahead.append((len(engine.decoder.constraints) > 0, len(engine.in_flight)))
-    engine.decoder.launch = lambda *option: note() or launch(*option)
+    note = lambda: ahead.append((engine.decoder.guide is not None, len(engine.in_flight)))
+    engine.decoder.launch = lambda *arguments: note() or launch(*arguments)
     for grammars in ([ToyGrammar(), None, None], [None] * 3):
         ahead.clear()
         before = [graph.replays for graph in world.graphs]
@@ -399,8 +423,8 @@ def test_steps_with_grammars_are_three_graphs_on_a_fake_gpu(start):
             output = engine.generate([[1, 2], [*range(90)], [3] * 30], 20, grammars=grammars)
         after = [graph.replays - n for graph, n in zip(world.graphs, before)]
         assert [len(tokens) for tokens in output.tokens] == [20] * 3 and not world.launches
-        is_masked = grammars[0] is not None
-        assert any(after[plain:]) == is_masked == ((True, 0) in ahead) and (True, 1) not in ahead
+        is_guided = grammars[0] is not None
+        assert any(after[plain:]) == is_guided == ((True, 0) in ahead) and (True, 1) not in ahead
 
 
 def test_steps_and_stages_are_timed_on_a_fake_gpu(start):
@@ -419,7 +443,7 @@ def test_policies_get_the_device_time_of_each_step(warm, start):
     world, model, heads = start()
     engine = Engine(model, policy=Cycling(model, heads, MIXED), batch_size=3, capacity=700)
     if warm:
-        engine.decoder.warm_up()
+        warm_up(engine)
     engine.generate(PROMPTS, 40)
     for index, (T, _) in enumerate(MIXED):
         first, *later = engine.policy.seconds[T]
@@ -431,8 +455,8 @@ def test_the_policy_selects_among_few_sizes_on_a_fake_gpu(start):
     world, model, heads = start()
     engine = Engine(model, policy=Policy(model, heads, True), batch_size=2, capacity=700)
     engine.generate([[1, 2], [3]], 600)
-    sizes = {T for (_, T, _), _ in engine.decoder.graphs}
-    assert 1 < len(sizes) and sizes <= {1, *generate.TREE_SIZES["cuda"]} == {T for T, _ in engine.policy.options}
+    sizes = {plan.tree_size for plan in plans(engine)}
+    assert 1 < len(sizes) and sizes <= {1, *TREE_SIZES["cuda"]} == {T for T, _ in engine.policy.options}
     assert 1 < len(world.graphs) == len(engine.decoder.graphs)
 
 
@@ -475,7 +499,8 @@ def test_a_capture_is_in_inference_mode(world):
     """Bug: a capture outside inference mode fails while a graph from inside it is alive (pytorch #166792)."""
     x = torch.ones(3, device="cuda")
     world.clear_workspaces()
-    assert capture(lambda: 2 * x, x.device)().is_inference() and not torch.is_inference_mode_enabled()
+    replay, _ = capture(lambda: 2 * x, x.device)
+    assert replay().is_inference() and not torch.is_inference_mode_enabled()
 
 
 @pytest.mark.parametrize("name, kind", [("llama", "clover"), ("alibi", "clover2"), ("gpt2", "hydra")])
@@ -521,9 +546,9 @@ def test_defects_of_a_step_are_detected(error, start, monkeypatch):
     world, model, heads = start()
     commit = Decoder.commit
 
-    def planted(decoder, tree, hidden, accepted):
+    def planted(decoder, plan, draft, hidden, accepted):
         PLANTED[error](decoder, accepted)
-        commit(decoder, tree, hidden, accepted)
+        commit(decoder, plan, draft, hidden, accepted)
     monkeypatch.setattr(Decoder, "commit", planted)
     with pytest.raises(Exception, match=error):
         decode(model, heads)

@@ -56,7 +56,8 @@ def parses(start, new):
     """Whether a text up to its last full line is valid Python, with two or more lines from the model."""
     text = start + new[:new.rfind("\n") + 1]
     try:
-        with warnings.catch_warnings(action="ignore"):  # such as about invalid escapes
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # such as about invalid escapes
             ast.parse(text)
     except (SyntaxError, ValueError):
         return False

@@ -14,7 +14,7 @@ from backends import cpu
 from backends.capture import warm_up
 from backends.gpu import GraphDecoder
 from bench.timing import stage_times, timing_decoder
-from clover import PRESETS
+from clover import BINS, PRESETS
 from common import memory
 from conftest import SHAPES, needs_compiler, needs_cuda, random_prompts, refusal, toy_model
 from engine import batching
@@ -22,7 +22,7 @@ from engine.batching import Engine
 from engine.policy import Policy
 from generate import Accepted, Output, Plan, Sampling, StepResult, decoder_class, generate, prepare
 from hf.tokenizer import load_encoding
-from kernels import BINS, filter_logits
+from kernels import filter_logits
 from model import GPT
 from test_clover import random_heads
 from tools.statistics import Statistics

@@ -76,7 +76,7 @@ LIKE_LLAMA = *(name for name in FOLDERS if "llama" in name), "mistral3-vision", 
 
 def theirs_of(name, **changes):
     """The transformers model of a folder, with random norms and biases too. changes: fields of its config."""
-    transformers = pytest.importorskip("transformers", reason="transformers is optional")
+    transformers = pytest.importorskip("transformers", reason="needs pip install transformers")
     kind, flags = FOLDERS[name]
     flags = flags if kind == "GPT2" else TINY | flags | (dict(num_key_value_heads=4) if "baichuan" in name else {})
     flags = flags | changes

@@ -254,7 +254,7 @@ def write_tokenizer(path, architecture, spec, convert=lambda name, value: (value
 
 def their_tokenizer(file):
     # in 5.17 the tokenizer lacks its BOS and special tokens
-    transformers = pytest.importorskip("transformers", "5.24", reason="transformers is optional")
+    transformers = pytest.importorskip("transformers", "5.24", reason="needs pip install transformers")
     tokenizer = transformers.AutoTokenizer.from_pretrained(file.parent, gguf_file=file.name)
     if gguf.GGUFReader(file).fields["tokenizer.ggml.pre"].contents() == "smollm":
         # transformers splits like GPT-2; llama.cpp and the model's own tokenizer.json first split digits
@@ -355,7 +355,7 @@ def test_the_ids_of_sentencepieces_kind_are_those_of_transformers(architecture, 
 
 @pytest.mark.slow
 def test_the_real_file_has_the_ids_and_logits_of_transformers():
-    transformers = pytest.importorskip("transformers", reason="transformers is optional")
+    transformers = pytest.importorskip("transformers", reason="needs pip install transformers")
     try:
         file = find_model("smollm2")
     except InputError as error:

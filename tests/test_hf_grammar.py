@@ -16,13 +16,15 @@ import torch
 from backends import cpu
 from clover import CloverHeads
 from conftest import refusal
-from generate import Policy, Sampling, generate, prepare
+from engine.policy import Policy
+from generate import Sampling, generate, prepare
 from hf.chat import stop_tokens
 from hf.tokenizer import load_encoding
 from model import GPT
 from test_generate import new_engine
 from tools.compare import first_difference
 from tools.flags import DEMO
+from tools.statistics import Statistics
 
 pytest.importorskip("llguidance")
 from hf.grammar import GrammarTokenizer  # noqa: E402
@@ -188,24 +190,25 @@ def test_output_is_valid_and_that_of_plain_decoding(drafter, tree_size, batch_si
     """Bug: a mask of another node, row or slot, a guess accepted that the grammar forbids, a matcher that lags behind
     or is ahead, a token after the end, sequences with and without grammars that change each other."""
     if decoder == "c" and cpu.library() is None:
-        pytest.skip("there is no C compiler")
+        pytest.skip("needs a C compiler, such as gcc")
     packed = None if decoder == "c" else False
     model, heads, encoding, tokenizer = load("demo", dtype, packed)
     prompts, grammars, samplings, plain = plain_outputs(dtype, packed)
     given = [grammar for *_, grammar in grammars]
     policy = Policy(model, heads if "heads" in drafter else None, "lookup" in drafter, tree_size, "schema" in drafter)
-    engine = new_engine(model, policy=policy, batch_size=batch_size, capacity=200, reads_in_steps=decoder == "ahead")
+    engine = new_engine(model, policy=policy, batch_size=batch_size, capacity=200, reads_prompts=decoder == "ahead",
+                        ahead=decoder == "ahead")
     if decoder == "ahead":
-        engine.decoder.steps_ahead = 1
         engine.decoder.batch_sizes = [n for n in (1, 2, 4) if n < batch_size]
-    output = engine.generate(prompts, N, tokenizer.stop, sampling=samplings, grammars=given)
+    counted = Statistics()
+    output = engine.generate(prompts, N, tokenizer.stop, counted.count, sampling=samplings, grammars=given)
     assert output.tokens == [sequence.tokens for sequence in plain]
     assert output.ended == [sequence.ended for sequence in plain]
     for (kind, source, _), tokens, ended in zip(grammars, output.tokens, output.ended):
         if kind:
             text = encoding.decode([token for token in tokens if token not in tokenizer.stop])
             check_valid(kind, source, text, ended)
-    assert output.ended.count("stop") > 3 and (output.accepted["schema"] > 10) == ("schema" in drafter)
+    assert output.ended.count("stop") > 3 and (counted.accepted["schema"] > 10) == ("schema" in drafter)
 
 
 @pytest.mark.slow
@@ -263,11 +266,12 @@ def test_forced_text_is_drafted_and_only_schemas_count():
     assert grammar.start().forced() == encoding.encode(constant)
     policy = Policy(model, heads, True, 17, schema=True)
     engine = new_engine(model, policy=policy, capacity=100)
-    output = engine.generate([encoding.encode("x = 1")], N, grammars=[grammar])
+    counted = Statistics()
+    output = engine.generate([encoding.encode("x = 1")], N, on_step=counted.count, grammars=[grammar])
     assert encoding.decode(output.tokens[0]) == constant and output.ended == ["stop"] and output.steps == 1
     counts = policy.counts.sum(0)
     assert counts[:-1].sum() == 0 and counts[-1].tolist() == [output.emitted] * 2
-    assert output.accepted == {"schema": output.emitted}
+    assert counted.accepted == {"schema": output.emitted}
 
 
 BAD = {"a keyword": (lambda made: made.compile("json_schema", dict(uniqueItems=True)), 'keys: ["uniqueItems"]'),

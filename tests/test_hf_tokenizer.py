@@ -409,7 +409,7 @@ def folder_of(folder, spec, config, files=()):
 
 
 def auto_tokenizer(folder):
-    transformers = pytest.importorskip("transformers", reason="transformers is optional")
+    transformers = pytest.importorskip("transformers", reason="needs pip install transformers")
     return transformers.AutoTokenizer.from_pretrained(folder)
 
 
@@ -441,7 +441,7 @@ def test_vocab_and_merges_give_the_ids_of_transformers(kind, pattern, config, pr
 def test_tokenizer_model_alone_gives_sentencepieces_ids(config, prefix, corpus, tmp_path):
     """Catches Baichuan's folder, whose tokenizer is custom code, being refused or its code being run."""
     for package in ("transformers", "google.protobuf"):
-        pytest.importorskip(package, reason="a tokenizer.model is read by optional packages")
+        pytest.importorskip(package, reason="needs pip install transformers sentencepiece protobuf")
     sentencepiece = pytest.importorskip("sentencepiece")
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter("\n".join(corpus).split("\n")), model_prefix=str(tmp_path / "tokenizer"), vocab_size=700,

@@ -378,7 +378,7 @@ def test_kernels_under_the_interpreter(cases):
         pytest.skip("the interpreter of triton 3.6 converts arrays to numbers in a way that numpy 2.4 rejects")
     files = [file for name in ("kernels", "backends_linear", "backends_sampling", "backends_tree")
              for file in ROOT.glob(f"tests/test_{name}*.py")]
-    files.sort(key=lambda file: "fused" in file.name)
+    files.sort(key=lambda file: "tree" in file.name)
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", cases]
     one_thread = dict(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")  # or numpy's threads compete
     runs = [subprocess.Popen([*command, *files], cwd=ROOT, env=os.environ | one_thread | dict(TRITON_INTERPRET="1"),

@@ -7,7 +7,10 @@ from collections import Counter
 import pytest
 import torch
 
+import clover
+import generate
 import kernels
+from clover import Candidates
 from static import FP32, MODULES, TENSORS, arguments, module_of, quantized_weight
 from test_kernels import INTERPRETED, as_int64, plain
 
@@ -19,13 +22,15 @@ GIVEN = dict(  # arguments of each function, optional tensors included
     commit_path=dict(L=1, B=2, N=4, Hkv=1, S=10, D=16, P=3, present="slots"), glu=dict(C=8),
     cosine_mix=dict(C=8, n_head=2), add_norm=dict(C=8, present="delta weight bias"),
     rope_cache=dict(B=2, N=4, T=3, H=4, Hkv=1, D=16, S=10, present="rope q_weight k_weight slots"),
-    select_candidates=dict(w=2, W=2, K=3, n=5, depth=1), ngram_lookup=dict(N=4, S=8, n=3, present="slots"),
-    best_tree=dict(K=3, n=5, tree_size=6, present="lookup"), prompt_chain=dict(N=4, S=8, T=3, present="lookup slots"),
-    accept_path=dict(N=4, S=8, T=3, max_path=3, present="lookup known slots"),
+    extend_candidates=dict(w=2, W=2, K=3, n=5, depth=1), ngram_lookup=dict(N=4, S=8, n=3, present="slots"),
+    build_tree=dict(K=3, n=5, tree_size=6, present="chain"), prompt_chain=dict(N=4, S=8, T=3, present="chain slots"),
+    accept_path=dict(N=4, S=8, T=3, max_path=3, present="chain prompts slots"),
     advance=dict(N=4, S=8, P=3, C=8, present="history states state slots"),
     filtered_sample=dict(M=2, V=8, present="masks"))
-NAMES = list(dict.fromkeys(
-    name.removesuffix("_reference") for module in MODULES for name in vars(module) if name.endswith("_reference")))
+NAMES = [*GIVEN]
+TORCH = dict(  # what runs without Triton, if it is not called name_reference
+    extend_candidates=clover.extend_candidates, build_tree=clover.build_tree, ngram_lookup=generate.ngram_lookup,
+    accept_path=generate.accept_path, advance=generate.advance, filtered_sample=kernels.sample_filtered)
 
 
 def valid(name, **given):
@@ -58,8 +63,14 @@ def faults(name):
 
 
 def lists(**changed):
-    made = kernels.Candidates.empty(torch.zeros(2).long(), 3, 5)
+    made = Candidates(*(x.zero_() for x in Candidates.empty(torch.zeros(2).long(), 3, 5)))
     return dict(candidates=made._replace(**{key: change(getattr(made, key)) for key, change in changed.items()}))
+
+
+def with_column(**changed):
+    """A function that changes a column of the argument `tree`."""
+    return lambda made: dict(tree=made["tree"]._replace(
+        **{name: change(getattr(made["tree"], name)) for name, change in changed.items()}))
 
 
 def quantized(N, C):
@@ -80,17 +91,20 @@ FURTHER = dict(  # more invalid arguments: changed sizes, or functions of the va
     add_norm=[dict(C=16385)], glu=[dict(C=7), dict(activation="relu")],
     cosine_mix=[dict(n_head=3), dict(n_head=0), dict(C=16386, n_head=1)],
     rope_cache=[dict(Hkv=2), dict(S=2), dict(D=15), dict(present="rope q_weight")],
-    select_candidates=[dict(w=3), dict(depth=0), dict(depth=3), dict(w=6, W=6),
+    extend_candidates=[dict(w=3), dict(depth=0), dict(depth=3), dict(w=6, W=6),
                        lambda _: lists(joint=lambda x: x.transpose(0, 1).contiguous().transpose(0, 1))],
-    best_tree=[dict(tree_size=1), dict(tree_size=65), dict(m=64), dict(K=32, n=63, m=32), dict(SOURCES=41),
-               dict(candidates=None, present=""), lambda _: lists(tokens=torch.Tensor.int)],
+    build_tree=[dict(tree_size=1), dict(tree_size=65), dict(m=64), dict(K=32, n=63, m=32), dict(SOURCES=41),
+                dict(candidates=None, present=""), lambda _: lists(tokens=torch.Tensor.int)],
     ngram_lookup=[dict(n=0), dict(n=64), lambda made: dict(history=made["history"][:, :1].expand(4, 2**28))],
-    prompt_chain=[dict(T=65), lambda made: dict(probabilities=made["probabilities"].mT.contiguous().mT)],
-    accept_path=[dict(T=65), lambda made: dict(known=[x.long() for x in made["known"]]),
+    prompt_chain=[dict(T=65), with_column(probabilities=lambda x: x.mT.contiguous().mT),
+                  with_column(tokens=torch.Tensor.int)],
+    accept_path=[dict(T=65), lambda made: dict(prompts=[x.long() for x in made["prompts"]]),
+                 with_column(parents=lambda x: x[:, :2]), with_column(ancestors=torch.Tensor.int),
                  dict(max_path=0), dict(max_path=65), dict(SOURCES=41),
                  lambda made: dict(counts=made["counts"].mT.contiguous().mT)],
     advance=[lambda made: dict(history=made["history"].mT.contiguous().mT), lambda made: dict(state=None),
-             lambda made: dict(states=made["states"][:, :2])],
+             lambda made: dict(states=made["states"][:, :2]),
+             lambda made: dict(accepted=made["accepted"]._replace(count=made["accepted"].count.int()))],
     filtered_sample=[lambda _: dict(top_k=torch.ones(2)), lambda made: dict(logits=made["logits"].half())])
 
 
@@ -123,7 +137,7 @@ def far_apart(x, dim):
     ("linear_rows", "x", dict(M=4), 1), ("linear_rows", "weight", {}, 1),
     ("project_sample", "hidden", dict(M=4), 1), ("commit_path", "kv", dict(L=3, B=3, Hkv=3), 5),
     ("rope_cache", "qkv", dict(B=3), 3), ("rope_cache", "kv", dict(B=3, H=8, Hkv=3), 4),
-    ("select_candidates", "logprobs", dict(B=3, W=3, w=3), 2)], ids=str)
+    ("extend_candidates", "logprobs", dict(B=3, W=3, w=3), 2)], ids=str)
 def test_offsets_have_64_bits(name, changed, given, dims):
     """Bug: an offset computed in 32 bits, wrong from 2^31 elements on (8 GB in float32)."""
     made = valid(name, **given)
@@ -151,10 +165,17 @@ def test_dispatch(name, wanted, monkeypatch):
     """Bug: kernels run on a CPU, or the interpreter tests run the reference; signatures differ; a kernel runs although
     a tensor requires a gradient."""
     module = module_of(name)
-    function, reference = getattr(module, name), getattr(module, f"{name}_reference")
-    assert inspect.signature(function) == inspect.signature(reference)
-    ran, made = [], valid(name)
-    monkeypatch.setattr(module, f"{name}_reference", lambda *args, **named: ran.append(args))
+    function = getattr(module, name)
+    reference = TORCH.get(name) or getattr(module, f"{name}_reference")
+    # the kernel also counts, and only a GPU's steps read prompts
+    extra = ["temperature", "counts", "chain", "prompts"] if name == "accept_path" else []
+    named = [parameter for parameter in inspect.signature(function).parameters if parameter not in extra]
+    assert named == [*inspect.signature(reference).parameters]
+    made, ran = valid(name), []
+    run = lambda *args, **named: ran.append(args) or (reference(*args, **named) if extra else None)
+    for place in (module, clover, generate):
+        if getattr(place, reference.__name__, None) is reference:
+            monkeypatch.setattr(place, reference.__name__, run)
     if wanted:
         made[wanted] = made[wanted].clone().requires_grad_()
     function(**made)

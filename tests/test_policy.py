@@ -9,12 +9,11 @@ import pytest
 import torch
 
 from bench import size_config
-from clover import CloverConfig, CloverHeads, Head, preset
+from clover import BINS, SOURCES, CloverConfig, CloverHeads, Head, preset
 from conftest import needs_compiler, random_prompts, toy_model
 from engine.batching import Notes
 from engine.policy import MEMORY, TREE_SIZES, Policy, StepTimes, guessed_costs
 from generate import FILTERED, GREEDY, Plan, Sampling, Step, StepResult
-from kernels import BINS, SOURCES
 from test_clover import random_heads
 from test_generate import cpu, either_decoder, load, new_engine
 

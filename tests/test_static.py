@@ -89,8 +89,8 @@ def test_a_step_needs_few_launches(demo, tree_size, drafters, sampling, most):
     found = step_launches(model, heads if uses_heads else None, looks_up, tree_size, capacity=512, sampling=sampling)
     assert found.total() <= most, found
     assert found["rope_cache"] == found["tree_attention"] == found["linear_rows"] / 4 == 12 + uses_heads
-    assert found["project"] == found["merge_lists"] == (sampling != TOP_P) + found["select_candidates"]
-    assert found["accept_path"] == 1 and found["best_tree"] == (tree_size > 1)
+    assert found["project"] == found["merge_lists"] == (sampling != TOP_P) + found["extend_candidates"]
+    assert found["accept_path"] == 1 and found["build_tree"] == (tree_size > 1)
     assert found["commit_path"] == uses_heads and found["ngram_lookup"] == looks_up
 
 

@@ -73,7 +73,7 @@ def run(capsys, *flags):
 
 def test_json_has_the_tree_sizes_and_their_expected_times(folder, capsys, monkeypatch):
     """Bug: a tree size that was used is missing, steps or tokens are not counted, or a time is another size's."""
-    monkeypatch.setattr("generate.StepTimes.seconds", lambda self, B, T, depths: B * T / 1000 + depths)
+    monkeypatch.setattr("engine.policy.StepTimes.seconds", lambda self, B, T, depths: B * T / 1000 + depths)
     flags = ["--model", folder, "--device", "cpu", "--prompt", "abcabc", "--max-new-tokens", 60, "--json"]
     result = json.loads(run(capsys, *flags, "--tree-size", 12))
     assert result["sizes"] == {"12": [result["steps"], len(result["tokens"][0])]}

@@ -93,7 +93,7 @@ class Running:
 
     def idle(self):
         return (self.app.active == 0 and not self.worker.jobs and self.worker.calls.empty() and not self.engine.busy
-                and len(self.engine.cached_prefix) == self.args.batch_size)
+                and len(self.engine.idle) == self.args.batch_size)
 
 
 def until(condition):

@@ -17,11 +17,10 @@ import torch
 import train_heads
 from backends import cpu
 from backends.tensor_parallel import Group
-from clover import PRESETS, CloverHeads
+from clover import BINS, PRESETS, CloverHeads
 from conftest import Operations, edit_json, needs_cuda, random_prompts, refusal, toy_model
 from generate import generate
 from hf.tokenizer import load_encoding
-from kernels import BINS
 from model import GPT
 from test_backends_tensor_parallel import run_ranks
 from test_clover import random_heads

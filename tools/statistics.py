@@ -3,7 +3,7 @@
 from collections import Counter
 from dataclasses import dataclass, field
 
-from kernels import BINS, SCHEMA
+from clover import BINS, SCHEMA
 
 
 def drafter(source, depth):

@@ -6,9 +6,9 @@ from pathlib import Path
 import torch
 
 from backends import cpu
+from clover import BINS
 from generate import prepare
 from hf.heads import load_heads
-from kernels import BINS
 from model import InputError, expect
 from tools.load import load_model
 from train_heads import window_losses
