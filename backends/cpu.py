@@ -291,7 +291,7 @@ def load_cached(pattern, built=None):
                 atomic_write(folder / built.name, partial(shutil.copyfile, built))
             file = max(folder.glob(pattern), key=os.path.getmtime, default=folder)
             loaded = ctypes.CDLL(str(file))
-            if folder.name != "clover":
+            if folder.name != "clover" and "*" not in pattern:  # else `library` prints the file
                 warn(f"the C kernels are cached in {folder}; set XDG_CACHE_HOME to a folder of "
                      "your own that is not mounted noexec")
             return loaded

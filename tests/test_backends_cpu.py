@@ -563,7 +563,7 @@ def test_libraries_load_from_where_they_can_and_without_a_compiler(tmp_path, mon
         assert loaded is None or loaded.answer() == 42
         return loaded
     assert load("not mounted noexec", [cache, temporary]) is None
-    assert load(f"cached in {temporary}", [cache]) and load(f"cached in {temporary}", [cache], CC="/none")
+    assert load(f"cached in {temporary}", [cache]) and load(f"C kernels of {temporary}", [cache], CC="/none")
     assert load("", [temporary]) and load("", CC="") and load("", CFLAGS="-march=nocona -O0")
     assert load(f"with the C kernels of {cache}", CC="/none") and load("No closing quotation", CC="'")
     assert load("without the C kernels", CC="/none", CLOVER_CFLAGS="-DPLAIN") is None

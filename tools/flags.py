@@ -198,4 +198,4 @@ def add_machine_flags(parser, batch, batch_size=None):
     add = group.add_argument
     add("--batch-size", type=at_least(1), default=batch_size, metavar="N", help=batch)
     add("--threads", type=at_least(1, auto=True), metavar="N|auto",
-        help="of a CPU; default: OMP_NUM_THREADS, else auto: one, or all if that is 15%% faster")
+        help="of a CPU; default: OMP_NUM_THREADS, else auto: the fewest that are about as fast")
