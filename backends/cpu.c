@@ -70,6 +70,29 @@ typedef int8_t vb __attribute__((vector_size(LANES)));
 typedef float vf_anywhere __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
 
 const int32_t lanes = LANES;
+const char *const instructions =  // that these kernels were compiled for
+#if LANES == 16
+    "AVX-512"
+#elif LANES == 8
+    "AVX2"
+#elif defined(PLAIN)
+    "plain C"
+#elif defined(__aarch64__)
+    "NEON"
+#elif defined(__SSSE3__)
+    "SSSE3"
+#else
+    "plain C"
+#endif
+#if LANES == 16 && defined(__AVX512VNNI__) || LANES == 8 && defined(__AVXVNNI__)
+    " VNNI"
+#elif !defined(PLAIN) && defined(__ARM_FEATURE_DOTPROD)
+    " DOTPROD"
+#endif
+#if LANES == 16 && defined(__AVX512BF16__)
+    " BF16"
+#endif
+    ;
 
 #define LANES_4(s) 0 ^ (s), 1 ^ (s), 2 ^ (s), 3 ^ (s)
 #define LANES_8(s) LANES_4(s), 4 ^ (s), 5 ^ (s), 6 ^ (s), 7 ^ (s)

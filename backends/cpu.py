@@ -19,8 +19,8 @@ import subprocess
 import tempfile
 import threading
 from contextlib import suppress
-from ctypes import POINTER, c_float, c_int, c_int32, c_int64, c_void_p
-from functools import lru_cache, partial
+from ctypes import POINTER, c_char_p, c_float, c_int, c_int32, c_int64, c_void_p
+from functools import lru_cache, partial, reduce
 from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
@@ -44,6 +44,7 @@ from clover import (
     Tree,
 )
 from common.files import atomic_write
+from common.memory import find
 from common.values import one_line, warn
 from engine.policy import LARGEST
 from generate import FILTERED, MAX_CHAIN, Accepted, Decoder, Draft
@@ -64,7 +65,7 @@ RESERVED = 2**26  # bytes requested from the system at once
 FREE = [torch.empty(0, dtype=torch.uint8)]  # the unused part of the last request
 FREE_LOCK = threading.Lock()
 THREADS = []    # number of threads for cpu.c, inside `kernel_threads`
-FEWER = 1.15    # several threads must be this much faster than one to be used
+FEWER = 1.15    # more threads must be this much faster than fewer to be used
 BUDGET = 0.25   # seconds to measure that
 SLOW_BFLOAT16 = ("torch multiplies bfloat16 slowly on this CPU, so the default dtype is float32 "
                  "(--dtype bfloat16 takes less memory)")
@@ -145,20 +146,20 @@ def threads():
 
 
 def choose_threads(seconds):
-    """Sets torch's number of threads to one, unless its present number is faster. seconds() runs a
-    step and returns its duration. Compares means rather than minima: beside other work on the
-    machine, threads wait for one another."""
+    """Sets torch's number of threads to one, unless 2, 4 or its present number are faster.
+    seconds() runs a step and returns its duration. Compares means rather than minima: beside other
+    work on the machine, threads wait for one another."""
     most = torch.get_num_threads()
     if most == 1:
         return
     torch.set_num_threads(1)
     seconds()  # warm-up
-    total = dict.fromkeys((1, most), 0.0)
+    total = dict.fromkeys(sorted({1, min(2, most), min(4, most), most}), 0.0)
     while sum(total.values()) < BUDGET:
         for n in total:
             torch.set_num_threads(n)
             total[n] += seconds()
-    torch.set_num_threads(most if FEWER * total[most] < total[1] else 1)
+    torch.set_num_threads(reduce(lambda a, b: b if FEWER * total[b] < total[a] else a, total))
 
 
 def default_dtype(device, stored, packed, rank=0):
@@ -231,65 +232,108 @@ BITS = {header.FLOAT32: 32, header.BFLOAT16: 16, header.INT8: 8, header.INT6: 6,
 
 @lru_cache
 def library():
-    """cpu.c, compiled for this CPU. If that fails, prints one line and returns None."""
-    compiler = os.environ.get("CC", "cc")
-    native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
-    command = [*shlex.split(compiler), "-O3", native, "-std=gnu11", "-shared", "-fPIC", "-pthread",
-               "-fno-math-errno", "-fno-trapping-math", *shlex.split(os.environ.get("CFLAGS", ""))]
+    """cpu.c, compiled for this CPU. If that fails, prints one line and returns one that was cached
+    for this CPU before, or None."""
     try:
-        loaded = load_or_build(command)
-    except (OSError, subprocess.CalledProcessError) as error:
+        loaded = load_or_build(compiler_command())
+    except (OSError, ValueError, subprocess.CalledProcessError) as error:
         output = getattr(error, "stderr", None) or str(error)
         reason = next((line for line in output.splitlines() if "error" in line.lower()), output)
-        warn(f"decoding runs without the C kernels, which is several times slower: {compiler} "
-             f"cannot compile them ({one_line(reason)}); install a C compiler, such "
-             "as gcc, or set CC to one")
-        return None
-    for name, types in header.functions.items():
-        getattr(loaded, name).argtypes = types
+        loaded = load_cached(f"cpu-{source_key()}-*.so")
+        effect = (f"with the C kernels of {loaded._name}" if loaded else
+                  "without the C kernels, which is several times slower")
+        warn(f"decoding runs {effect}: they cannot be compiled and loaded ({one_line(reason)}); "
+             "install a C compiler, such as gcc, or set CC to one, and XDG_CACHE_HOME to a folder "
+             "that is not mounted noexec")
+    if loaded:
+        for name, types in header.functions.items():
+            getattr(loaded, name).argtypes = types
     return loaded
 
 
+def compiler_command():
+    """$CC or cc with its flags, $CLOVER_CFLAGS last. Package managers set CFLAGS for the oldest CPU
+    that they support: of these, flags for instructions, optimisation and code do not count."""
+    compiler = shlex.split(os.environ.get("CC", "")) or ["cc"]
+    native = "-march=native" if platform.machine() in ("x86_64", "AMD64") else "-mcpu=native"
+    flags = [flag for flag in shlex.split(os.environ.get("CFLAGS", ""))
+             if not flag.startswith(("-m", "-O", "-f"))]
+    own = shlex.split(os.environ.get("CLOVER_CFLAGS", ""))
+    return [*compiler, *flags, "-O3", native, "-std=gnu11", "-shared", "-fPIC", "-pthread",
+            "-fno-math-errno", "-fno-trapping-math", *own]
+
+
 def load_or_build(command):
-    """The library that a compiler command builds from cpu.c, cached in the user's cache folder."""
+    """The library that a compiler command builds from cpu.c, from the cache if it is there."""
     run = partial(subprocess.run, check=True, capture_output=True, text=True)
     command = [*command, *(f"-D{name}={value}" for name, value in MACROS.items())]
     macros = run([*command, "-dM", "-E", "-x", "c", os.devnull]).stdout  # compiler, CPU features
-    sources = [(FOLDER / name).read_bytes() for name in ("cpu.c", "cpu.h")]
-    key = hashlib.sha256(repr((sources, command, macros)).encode()).hexdigest()[:16]
-    name = f"cpu-{key}.so"
-    with suppress(OSError):  # missing or broken
-        return ctypes.CDLL(str(cache_folder(name) / name))
+    name = f"cpu-{source_key()}-{digest(command, macros)}.so"
+    if loaded := load_cached(name):
+        return loaded
     with tempfile.TemporaryDirectory() as temporary:
-        built = f"{temporary}/{name}"
-        run([*command, str(FOLDER / "cpu.c"), "-o", built, "-lm"])
-        try:
-            atomic_write(cache_folder(name) / name, lambda tmp: shutil.copyfile(built, tmp))
-        except OSError as error:
-            warn(f"the C kernels are compiled anew in each run, which takes seconds: {error}")
-        return ctypes.CDLL(built)
+        built = Path(temporary, name)
+        run([*command, str(FOLDER / "cpu.c"), "-o", str(built), "-lm"])
+        if loaded := load_cached(name, built):
+            return loaded
+        loaded = ctypes.CDLL(str(built))
+    warn("the C kernels are compiled anew in each run, which takes seconds; set XDG_CACHE_HOME to "
+         "a folder that can be written")
+    return loaded
 
 
-def cache_folder(name):
-    """The user's cache folder, if it has a file of this name or can be written. Else a temporary
-    folder in which nobody else can plant a library; raises OSError if there is none."""
+def load_cached(pattern, built=None):
+    """The newest library that matches a pattern, from the first of `cache_folders` that has one and
+    from which it loads; None without. built: a file to put there first."""
+    for folder in cache_folders():
+        with suppress(OSError):  # none, broken, or the folder is read-only, full or mounted noexec
+            if built:
+                atomic_write(folder / built.name, partial(shutil.copyfile, built))
+            file = max(folder.glob(pattern), key=os.path.getmtime, default=folder)
+            loaded = ctypes.CDLL(str(file))
+            if folder.name != "clover" and "*" not in pattern:  # else `library` prints the file
+                warn(f"the C kernels are cached in {folder}; set XDG_CACHE_HOME to a folder of "
+                     "your own that is not mounted noexec")
+            return loaded
+    return None
+
+
+def source_key():
+    """A hash of what kernels depend on besides the compiler: the sources, CLOVER_CFLAGS and, unless
+    they name one, the CPU."""
+    flags = os.environ.get("CLOVER_CFLAGS", "")
+    cpu = find(Path("/proc/cpuinfo"), r"(?:flags|Features)\s*:(.*)", platform.processor(), str)
+    sources = [(FOLDER / name).read_bytes() for name in ("cpu.c", "cpu.h")]
+    return digest(sources, MACROS, flags, None if re.search("-m(arch|cpu)=", flags) else cpu)
+
+
+def digest(*values):
+    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
+
+
+def cache_folders():
+    """The user's cache folder, and a temporary one in which nobody else can plant a library."""
     with suppress(OSError, RuntimeError):  # RuntimeError: a user without a home
         folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "clover"
         folder.mkdir(parents=True, exist_ok=True)
-        if (folder / name).exists() or os.access(folder, os.W_OK):
-            return folder
-    folder = Path(tempfile.gettempdir(), f"clover-{os.getuid()}")
-    folder.mkdir(0o700, exist_ok=True)
-    status = folder.lstat()
-    if status.st_uid != os.getuid() or status.st_mode != stat.S_IFDIR | 0o700:
-        raise PermissionError(f"{folder} is not a folder that only we can write; remove it")
-    warn(f"the C kernels are cached in {folder}; set XDG_CACHE_HOME to a folder of your own")
-    return folder
+        yield folder
+    with suppress(OSError):
+        folder = Path(tempfile.gettempdir(), f"clover-{os.getuid()}")
+        folder.mkdir(0o700, exist_ok=True)
+        status = folder.lstat()
+        if status.st_uid == os.getuid() and status.st_mode == stat.S_IFDIR | 0o700:
+            yield folder
 
 
 def lanes():
     """Outputs that a packed weight interleaves: the numbers in a vector of this CPU."""
     return c_int32.in_dll(library(), "lanes").value
+
+
+def instructions(device):
+    """What cpu.c was compiled for; "none" if it does not run on this device."""
+    name = c_char_p.in_dll(library(), "instructions").value if is_usable(device) else b"none"
+    return name.decode()
 
 
 # --------------------------------------------------------------------------------------------------

@@ -89,7 +89,7 @@ def machine():
     return dict(cpu=cpus[0] if cpus else platform.machine(),
                 gpu=torch.cuda.get_device_name() if torch.cuda.is_available() else None,
                 cpu_flags=" ".join(vectors), cc=os.environ.get("CC"),
-                cflags=os.environ.get("CFLAGS"),
+                cflags=os.environ.get("CLOVER_CFLAGS"),
                 threads=torch.get_num_threads(), python=platform.python_version(),
                 torch=torch.__version__,
                 commit=os.environ.get("CLOVER_COMMIT") or git or None,  # for a copy without .git

@@ -29,13 +29,14 @@ def add_decode_flags(parser):
     flags.add_quantize_flag(parser)
     input_of = parser.add_mutually_exclusive_group()
     add_data_flag(input_of)
-    input_of.add_argument("--chats", metavar="FILE", help="answer these chats, such as "
-                          "bench/prompts.jsonl; default: continue held-out texts of --data")
+    input_of.add_argument("--chats", type=flags.home, metavar="FILE", help="answer these chats, "
+                          "such as bench/prompts.jsonl; default: continue held-out texts of --data")
     input_of.add_argument("--random-weights", nargs="+", choices=MODEL_SIZES, metavar="SIZE",
                           help="time single steps instead, at the sizes of real models: "
                           f"{', '.join(MODEL_SIZES)}")
-    parser.add_argument("--drafters", nargs="+", metavar="DRAFTER", help="folders of draft heads, "
-                        "lookup, or DIR+lookup; default: all three, with the model's own heads")
+    parser.add_argument("--drafters", type=flags.home, nargs="+", metavar="DRAFTER",
+                        help="folders of draft heads, lookup, or DIR+lookup; default: all three, "
+                        "with the model's own heads")
     several = dict(nargs="+", metavar="N")
     count = flags.at_least(1)
     add = parser.add_argument
@@ -51,7 +52,7 @@ def add_decode_flags(parser):
     add("--runs", type=count, default=3, metavar="N", help="rounds, for medians; default: 3")
     add("--llama-cpp", action="store_true",
         help="also run llama.cpp on the same GGUF file; needs llama-cpp-python")
-    add("--out", metavar="FILE", help="also write the JSON line to this file")
+    add("--out", type=flags.home, metavar="FILE", help="also write the JSON line to this file")
 
 
 def check_decode_flags(parser, args):
@@ -69,13 +70,13 @@ def check_decode_flags(parser, args):
 
 def add_gpu_flags(parser):
     add = parser.add_argument
-    add("--out", required=True, metavar="DIR", help="results are appended to results.jsonl there")
+    add("--out", type=flags.home, required=True, metavar="DIR", help="adds to results.jsonl there")
     add("--parts", nargs="+", metavar="PART", help="default: all; docs/kernels.md lists them")
     add("--seconds", type=flags.at_least(1), default=480, metavar="N",
         help="total time of all parts; default: 480")
     add("--model", type=flags.model_path, metavar="MODEL",
         help="answers chats; default: smollm2, with --dry-run demo/")
-    add("--heads", metavar="DIR", help="its draft heads; default: the model's own")
+    add("--heads", type=flags.home, metavar="DIR", help="its draft heads; default: the model's own")
     add("--dry-run", action="store_true", help="use tiny sizes, also on a CPU")
 
 
@@ -87,7 +88,7 @@ def add_kinds_flags(parser):
     count = flags.at_least(1)
     add("--kinds", nargs="+", required=True, metavar="KIND", help="presets of train_heads.py, each "
         "perhaps with its switches or --lr, such as 'clover --mix none'")
-    add("--out", required=True, metavar="DIR", help="each kind gets a folder there")
+    add("--out", type=flags.home, required=True, metavar="DIR", help="a folder for each kind")
     add("--steps", type=count, default=500, metavar="N", help="default: 500")
     add("--batch-size", type=count, default=8, metavar="N", help="sequences per step; default: 8")
     add("--draft-vocabulary", type=flags.at_least(0, auto=True), metavar="N|auto",

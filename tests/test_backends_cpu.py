@@ -2,6 +2,7 @@
 library."""
 
 import copy
+import ctypes
 import math
 import os
 import pickle
@@ -470,6 +471,7 @@ def test_the_library_is_built_once_and_again_if_broken(tmp_path, monkeypatch, ca
     """Bug: a compiler that runs each time, a broken, another machine's or half-written file that is loaded, a traceback
     or several lines if the cache folder is not writable."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr(cpu.tempfile, "tempdir", str(tmp_path))
     runs, run, macros = [], subprocess.run, [""]
 
     def run_here(command, **options):
@@ -497,7 +499,7 @@ def test_the_library_is_built_once_and_again_if_broken(tmp_path, monkeypatch, ca
     cpu.load_or_build(command)
     assert compiled() == 2 and len(list((tmp_path / "clover").iterdir())) == 2
     file.parent.chmod(0o500)  # not writable, but not empty
-    assert cpu.cache_folder(file.name) == file.parent and not capsys.readouterr().err
+    assert cpu.load_or_build(command).answer() == 42 and compiled() == 2 and not capsys.readouterr().err
 
 
 def test_without_a_home_the_library_is_cached_where_nobody_else_can_plant_one(tmp_path, monkeypatch, capsys):
@@ -531,6 +533,57 @@ def test_without_a_home_the_library_is_cached_where_nobody_else_can_plant_one(tm
     assert file.read_bytes() == b"planted"
 
 
+def test_libraries_load_from_where_they_can_and_without_a_compiler(tmp_path, monkeypatch, capsys):
+    """Bug: a folder mounted noexec that counts as a compiler that fails; a cached library that is not used, or is used
+    on another CPU or with other flags."""
+    for name, text in {"cpu.c": "int answer(void) { return 42; }", "cpu.h": ""}.items():
+        (tmp_path / name).write_text(text)
+    cache, temporary = tmp_path / "cache", tmp_path / "temporary"
+    temporary.mkdir()
+    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
+    monkeypatch.setattr(cpu.header, "functions", {})
+    monkeypatch.setattr(cpu.tempfile, "tempdir", str(temporary))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
+    monkeypatch.delenv("CLOVER_CFLAGS", raising=False)
+    native = ctypes.CDLL
+
+    def load(says, blocked=(), **environment):
+        def mapped(path):
+            if any(Path(path).is_relative_to(folder) for folder in blocked):
+                raise OSError("failed to map segment from shared object")
+            return native(path)
+        warn.cache_clear()
+        with monkeypatch.context() as patch:
+            patch.setattr(ctypes, "CDLL", mapped)
+            for name, value in environment.items():
+                patch.setenv(name, value)
+            loaded = cpu.library.__wrapped__()
+        lines = capsys.readouterr().err.splitlines()
+        assert len(lines) == bool(says) and says in "".join(lines)
+        assert loaded is None or loaded.answer() == 42
+        return loaded
+    assert load("not mounted noexec", [cache, temporary]) is None
+    assert load(f"cached in {temporary}", [cache]) and load(f"C kernels of {temporary}", [cache], CC="/none")
+    assert load("", [temporary]) and load("", CC="") and load("", CFLAGS="-march=nocona -O0")
+    assert load(f"with the C kernels of {cache}", CC="/none") and load("No closing quotation", CC="'")
+    assert load("without the C kernels", CC="/none", CLOVER_CFLAGS="-DPLAIN") is None
+    monkeypatch.setattr(cpu, "find", lambda *args: "another CPU")
+    assert load("without the C kernels", CC="/none") is None
+    assert load("", CLOVER_CFLAGS="-mtune=generic -march=native")
+
+
+def test_the_environments_flags_do_not_choose_the_instructions(monkeypatch):
+    """Bug: conda's CFLAGS, whose kernels are three times slower, or other arithmetic; no way to choose on purpose."""
+    for name in ("CC", "CFLAGS", "CLOVER_CFLAGS"):
+        monkeypatch.delenv(name, raising=False)
+    own = cpu.compiler_command()
+    monkeypatch.setenv("CC", " ")
+    monkeypatch.setenv("CFLAGS", "-march=nocona -mtune=haswell -mno-avx2 -O2 -ffast-math -isystem /opt/include")
+    assert cpu.compiler_command() == ["cc", "-isystem", "/opt/include", *own[1:]]
+    monkeypatch.setenv("CLOVER_CFLAGS", "-march=x86-64-v3 -O1")
+    assert cpu.compiler_command()[-2:] == ["-march=x86-64-v3", "-O1"]
+
+
 @pytest.mark.parametrize("compiler", ["/nonexistent/cc", pytest.param("false", marks=pytest.mark.slow)])
 def test_without_a_compiler_the_output_is_the_same(compiler, tmp_path, monkeypatch, capsys):
     """Bug: a traceback, an unhelpful message, bfloat16 without kernels. In float32, where ties are unlikely."""
@@ -540,7 +593,7 @@ def test_without_a_compiler_the_output_is_the_same(compiler, tmp_path, monkeypat
     monkeypatch.setattr(sys, "argv", ["-c", *map(str, folders)])
     exec(TEXT, {})
     want, warned = capsys.readouterr()
-    got = run_with(dict(CC=compiler), TEXT, *folders)
+    got = run_with(dict(CC=compiler, XDG_CACHE_HOME=str(tmp_path), TMPDIR=str(tmp_path)), TEXT, *folders)
     assert want.startswith("True torch.bfloat16 torch.float32") and not warned
     assert got.stdout == want.replace("True torch.bfloat16", "False torch.float32")
     assert len(got.stderr.splitlines()) == 1
@@ -558,7 +611,7 @@ ELSEWHERE = "-DPLAIN", *(pytest.param(flags, marks=pytest.mark.slow) for flags i
 @pytest.mark.parametrize("flags", ELSEWHERE)
 def test_other_processors_compute_the_same(flags, tmp_path):
     """Bug: an error in code for other CPUs, or one that sanitizers find."""
-    environment = dict(CFLAGS=f"-O1 {flags}", XDG_CACHE_HOME=str(tmp_path))
+    environment = dict(CLOVER_CFLAGS=f"-O1 {flags}", XDG_CACHE_HOME=str(tmp_path))
     if flags == SANITIZED:
         libraries = [subprocess.run(["cc", f"-print-file-name=lib{name}.so"], capture_output=True, text=True).stdout
                      for name in ("asan", "ubsan")]

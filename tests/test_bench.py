@@ -237,13 +237,16 @@ def test_random_weights_are_rounded(run):
     assert floors[1]["floor_ms"] < floors[0]["floor_ms"] / 2
 
 
-@pytest.mark.parametrize("quicker, want", [(1.0, 1), (1.1, 1), (1.3, 2), (0.02, 1)])
-def test_more_threads_are_used_if_they_are_15_percent_faster(monkeypatch, quicker, want):
-    """Bug: the fastest steps decide, though threads that wait for each other have a few fast ones."""
-    threads = [2]
+@pytest.mark.parametrize("speeds, want", [
+    ({2: 1.0}, 1), ({2: 1.1}, 1), ({2: 1.3}, 2), ({2: 0.02}, 1), ({2: 1.1, 3: 1.2}, 3), ({2: 1.5, 4: 2.0, 8: 1.0}, 4),
+    ({2: 1.5, 4: 1.6, 8: 0.5}, 2), ({2: 1.5, 4: 2.0, 6: 3.0}, 6)])
+def test_more_threads_are_used_if_they_are_15_percent_faster(monkeypatch, speeds, want):
+    """Bug: the fastest steps decide, though threads that wait for each other have a few fast ones; only one thread and
+    all are compared."""
+    threads = [max(speeds)]
     monkeypatch.setattr(torch, "get_num_threads", lambda: threads[0])
     monkeypatch.setattr(torch, "set_num_threads", lambda n: threads.__setitem__(0, n))
-    cpu.choose_threads(lambda: 0.01 / (quicker if threads[0] == 2 else 1))
+    cpu.choose_threads(lambda: 0.01 / (speeds | {1: 1})[threads[0]])
     assert threads == [want]
 
 

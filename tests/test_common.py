@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.devices import pick_device
-from common.memory import available_memory, free_memory
+from common.memory import available_cpus, available_memory, free_memory
 from conftest import needs_cuda
 from generate import capture
 from model import InputError
@@ -44,6 +44,22 @@ def test_a_containers_limit_bounds_the_free_memory(case, tmp_path):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(str(value))
     assert available_memory(tmp_path) == free * 10**9
+
+
+@pytest.mark.parametrize("own, files, cpus", [
+    ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "250000 100000"}, 2),
+    ("0::/", {"cpu.max": "20000 40000"}, 1), ("0::/", {"cpu.max": "max 100000"}, 8), ("", {}, 8),
+    ("4:cpu,cpuacct:/a\n0::/", {"cpu/a/cpu.cfs_quota_us": "150000", "cpu/a/cpu.cfs_period_us": "50000"}, 3),
+    ("4:cpuset,cpu:/docker/0\n2:cpuacct:/x", {"cpu/cpu.cfs_quota_us": "200000"}, 2),
+    ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8)])
+def test_a_containers_quota_bounds_the_cpus(own, files, cpus, tmp_path, monkeypatch):
+    """Bug: a thread for each CPU of the machine, which wait for one another."""
+    monkeypatch.setattr("os.cpu_count", lambda: 8)
+    files = {f"sys/fs/cgroup/{name}": text for name, text in files.items()} | {"proc/self/cgroup": own}
+    for name, text in files.items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(f"{text}\n")
+    assert available_cpus(tmp_path) == cpus
 
 
 @pytest.mark.gpu

@@ -22,7 +22,9 @@ from test_hf_tokenizer import added
 from tools import errors
 from tools.compare import first_difference
 from tools.flags import parse_generate
+from tools.load import threads_are_set
 from tools.run import main as program
+from training.flags import parse_heads
 
 ROOT = Path(__file__).parent.parent
 PROMPTS = random_prompts([7])
@@ -419,3 +421,46 @@ def test_output_that_cannot_be_written(folder, capsys, monkeypatch):
         patch.setattr(sys, "stdout", pipe)
         main(*flags)
     assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize("closed", [["stdin"], ["stdout"], ["stderr"], ["stdin", "stdout", "stderr"]], ids=" ".join)
+def test_standard_streams_may_be_closed(closed, folder, capsys, monkeypatch):
+    """Bug: a traceback for `2>&-`; text for standard error on standard output."""
+    with monkeypatch.context() as patch:
+        for name in closed:
+            patch.setattr(sys, name, None)
+        main("--model", folder, "--device", "cpu", *([] if "stdin" in closed else ["--prompt", "abc"]))
+        assert all(getattr(sys, name).name == os.devnull for name in closed)
+    out, err = capsys.readouterr()
+    assert out.startswith("abc") == (closed == ["stderr"]) and ("per second" in err) == (closed == ["stdout"])
+
+
+@pytest.mark.parametrize("variable, value, coloured", [
+    ("NO_COLOR", "", True), ("NO_COLOR", "1", False), ("TERM", "dumb", False), ("TERM", "vt100", True)])
+def test_colours_are_for_terminals_that_have_them(variable, value, coloured, folder, capsys, monkeypatch):
+    """Bug: escapes in Emacs' shell; an empty NO_COLOR, which by its definition does not count."""
+    for name in ("NO_COLOR", "TERM"):
+        monkeypatch.delenv(name, raising=False)
+    monkeypatch.setenv(variable, value)
+    monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
+    text = run(capsys, "--model", folder, "--device", "cpu", "--prompt", "abcabcabc", "--tree-size", 8)
+    assert ("\x1b[" in text) == coloured
+
+
+def test_a_tilde_is_the_home_folder(tmp_path, monkeypatch):
+    """Bug: --model=~/x, which shells leave as it is, is "no such file"; a prompt that begins with ~ is changed."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    names = ("model", "heads", "prompts", "json-schema")
+    args = parse_generate([f"--{name}=~/{name}" for name in names] + ["--stop=~/x"])
+    assert [args.model, args.heads, args.prompts, args.json_schema] == [str(tmp_path / name) for name in names]
+    assert args.stop == ["~/x"] and parse_generate(["--prompt=~/x"]).prompt == ["~/x"]
+    trained = parse_heads(["--out=~/o", "--init=~/i", "--data=~/d"])
+    assert [trained.out, trained.init, *trained.data] == [str(tmp_path / name) for name in "oid"]
+
+
+@pytest.mark.parametrize("value, is_set", [
+    ("", False), ("0", False), ("-1", False), ("x", False), ("2", True), ("4,2", True)])
+def test_only_a_number_of_threads_counts(value, is_set, monkeypatch):
+    """Bug: an empty OMP_NUM_THREADS, which OpenMP ignores, keeps one thread per CPU."""
+    monkeypatch.setenv("OMP_NUM_THREADS", value)
+    assert threads_are_set() is is_set

@@ -4,6 +4,7 @@ import json
 import multiprocessing.forkserver
 import os
 import random
+import resource
 import shutil
 import signal
 import sys
@@ -302,6 +303,20 @@ def test_a_full_disk_ends_the_run(file, saved, advice, checkpoint, texts, tmp_pa
     assert not list(tmp_path.glob("*.tmp*")) and path.exists() == (saved >= 0)
     resume = ["--resume"] if path.exists() else []
     assert run(checkpoint, texts, tmp_path, "--steps", "4", *resume)["training"]["steps"] == 4
+
+
+def test_a_write_that_fails_midway_is_one_line_and_keeps_the_old_file(tmp_path):
+    """Bug: torch's RuntimeError, which hides the system's error. A limit on files' sizes fails as a full disk does."""
+    path, limits = tmp_path / "state.pt", resource.getrlimit(resource.RLIMIT_FSIZE)
+    runs.save_file(path, dict(x=torch.zeros(10)))
+    try:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
+        for save in (lambda: runs.save_file(path, dict(x=torch.zeros(10**5))),
+                     lambda: runs.save_lines(path, ["x" * 10**5])):
+            refusal(runs.saving("it is lost", "make room")(save), "it is lost (File too large); make room")
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert len(runs.load_file(path, ["x"])["x"]) == 10 and [*tmp_path.iterdir()] == [path]
 
 
 def train_rank(flags, rank):

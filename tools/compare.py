@@ -22,7 +22,8 @@ def against_plain(args, loaded, output, say):
     plain = engine.generate(prompts, args.max_new_tokens, loaded.stop, counted.count,
                             loaded.encoding, sampling, grammars=grammars)
     say(f"plain decoding: {plain.tokens_per_second:.1f} tokens per second; speed-up "
-        f"{output.tokens_per_second / plain.tokens_per_second:.2f}x")
+        f"{output.tokens_per_second / plain.tokens_per_second:.2f}x; C kernels: "
+        f"{cpu.instructions(loaded.model.device)}")
     difference = first_difference(loaded.model, prompts, output.tokens, plain.tokens, sampling,
                                   grammars)
     if difference is None:

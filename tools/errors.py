@@ -27,6 +27,9 @@ def command():
     """Runs a program and ends it with its exit code. Under torchrun only rank 0 prints, except that
     an error of a single rank is printed there."""
     signal.signal(signal.SIGTERM, interrupt)
+    for name in ("stdin", "stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed: no other file may get its number
+            setattr(sys, name, open(os.devnull, "r+"))
     rank, stderr = os.environ.get("RANK", "0"), sys.stderr
     for stream in (sys.stdout, stderr):
         stream.reconfigure(errors="replace")  # "?" if a terminal cannot show a character

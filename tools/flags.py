@@ -12,6 +12,7 @@ from hf.paths import find_model, is_repository
 
 DEMO = Path(__file__).parent.parent / "demo"
 DRAFTERS = "heads", "lookup", "schema"
+home = os.path.expanduser  # an argparse type of paths: a shell leaves --model=~/x as it is
 
 
 class Parser(argparse.ArgumentParser):
@@ -92,17 +93,17 @@ def parse_generate(argv=None):
     one_of = group.add_mutually_exclusive_group().add_argument
     one_of("--prompt", action="append", metavar="TEXT", help="text to continue; repeatable; -: "
            "all of standard input; default: each of its lines is a prompt")
-    one_of("--prompts", metavar="FILE", help="file with one prompt per line; in .jsonl an object "
+    one_of("--prompts", type=home, metavar="FILE", help="a prompt per line; in .jsonl an object "
            "with \"prompt\", or with the \"messages\" of a chat; it may have a \"json_schema\"")
     add = group.add_argument
     add("--chat", action="store_true", help="use the chat template; without a prompt, converse")
     add("--system", metavar="TEXT", help="system message of the chat")
 
     one_of = group.add_mutually_exclusive_group().add_argument
-    one_of("--json-schema", metavar="FILE|JSON", help="write JSON that matches this schema")
+    one_of("--json-schema", type=home, metavar="FILE|JSON", help="write JSON of this schema")
     one_of("--regex", metavar="REGEX", help="write text that matches this regular expression")
-    one_of("--grammar", metavar="FILE", help="write text of this grammar, in Lark's or llama.cpp's "
-           "notation, which the suffix .lark or .gbnf may name")
+    one_of("--grammar", type=home, metavar="FILE", help="write text of this grammar, in Lark's or "
+           "llama.cpp's notation, which the suffix .lark or .gbnf may name")
     add_sampling_flags(parser, new_tokens=128)
     add_drafting_flags(parser)
     add = parser.add_argument_group("output").add_argument
@@ -172,7 +173,7 @@ def add_sampling_flags(parser, new_tokens, seed=0):
 
 def add_drafting_flags(parser):
     add = parser.add_argument_group("drafting").add_argument
-    add("--heads", metavar="FOLDER",
+    add("--heads", type=home, metavar="FOLDER",
         help="draft heads, or none; default: clover in the model's folder")
     add("--draft", type=drafters, metavar="DRAFTERS", help="none, or some of heads, lookup and "
         "schema, joined by +; default: all that there are")
@@ -197,4 +198,4 @@ def add_machine_flags(parser, batch, batch_size=None):
     add = group.add_argument
     add("--batch-size", type=at_least(1), default=batch_size, metavar="N", help=batch)
     add("--threads", type=at_least(1, auto=True), metavar="N|auto",
-        help="of a CPU; default: OMP_NUM_THREADS, else auto: one, or all if that is 15%% faster")
+        help="of a CPU; default: OMP_NUM_THREADS, else auto: the fewest that are about as fast")

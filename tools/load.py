@@ -2,6 +2,7 @@
 
 import itertools
 import os
+import re
 import sys
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -14,6 +15,7 @@ from backends import cpu, tensor_parallel
 from backends.capture import warm_up
 from clover import CloverHeads
 from common.devices import pick_device
+from common.memory import available_cpus
 from common.values import warn
 from engine.clock import seconds_between, timestamp
 from generate import Plan, Sampling, prepare
@@ -33,6 +35,8 @@ def load_model(args, group=None, packed=None, dtype=None):
     template gets the variables of --template-kwargs. group, packed: as in `checkpoint.load`. dtype:
     used without --dtype."""
     device = pick_device((group and group.device) or args.device)
+    if not threads_are_set():
+        torch.set_num_threads(min(torch.get_num_threads(), available_cpus()))
     read_config(args.model)  # a path that is no model fails here, not for lack of a tokenizer
     encoding = load_encoding(args.model)
     if args.template_kwargs:
@@ -41,6 +45,11 @@ def load_model(args, group=None, packed=None, dtype=None):
         encoding.template.variables |= args.template_kwargs
     dtype = getattr(torch, args.dtype) if args.dtype else dtype
     return checkpoint.load(args.model, dtype, device, group, args.quantize, packed), encoding
+
+
+def threads_are_set():
+    """Whether OMP_NUM_THREADS is a number that OpenMP accepts."""
+    return re.match(r"\s*0*[1-9]", os.environ.get("OMP_NUM_THREADS", "")) is not None
 
 
 class Prompt(NamedTuple):
@@ -143,7 +152,7 @@ def make_engine(args, loaded, prompts, max_new_tokens, plain=False, grammars=())
     may_choose = loaded.model.device.type == "cpu" and loaded.group.size == 1
     if args.threads:
         torch.set_num_threads(args.threads)
-    elif may_choose and "OMP_NUM_THREADS" not in os.environ:
+    elif may_choose and not threads_are_set():
         cpu.choose_threads(partial(plain_seconds, engine.decoder))
     if args.compare:  # the timed run must not compile or load anything
         engine.generate(prompts[:1], min(4, max_new_tokens), grammars=grammars)

@@ -13,7 +13,8 @@ BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0
 class Metrics:
     """What the server has counted since its start."""
 
-    def __init__(self):
+    def __init__(self, kernels="none"):
+        self.kernels = kernels  # the instructions that the C kernels were compiled for
         self.statistics = Statistics()  # of all requests
         self.responses = Counter()  # HTTP status -> responses
         self.first_tokens = [0] * (len(BUCKETS) + 1)  # requests by their time to the first token
@@ -43,6 +44,7 @@ class Metrics:
         labelled = lambda values: {f"{suffix}{{{model}}}": n for suffix, n in values.items()}
         vllm = lambda name, kind, value: family(f"vllm:{name}", kind, labelled({"": value}))
         lines = [
+            *family("clover_c_kernels", "gauge", {f'{{instructions="{self.kernels}"}}': 1}),
             *family("clover_first_token_seconds", "summary", times),
             *family("clover_queue", "gauge", {"": waiting}),
             *family("clover_requests_total", "counter",

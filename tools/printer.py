@@ -27,7 +27,8 @@ class Printer:
         self.complete = {}      # index -> a `Sequence` that has ended and is not printed yet
         self.printed = 0        # sequences
         self.stream = loaded.encoding.output_stream(loaded.stop)
-        self.colours = sys.stdout.isatty() and "NO_COLOR" not in os.environ
+        self.colours = (sys.stdout.isatty() and not os.environ.get("NO_COLOR")
+                        and os.environ.get("TERM") != "dumb")
         if self.streams and not args.chat:
             print("".join(prompts), end="", flush=True)
 

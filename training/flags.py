@@ -4,8 +4,9 @@ import argparse
 import os
 from dataclasses import dataclass, field, fields
 
-from tools.flags import DEMO, Parser, add_model_flags, add_quantize_flag, at_least
+from tools.flags import DEMO, Parser, add_model_flags, add_quantize_flag, at_least, home
 
+absolute = lambda path: os.path.abspath(home(path))  # an argparse type
 SELF = "self"  # --data self: text that the model generates
 SWITCHES = ("n_draft", "augment_layers", "mix", "mix_before", "projector", "shared")
 
@@ -53,10 +54,11 @@ TRAINING = FIXED[:FIXED.index("preset")]  # recorded in heads.json
 def parse_heads(argv=None):
     """Parses train_heads.py's flags. A field of `RunConfig` is set only if its flag is given."""
     parser = Parser("Trains draft heads on a frozen model.", prog="train_heads.py")
-    parser.add_argument("--out", metavar="DIR", help="default: out/ and the preset's name")
+    parser.add_argument("--out", type=home, metavar="DIR",
+                        help="default: out/ and the preset's name")
     one_of = parser.add_mutually_exclusive_group().add_argument
     one_of("--resume", action="store_true", help="continue the run in --out")
-    one_of("--init", type=os.path.abspath, metavar="DIR", default=argparse.SUPPRESS,
+    one_of("--init", type=absolute, metavar="DIR", default=argparse.SUPPRESS,
            help="start from these heads, with their preset, switches and draft vocabulary")
     parser.add_argument("--evaluate", action="store_true", help="only measure the heads in --out")
     run = parser.add_argument_group("run", "with --resume, defaults are those of the saved run",
@@ -66,7 +68,7 @@ def parse_heads(argv=None):
     source = run.add_mutually_exclusive_group()
     add_data_flag(source, "self: text that the model generates; default: self for a chat model, "
                           "else Python's standard library")
-    source.add_argument("--prompts", type=os.path.abspath, metavar="FILE", help="train on the "
+    source.add_argument("--prompts", type=absolute, metavar="FILE", help="train on the "
                         "model's answers to these: a prompt per line, or .jsonl objects with a "
                         '"prompt" or "messages"')
     add = run.add_argument
@@ -93,6 +95,6 @@ def parse_heads(argv=None):
 
 
 def add_data_flag(parser, default="default: Python's standard library"):
-    path = lambda name: name if name == SELF else os.path.abspath(name)
+    path = lambda name: name if name == SELF else absolute(name)
     parser.add_argument("--data", nargs="+", type=path, metavar="PATH",
                         help=f"text, .jsonl or .json files, and folders; {default}")

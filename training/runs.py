@@ -75,7 +75,10 @@ def save_lines(path, values):
 def save_file(path, value):
     def write(tmp):
         with open(tmp, "wb") as file:  # if torch opens the file, it hides why that failed
-            torch.save(value, file)
+            try:
+                torch.save(value, file)
+            except RuntimeError as error:  # raised by torch while it handles the file's OSError
+                raise error.__context__ or error from None
     path.parent.mkdir(parents=True, exist_ok=True)
     atomic_write(path, write)
 
