@@ -385,8 +385,7 @@ def test_an_error_of_the_template_names_the_prompt(chat_folder, tmp_path, capsys
 @pytest.mark.parametrize("step", [4, 12], ids=["decoding", "comparing"])
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_runs_exit_with_the_signals_code(folder, capsys, monkeypatch, number, code, step):
-    """Bug: exit code 0, so that `a && b` continues after Ctrl-C; text or statistics are lost, for example because
-    `__main__` has an Interrupted of its own."""
+    """Bug: exit code 0, so that `a && b` continues after Ctrl-C; text or statistics of the steps before are lost."""
     in_take(monkeypatch, step, lambda: os.kill(os.getpid(), number))
     monkeypatch.setattr(errors, "received", [])
     flags = f"--model {folder} --device cpu --prompt abc --heads none --temperature 1 --max-new-tokens 8".split()
