@@ -251,12 +251,12 @@ def join(pool, other):
 def head_nodes(candidates, chances):
     joint, tokens, beams = (x.flatten(1) for x in candidates)  # (B, K n)
     K, n = candidates.joint.shape[1:]
-    x = (-4 * joint).nan_to_num(BINS - 1).clamp(0, BINS - 1)
+    x = (-4 * joint).clamp(0, BINS - 1)
     low = x.long().clamp(max=BINS - 2)
     falling = chances[:, :BINS].cummin(1).values
     a, b = (falling.gather(1, low + i) for i in (0, 1))
     p = torch.maximum(a + (b - a) * (x - low), b)
-    depths = (torch.arange(K * n, device=x.device) // n + 1).expand_as(beams)
+    depths = (torch.arange(n, n + K * n, device=x.device) // n).expand_as(beams)
     parents = (1 + (depths - 2) * n + beams).clamp(min=0)  # depth d begins at column 1 + (d - 1) n
     return Tree(tokens, parents, depths, depths, x.long(), p.where(beams >= 0, -1))
 
@@ -303,7 +303,9 @@ def likeliest(pool, tree_size):
         pool = Tree(*(F.pad(x, (0, missing), value=-1) for x in pool))
     order = sort_stably(pool.tokens.argsort(dim=1, stable=True), pool.depths)
     order = sort_stably(order, pool.probabilities, descending=True)
-    tokens, parents, depths, _, sources, p = (x.gather(1, order[:, :tree_size]) for x in pool)
+    best = order[:, :tree_size]
+    tokens, parents, depths = (x.gather(1, best) for x in pool[:3])
+    sources, p = (x.gather(1, best) for x in pool[4:])
     used = p >= 0
     parents = order.argsort(1).gather(1, parents.clamp(min=0)) * used  # columns -> nodes
     own = 1 << torch.arange(tree_size, device=p.device)
