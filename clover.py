@@ -199,15 +199,6 @@ class Candidates(NamedTuple):
         return cls(*(root.new_empty(len(root), K, n, dtype=dtype) for dtype in dtypes))
 
 
-class Pool(NamedTuple):
-    """Nodes to choose from, in columns [B, N]: the root, the heads' candidates, a chain's."""
-    tokens: torch.Tensor
-    parents: torch.Tensor        # columns
-    depths: torch.Tensor
-    sources: torch.Tensor
-    probabilities: torch.Tensor  # -1: no node
-
-
 def extend_candidates(logprobs, tokens, candidates, depth):
     """Fills [:, depth] of `Candidates` with the best proposals (after EAGLE-2, arXiv 2406.16858).
     logprobs, tokens [B, w, W]: the W best next tokens of w beams; a logprob above 0 counts as 0,
@@ -232,73 +223,69 @@ def sort_stably(order, key, descending=False):
     return order.gather(1, key.gather(1, order).argsort(dim=1, descending=descending, stable=True))
 
 
+def root_tree(root):
+    """The trees of plain decoding: only the roots [B]."""
+    tokens = root[:, None]
+    zeros = torch.zeros_like(tokens)
+    return Tree(tokens, zeros, zeros, zeros + 1, zeros - 1, torch.ones_like(tokens).float())
+
+
 def build_tree(root, candidates, chain, chances, temperature, tree_size):
     """The `Tree` of the tree_size - 1 likeliest candidates. root: [B]. candidates: `Candidates`,
     chain: int64 [B, 1 + n], from `generate.ngram_lookup`, or a match of SCHEMA and tokens up to the
     first -1; one may be None. chances: [2, SOURCES]. temperature: [B]."""
     chances = chances.nan_to_num(0.0).clamp(0, 1)[(temperature > 0).long()]  # (B, SOURCES)
-    zeros = torch.zeros_like(root)[:, None]
-    pool = Pool(root[:, None], zeros, zeros, zeros - 1, zeros.float() + 1)
+    # a pool [B, N] is a `Tree` of any size in any order, without ancestors; p = -1: no node
+    pool = root_tree(root)
     if candidates is not None:
         pool = join(pool, head_nodes(candidates, chances))
     if chain is not None:
-        depth = 0 if candidates is None else candidates.joint.shape[1]
-        pool = add_chain(pool, chain, chances, depth)
+        pool = add_chain(pool, chain, chances)
     return likeliest(pool, tree_size)
 
 
 def join(pool, other):
-    return Pool(*(torch.cat(columns, dim=1) for columns in zip(pool, other)))
+    return Tree(*(torch.cat(columns, dim=1) for columns in zip(pool, other)))
 
 
 def head_nodes(candidates, chances):
-    joint, tokens, beams = candidates
-    B, K, n = joint.shape
-    x = (-4 * joint).nan_to_num(BINS - 1).clamp(0, BINS - 1).flatten(1)  # (B, K n)
+    joint, tokens, beams = (x.flatten(1) for x in candidates)  # (B, K n)
+    K, n = candidates.joint.shape[1:]
+    x = (-4 * joint).clamp(0, BINS - 1)
     low = x.long().clamp(max=BINS - 2)
     falling = chances[:, :BINS].cummin(1).values
     a, b = (falling.gather(1, low + i) for i in (0, 1))
     p = torch.maximum(a + (b - a) * (x - low), b)
-    depths = torch.arange(1, K + 1, device=joint.device)[:, None].expand_as(beams)
+    depths = (torch.arange(n, n + K * n, device=x.device) // n).expand_as(beams)
     parents = (1 + (depths - 2) * n + beams).clamp(min=0)  # depth d begins at column 1 + (d - 1) n
-    p = p.where(beams.flatten(1) >= 0, -1)
-    return Pool(tokens.flatten(1), parents.flatten(1), depths.flatten(1), x.long(), p)
+    return Tree(tokens, parents, depths, depths, x.long(), p.where(beams >= 0, -1))
 
 
-def add_chain(pool, chain, chances, depth):
+def add_chain(pool, chain, chances):
     """Adds a chain's nodes. Where the heads proposed the same token under the same parent, it is
-    one node, with the larger probability. depth: the pool's."""
-    B, N = pool.tokens.shape
-    guesses, p, source = chain_by_depth(pool.tokens[:, :1], chain, chances)
-    n = guesses.shape[1] - 2
+    one node, with the larger probability."""
+    match, guesses = chain.split((1, chain.shape[1] - 1), dim=1)
+    B, n = guesses.shape
+    N = pool.tokens.shape[1]
+    powers = [chances.gather(1, BINS + match)]
+    for _ in range(n - 1):
+        powers.append(powers[-1] * powers[0])
+    is_node = ((guesses >= 0) & (match > 0)).cumprod(1) > 0
+    guesses, p = (x.where(is_node, -1) for x in (guesses, torch.cat(powers, dim=1)))
     # nodes of the pool that are the chain's, too
     depths = pool.depths.clamp(max=n + 1)
-    shared = (pool.probabilities >= 0) & (pool.tokens == guesses.gather(1, depths))
-    shared = along_path(shared, pool.parents, torch.logical_and, min(n, depth))
-    better = shared & (p.gather(1, depths) > pool.probabilities)
-    pool = pool._replace(sources=source.where(better, pool.sources),
-                         probabilities=p.gather(1, depths).where(better, pool.probabilities))
+    token, power = (F.pad(x, (1, 1), value=-1).gather(1, depths) for x in (guesses, p))
+    shared = (pool.probabilities >= 0) & ((pool.tokens == token) | (depths == 0))
+    shared = along_path(shared, pool.parents, torch.logical_and, min(n, N - 1))
+    better = shared & (power > pool.probabilities)
+    pool = pool._replace(sources=torch.where(better, BINS + match, pool.sources),
+                         probabilities=power.where(better, pool.probabilities))
     # the chain's own nodes, below the deepest of these
     last, column = pool.depths.where(shared, -1).max(1, keepdim=True)
     step = torch.arange(1, n + 1, device=chain.device).expand(B, n)
     parents = torch.where(step == last + 1, column, N + step - 2)
-    own = p[:, 1:-1].where(step > last, -1)
-    return join(pool, Pool(guesses[:, 1:-1], parents, step, source.expand(B, n), own))
-
-
-def chain_by_depth(root, chain, chances):
-    """A chain's tokens and their probabilities by depth, [B, n + 2]: the root's first, -1 from the
-    chain's end on; and its source [B, 1]."""
-    match, guesses = chain.split((1, chain.shape[1] - 1), dim=1)
-    chance = chances.gather(1, BINS + match)
-    powers = [torch.ones_like(chance)]
-    for _ in range(guesses.shape[1]):
-        powers.append(powers[-1] * chance)
-    is_node = ((guesses >= 0) & (match > 0)).cumprod(1) > 0
-    is_node = F.pad(is_node, (1, 0), value=True)  # the root
-    by_depth = torch.cat((root, guesses), dim=1), torch.cat(powers, dim=1)
-    tokens, p = (F.pad(x.where(is_node, -1), (0, 1), value=-1) for x in by_depth)
-    return tokens, p, BINS + match
+    own = p.where(step > last, -1)
+    return join(pool, Tree(guesses, parents, step, step, (BINS + match).expand(B, n), own))
 
 
 def along_path(x, parents, combine, depth):
@@ -313,25 +300,18 @@ def likeliest(pool, tree_size):
     """The `Tree` of a pool's nodes of the largest probabilities."""
     missing = tree_size - pool.tokens.shape[1]
     if missing > 0:
-        columns = zip(pool, (0, 0, 0, -1, -1))
-        pool = Pool(*(F.pad(x, (0, missing), value=none) for x, none in columns))
+        pool = Tree(*(F.pad(x, (0, missing), value=-1) for x in pool))
     order = sort_stably(pool.tokens.argsort(dim=1, stable=True), pool.depths)
     order = sort_stably(order, pool.probabilities, descending=True)
-    node = order.argsort(1)  # of each column
-    tokens, parents, depths, sources, p = (x.gather(1, order[:, :tree_size]) for x in pool)
+    best = order[:, :tree_size]
+    tokens, parents, depths = (x.gather(1, best) for x in pool[:3])
+    sources, p = (x.gather(1, best) for x in pool[4:])
     used = p >= 0
-    parents = node.gather(1, parents) * used
+    parents = order.argsort(1).gather(1, parents.clamp(min=0)) * used  # columns -> nodes
     own = 1 << torch.arange(tree_size, device=p.device)
     ancestors = along_path(own.expand_as(tokens), parents, torch.bitwise_or, tree_size - 1)
     return Tree(tokens * used, parents, depths * used, ancestors * used, sources.where(used, -1),
                 p.clamp(min=0))
-
-
-def root_tree(root):
-    """The trees of plain decoding: only the roots [B]."""
-    tokens = root[:, None]
-    zeros = torch.zeros_like(tokens)
-    return Tree(tokens, zeros, zeros, zeros + 1, zeros - 1, torch.ones_like(tokens).float())
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1,7 +1,5 @@
 """What the kernels need, without a GPU.
 
-    python -m tests.static   # the launches of a step, for trees of several sizes
-
 Triton launches are recorded instead of run. In a step on the meta device they are counted together with the torch
 operations that are not views: a lower bound, as an operation may take several. Launches are compiled for their
 registers, spills and shared memory: `pytest` one of every kernel, `pytest -m static` every shape class.
@@ -29,7 +27,6 @@ import kernels
 from backends import gpu, linear, sampling, tree
 from backends.linear import Quantized
 from bench import size_config
-from bench.operations import quantize_randomly
 from clover import SOURCES, Candidates, CloverHeads, Tree
 from engine.policy import Policy
 from generate import Accepted, Plan
@@ -124,27 +121,6 @@ def sized(name):
     model.window_rotations = model.slopes = model.embed_scale = None
     gpu.apply(model)
     return model
-
-
-def print_launches(tree_sizes=(1, 5, 16, 64)):
-    """Prints a table for demo/, a row per tree size and drafter. Returns {row: Counter}."""
-    model, heads = demo()
-    rows = {}
-    print("| tree size | drafters | launches | most of them |\n| --- | --- | --- | --- |")
-    drafters = {"none": (None, False), "heads": (heads, False), "lookup": (None, True), "heads+lookup": (heads, True)}
-    for tree_size in tree_sizes:
-        for name, used in drafters.items():
-            if (name == "none") == (tree_size == 1):
-                counts = rows[tree_size, name] = step_launches(model, *used, tree_size, capacity=512)
-                most = ", ".join(f"{n} {operation}" for operation, n in counts.most_common(6))
-                print(f"| {tree_size} | {name} | {counts.total()} | {most} |")
-    for size, bits in (("135m", 16), ("8b", 16), ("8b", 4)):
-        model = sized(size)
-        if bits < 16:
-            quantize_randomly(model, bits)
-        found = rows[f"{size}, {bits} bits"] = step_launches(model, capacity=512)
-        print(f"\n{size}, {bits} bits, plain: {found.total()} launches")
-    return rows
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -345,7 +321,3 @@ def compile_all(target, launches):
     """The `usage` of every signature, in order; one process per core."""
     with ProcessPoolExecutor(min(os.cpu_count(), 16), mp_context=get_context("spawn")) as pool:
         yield from pool.map(partial(usage, target), launches, chunksize=4)
-
-
-if __name__ == "__main__":
-    print_launches()
