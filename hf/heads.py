@@ -1,6 +1,5 @@
-"""Loads draft heads with all checks of their record; hashes that identify models and heads."""
+"""Loads draft heads with all checks of their record, and their hash."""
 
-import hashlib
 import math
 from dataclasses import fields
 from pathlib import Path
@@ -41,14 +40,5 @@ def is_acceptance(tables):
 
 
 def model_hash(model):
-    """16 hex digits that identify a model's weights: the hash of their files, or `state_hash`."""
-    return model.hash or state_hash(model.state_dict())
-
-
-def state_hash(state):
-    """16 hex digits, a hash of names, shapes and 64 values of each tensor. state: {name: tensor}"""
-    sha = hashlib.sha256()
-    for name, value in sorted(state.items()):
-        values = value.detach().flatten()[::max(1, value.numel() // 64)].float().cpu()
-        sha.update(f"{name}{tuple(value.shape)}".encode() + values.numpy().tobytes())
-    return sha.hexdigest()[:16]
+    """16 hex digits that identify a model's weights."""
+    return model.hash
