@@ -22,21 +22,17 @@ def read_record(path):
     """`clover.read_record`, which also checks the types of all values."""
     config, record = clover.read_record(Path(path))
     types = {field.name: type(field.default) for field in fields(CloverConfig)}
+    modes = ("greedy", "sampled") if "acceptance" in record else ()
     try:
+        tables = [record["acceptance"][mode] for mode in modes]  # [accepted, proposed] by bin
         valid = ({name: type(value) for name, value in record["config"].items()} == types
-                 and ("acceptance" not in record or is_acceptance(record["acceptance"])))
+                 and all(len(rows) == BINS and all(0 <= right <= n < math.inf for right, n in rows)
+                         for rows in tables))
     except (KeyError, TypeError, ValueError):
         valid = False
     expect(valid, f"{path}/heads.json: a value is missing or has the wrong type; fetch or train "
            "these heads again")
     return config, record
-
-
-def is_acceptance(tables):
-    """Whether tables are {"greedy": rows, "sampled": rows}: counts [accepted, proposed] per bin."""
-    tables = tables["greedy"], tables["sampled"]
-    return all(len(rows) == BINS and all(0 <= right <= n < math.inf for right, n in rows)
-               for rows in tables)
 
 
 def model_hash(model):

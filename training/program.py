@@ -79,14 +79,15 @@ def prepare(config, out, group, resume):
 
 def load_frozen(config):
     """The model that heads are trained on, in bfloat16 on a GPU, and its tokenizer."""
-    dtype = torch.bfloat16 if runs.on_cuda(config) else torch.float32
+    dtype = torch.bfloat16 if config.device.startswith("cuda") else torch.float32
     return load_model(config, packed=False, dtype=dtype)
 
 
 def write_texts(config, out, group):
     """Generates text with the model, or its answers to --prompts, and returns their folder."""
     # packed weights are faster on a CPU, not for the many sequences that a GPU decodes together
-    model, encoding = load_frozen(config) if runs.on_cuda(config) else load_model(config)
+    load = load_frozen if config.device.startswith("cuda") else load_model
+    model, encoding = load(config)
     prompts = None
     if config.prompts:
         missing = None if encoding.template else "a model with a chat template"

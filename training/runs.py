@@ -201,7 +201,7 @@ def product_dtype(config, group):
     CPU where it is not, prints a line."""
     if config.dtype:
         return torch.float32 if config.dtype == "float32" else torch.bfloat16
-    if on_cuda(config) or cpu.torch_multiplies_bfloat16():
+    if config.device.startswith("cuda") or cpu.torch_multiplies_bfloat16():
         return torch.bfloat16
     if group.rank == 0:
         warn(cpu.SLOW_BFLOAT16)
@@ -211,10 +211,6 @@ def product_dtype(config, group):
 def data_record(paths, key):
     """What heads.json records about --data: names without folders, since it may be published."""
     return dict(data=[Path(path).name for path in paths or ()] or STANDARD_LIBRARY, key=key)
-
-
-def on_cuda(config):
-    return config.device.startswith("cuda")
 
 
 def pick_block_size(config, heads):
