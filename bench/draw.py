@@ -16,7 +16,6 @@ MEASURED = ROOT / "bench" / "results" / "gpu-h200.jsonl"
 PICTURE = RUN.with_name("text.svg")
 BATCHES = RUN.with_name("batches.svg")
 CHATS = ROOT / "bench" / "results" / "spec-bench-auto-cpu.json"  # of `bench decode`
-HEADS = "smollm2"  # the name of the heads there
 KINDS = RUN.with_name("kinds.svg")
 WIDTH = 760
 COLUMNS = 88  # characters per line
@@ -135,7 +134,7 @@ def draw_kinds(record, path):
                 at = [kinds.index(kind) + (i - (len(drafters) - 1) / 2) / (len(drafters) + 1)
                       for kind in bars]
                 axes.bar(at, bars.values(), 1 / (len(drafters) + 1),
-                         label=drafter.replace(HEADS, "heads"))
+                         label=drafter.replace("smollm2", "heads"))
             axes.axhline(1, color=BRIGHT, linewidth=1)
             axes.set_xticks(range(len(kinds)), [kind.replace("_", " ") for kind in kinds],
                             rotation=20, ha="right")

@@ -237,7 +237,12 @@ def bench(args):
     run = SimpleNamespace(device=torch.device("cuda" if torch.cuda.is_available() else "cpu"),
                           sizes=SimpleNamespace(**sizes), out=Path(args.out).absolute())
     if WITH_MODEL.intersection(parts):
-        find_models(run, args)
+        model = find_model(args.model or (DEMO if args.dry_run else "smollm2"))
+        heads = args.heads or default_heads(model)
+        expect(heads and (Path(heads) / "heads.json").exists(),
+               f"{heads or model}: has no draft heads; give their folder as --heads")
+        # absolute paths, which other processes read too
+        run.model, run.heads = (os.path.abspath(path) for path in (model, heads))
     run.out.mkdir(exist_ok=True)
     write(run, dict(part="machine", dry_run=args.dry_run) | machine())
     total = sum(PARTS[name][1] for name in parts)
@@ -248,15 +253,6 @@ def bench(args):
         gc.collect()  # frees the part's memory
         with contextlib.suppress(RuntimeError):  # after an illegal access every call fails
             torch.cuda.empty_cache()
-
-
-def find_models(run, args):
-    """Sets run.model and run.heads: absolute paths, which other processes read too."""
-    model = find_model(args.model or (DEMO if args.dry_run else "smollm2"))
-    heads = args.heads or default_heads(model)
-    expect(heads and (Path(heads) / "heads.json").exists(),
-           f"{heads or model}: has no draft heads; give their folder as --heads")
-    run.model, run.heads = (os.path.abspath(path) for path in (model, heads))
 
 
 def run_part(run, name):

@@ -26,23 +26,18 @@ from training.loss import ROWS
 from training.program import load_frozen
 
 
-class Kind:
-    """Heads in training. flags: a preset of train_heads.py, perhaps with switches or --lr. Raises
-    InputError for other flags and bad values."""
-
-    def __init__(self, flags, model, args):
-        own = vars(parse_heads(["--preset", *flags.split()]))
-        others = {name for name in own if own[name]} - {"preset", "lr", *SWITCHES}
-        expect(not others, f"{flags!r}: a kind has a preset, its switches and --lr; give "
-               f"{', '.join(f'--{runs.flag(name)}' for name in sorted(others))} for all kinds")
-        self.name = re.sub(r"[^\w.]+", "-", flags)
-        self.lr = own.get("lr", RunConfig.lr)
-        check("lr", self.lr, 0, 10, above=True)
-        torch.manual_seed(args.seed)
-        switches = {name: own[name] for name in SWITCHES if name in own}
-        heads = CloverHeads(preset(own["preset"], **switches), model)
-        self.trainer = Trainer(heads, args.steps, self.lr)
-        self.heads = self.trainer.heads
+def trainer_of(flags, model, args):
+    """The `Trainer` of a kind. flags: a preset of train_heads.py, perhaps with switches or --lr.
+    Raises InputError for other flags and bad values."""
+    own = vars(parse_heads(["--preset", *flags.split()]))
+    others = {name for name in own if own[name]} - {"preset", "lr", *SWITCHES}
+    expect(not others, f"{flags!r}: a kind has a preset, its switches and --lr; give "
+           f"{', '.join(f'--{runs.flag(name)}' for name in sorted(others))} for all kinds")
+    lr = own.get("lr", RunConfig.lr)
+    check("lr", lr, 0, 10, above=True)
+    torch.manual_seed(args.seed)
+    switches = {name: own[name] for name in SWITCHES if name in own}
+    return Trainer(CloverHeads(preset(own["preset"], **switches), model), args.steps, lr)
 
 
 def bench(args):
@@ -52,13 +47,14 @@ def bench(args):
                        quantize=args.quantize, template_kwargs=args.template_kwargs)
     model, encoding = load_frozen(config)
     dtype = runs.product_dtype(config, group)
-    kinds = [Kind(flags, model, args) for flags in args.kinds]
+    kinds = [trainer_of(flags, model, args) for flags in args.kinds]
     expect(len({kind.heads.config.n_draft for kind in kinds}) == 1,
            "the kinds have different numbers of heads; give all the same --draft-heads")
     size = runs.pick_block_size(config, kinds[0].heads)
     out = Path(args.out)
-    for kind in kinds:
-        expect(not (out / kind.name).exists(), f"{out / kind.name} exists; use another --out")
+    folders = [out / re.sub(r"[^\w.]+", "-", flags) for flags in args.kinds]
+    for folder in folders:
+        expect(not folder.exists(), f"{folder} exists; use another --out")
     keys = data.tokens_keys(args.data, encoding)
     tokens = data.store_tokens(out / data.FILE, keys, args.data, encoding, model.config.vocab_size)
     corpus = tokens["train"]
@@ -86,7 +82,7 @@ def bench(args):
         losses = losses / guesses.clamp(min=1)
         (losses * weights).sum().backward()
         for kind in kinds:
-            kind.trainer.update()
+            kind.update()
         if (step + 1) % SHOW_EVERY == 0:
             firsts = " ".join(map("{:.3f}".format, losses[:, 0].tolist()))
             show(step + 1, f"step {step + 1}/{args.steps}  loss of head 1: {firsts}")
@@ -94,11 +90,12 @@ def bench(args):
         _, hits, guesses = (sum(x) for x in zip(*(window_losses("heldout", 0, step)
                                                   for step in range(BATCHES))))
     table = Table()
-    for kind, accuracy in zip(kinds, (hits / guesses.clamp(min=1)).tolist()):
+    accuracies = (hits / guesses.clamp(min=1)).tolist()
+    for kind, folder, accuracy in zip(kinds, folders, accuracies):
         training = dict(steps=args.steps, tokens=args.steps * args.batch_size * size,
                         batch_size=args.batch_size, block_size=size, lr=kind.lr, seed=args.seed,
                         **runs.data_record(args.data, tokens["key"]))
-        kind.heads.save_pretrained(out / kind.name, encoding.hash, torch.bfloat16,
+        kind.heads.save_pretrained(folder, encoding.hash, torch.bfloat16,
                                    training=training, accuracy=accuracy)
-        table.add(dict(kind=kind.name) | {f"head {i}": x for i, x in enumerate(accuracy, 1)})
+        table.add(dict(kind=folder.name) | {f"head {i}": x for i, x in enumerate(accuracy, 1)})
     return dict(trained_on=args.steps * args.batch_size * size, accuracy=table)

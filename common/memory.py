@@ -30,18 +30,14 @@ def check_caches(model, batch, capacity, heads=None):
                  model.device, "use a smaller batch size or fewer new tokens")
 
 
-def free_memory(device):
-    """Bytes that can still be allocated on a device; infinity where the system does not say."""
+def free_memory(device, root="/"):
+    """Bytes that can still be allocated on a device; infinity where the system does not say. Of
+    main memory: MemAvailable, or less where a cgroup around this process has a limit (v1 or v2).
+    root: for tests."""
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # except what live CUDA graphs reserve
         return torch.cuda.mem_get_info(device)[0]
-    return available_memory()
-
-
-def available_memory(root="/"):
-    """Bytes of main memory that can still be allocated: MemAvailable, or less where a cgroup around
-    this process has a limit (v1 or v2); infinity where the system does not say. root: for tests."""
     free = 1024 * find(Path(root, "proc/meminfo"), r"MemAvailable: *(\d+)", math.inf)
     for version, limit, used, droppable in (
             ("", "memory.max", "memory.current", "inactive_file"),

@@ -1,6 +1,5 @@
-"""Loads draft heads with all checks of their record; hashes that identify models and heads."""
+"""Loads draft heads with all checks of their record, and their hash."""
 
-import hashlib
 import math
 from dataclasses import fields
 from pathlib import Path
@@ -23,32 +22,14 @@ def read_record(path):
     """`clover.read_record`, which also checks the types of all values."""
     config, record = clover.read_record(Path(path))
     types = {field.name: type(field.default) for field in fields(CloverConfig)}
+    modes = ("greedy", "sampled") if "acceptance" in record else ()
     try:
+        tables = [record["acceptance"][mode] for mode in modes]  # [accepted, proposed] by bin
         valid = ({name: type(value) for name, value in record["config"].items()} == types
-                 and ("acceptance" not in record or is_acceptance(record["acceptance"])))
+                 and all(len(rows) == BINS and all(0 <= right <= n < math.inf for right, n in rows)
+                         for rows in tables))
     except (KeyError, TypeError, ValueError):
         valid = False
     expect(valid, f"{path}/heads.json: a value is missing or has the wrong type; fetch or train "
            "these heads again")
     return config, record
-
-
-def is_acceptance(tables):
-    """Whether tables are {"greedy": rows, "sampled": rows}: counts [accepted, proposed] per bin."""
-    tables = tables["greedy"], tables["sampled"]
-    return all(len(rows) == BINS and all(0 <= right <= n < math.inf for right, n in rows)
-               for rows in tables)
-
-
-def model_hash(model):
-    """16 hex digits that identify a model's weights: the hash of their files, or `state_hash`."""
-    return model.hash or state_hash(model.state_dict())
-
-
-def state_hash(state):
-    """16 hex digits, a hash of names, shapes and 64 values of each tensor. state: {name: tensor}"""
-    sha = hashlib.sha256()
-    for name, value in sorted(state.items()):
-        values = value.detach().flatten()[::max(1, value.numel() // 64)].float().cpu()
-        sha.update(f"{name}{tuple(value.shape)}".encode() + values.numpy().tobytes())
-    return sha.hexdigest()[:16]

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from common.devices import pick_device
-from common.memory import available_cpus, available_memory, free_memory
+from common.memory import available_cpus, free_memory
 from conftest import needs_cuda
 from generate import capture
 from model import InputError
@@ -43,7 +43,7 @@ def test_a_containers_limit_bounds_the_free_memory(case, tmp_path):
     for name, value in files.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(str(value))
-    assert available_memory(tmp_path) == free * 10**9
+    assert free_memory("cpu", tmp_path) == free * 10**9
 
 
 @pytest.mark.parametrize("own, files, cpus", [

@@ -27,10 +27,9 @@ class Statistics:
 
     def count(self, result):
         """Counts a `StepResult`."""
-        _, tokens, _, sources, tree_size, _ = result
-        self.shapes[tree_size, len(tokens)] += 1
-        if guessed := sources[1:len(tokens) + 1]:  # a sequence may end inside the path
-            self.guesses.update(enumerate(guessed, start=1))
+        self.shapes[result.tree_size, len(result.tokens)] += 1
+        guessed = result.sources[1:len(result.tokens) + 1]  # a sequence may end inside the path
+        self.guesses.update(enumerate(guessed, start=1))
 
     @property
     def steps(self):

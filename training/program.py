@@ -10,7 +10,7 @@ from backends import tensor_parallel
 from clover import CloverHeads, preset
 from common.values import human
 from hf.chat import load_chat_template, stop_tokens
-from hf.heads import load_heads, model_hash, read_record
+from hf.heads import load_heads, read_record
 from model import check, expect
 from tools.load import load_model, read_prompt_file
 from training import data, runs, writing
@@ -54,15 +54,14 @@ def prepare(config, out, group, resume):
     else:
         heads = CloverHeads(preset(config.preset, **config.select(SWITCHES)), model)
     config = replace(config, block_size=runs.pick_block_size(config, heads))
-    base = model_hash(model)
     home = out  # the folder of the tokens; runs on the model's own text share them
-    if config.data and len(config.data) == 1 and writing.written_by(config.data[0]) == base:
+    if config.data and len(config.data) == 1 and writing.written_by(config.data[0]) == model.hash:
         home = Path(config.data[0])
 
     def prepare_text():
         keys = data.tokens_keys(config.data, encoding)
-        expect(not state or state["identity"] in ([base, key] for key in keys), f"{out} holds a "
-               "run with another model or other data; --resume needs the same")
+        expect(not state or state["identity"] in ([model.hash, key] for key in keys), f"{out} "
+               "holds a run with another model or other data; --resume needs the same")
         stored = data.store_tokens(home / data.FILE, keys, config.data, encoding,
                                    model.config.vocab_size)
         for leftover in {*out.glob("*.tmp*"), *home.glob("*.tmp*")}:  # from a killed run
@@ -80,14 +79,15 @@ def prepare(config, out, group, resume):
 
 def load_frozen(config):
     """The model that heads are trained on, in bfloat16 on a GPU, and its tokenizer."""
-    dtype = torch.bfloat16 if runs.on_cuda(config) else torch.float32
+    dtype = torch.bfloat16 if config.device.startswith("cuda") else torch.float32
     return load_model(config, packed=False, dtype=dtype)
 
 
 def write_texts(config, out, group):
     """Generates text with the model, or its answers to --prompts, and returns their folder."""
     # packed weights are faster on a CPU, not for the many sequences that a GPU decodes together
-    model, encoding = load_frozen(config) if runs.on_cuda(config) else load_model(config)
+    load = load_frozen if config.device.startswith("cuda") else load_model
+    model, encoding = load(config)
     prompts = None
     if config.prompts:
         missing = None if encoding.template else "a model with a chat template"

@@ -15,7 +15,6 @@ from safetensors import SafetensorError
 from backends import cpu
 from common.files import atomic_write, read_json
 from common.values import warn
-from hf.heads import model_hash
 from hf.paths import is_repository
 from model import InputError, check, expect
 from train_heads import Trainer
@@ -161,14 +160,12 @@ class Run:
                     break
                 if time.monotonic() > self.last_save + SAVE_EVERY:
                     self.save()
-                if self.interrupted(signals):
+                # several processes check every tenth step, to sync less
+                checks = self.group.size == 1 or self.step % 10 == 0
+                if checks and self.group.any(bool(signals)):
                     # if another process got the signal, assume SIGTERM
                     return 128 + (signals or [signal.SIGTERM])[0]
         return 0
-
-    def interrupted(self, signals):
-        """Whether any process got a signal; of several, checked every tenth step to sync less."""
-        return (self.group.size == 1 or self.step % 10 == 0) and self.group.any(bool(signals))
 
     def report(self, show, loss, accuracies):
         tokens = self.step * self.config.tokens_per_step
@@ -187,7 +184,7 @@ class Run:
         training = dict(steps=self.step, tokens=self.step * config.tokens_per_step,
                         init=config.init and Path(config.init).name,
                         **config.select(TRAINING), **data_record(config.data, self.key))
-        state = dict(identity=[model_hash(heads.model), self.key], step=self.step, log=self.log,
+        state = dict(identity=[heads.model.hash, self.key], step=self.step, log=self.log,
                      heads=heads.state_dict(), optimizer=self.trainer.optimizer.state_dict())
         advice = "make room and --resume" if path.exists() else "make room and start it again"
         with saving(f"{self.out}: step {self.step} cannot be saved", advice):
@@ -207,7 +204,7 @@ def product_dtype(config, group):
     CPU where it is not, prints a line."""
     if config.dtype:
         return torch.float32 if config.dtype == "float32" else torch.bfloat16
-    if on_cuda(config) or cpu.torch_multiplies_bfloat16():
+    if config.device.startswith("cuda") or cpu.torch_multiplies_bfloat16():
         return torch.bfloat16
     if group.rank == 0:
         warn(cpu.SLOW_BFLOAT16)
@@ -217,10 +214,6 @@ def product_dtype(config, group):
 def data_record(paths, key):
     """What heads.json records about --data: names without folders, since it may be published."""
     return dict(data=[Path(path).name for path in paths or ()] or STANDARD_LIBRARY, key=key)
-
-
-def on_cuda(config):
-    return config.device.startswith("cuda")
 
 
 def pick_block_size(config, heads):

@@ -20,7 +20,6 @@ from engine.batching import Engine
 from generate import Sampling
 from hf.chat import end_of_text
 from hf.grammar import GrammarTokenizer
-from hf.heads import model_hash
 from hf.text import read_lines
 from hf.tokenizer import encode_prompt
 from model import InputError, expect
@@ -68,7 +67,7 @@ class Writer:
         other prompts."""
         self.folder.mkdir(parents=True, exist_ok=True)
         prompts = hashlib.sha256(repr(self.prompts).encode()).hexdigest()
-        about = dict(model=model_hash(self.model), prompts=prompts, format=self.format)
+        about = dict(model=self.model.hash, prompts=prompts, format=self.format)
         file = self.folder / ABOUT
         expect(not file.exists() or read_json(file) == about, f"{self.folder}: another model wrote "
                "these texts, or they have other prompts or --template-kwargs; use another --out")
