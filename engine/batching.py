@@ -138,9 +138,10 @@ class Engine(FifoEngine):
         plan = self.plan(slots)
         start = timestamp(decoder.device)
         step = decoder.launch(plan, with_trees)
+        counts = self.copied_counts()  # filled by the time that the next line notes
+        times = start, timestamp(decoder.device)
         pause = decoder.guide.pause if decoder.guide else None
-        step.notes = Notes((start, timestamp(decoder.device)), pause, self.copied_counts(),
-                           len(decoder.guide.chains) if decoder.guide else 0)
+        step.notes = Notes(times, pause, counts, len(decoder.guide.chains) if decoder.guide else 0)
         for row, sequence in self.rows(slots).items():
             unread = sequence.unread
             sequence.unread -= min(unread, step.tree_size)
