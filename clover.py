@@ -116,7 +116,7 @@ class Concat(nn.Module):
 
 
 class ResBlock(nn.Module):
-    """z + SiLU(W z + b) (Medusa, arXiv 2401.10774, section 2.1.1). Initialised to return z."""
+    """z + SiLU(W z + b) (Medusa, arXiv 2401.10774, section 2.1.1), as two terms. Initially z."""
 
     def __init__(self, config):
         super().__init__()
@@ -164,15 +164,16 @@ class Head(nn.Module):
 # Every drafter proposes nodes with an acceptance probability p. The tree is the T - 1 likeliest:
 #
 #   heads      p = a + (b - a) * (x - i), x = -4 * joint log-probability of the path, i = floor(x),
-#              a = chances[mode, i], b = chances[mode, i + 1]; mode is 1 if temperature > 0
-#   a chain    p of the j-th token = chances[mode, BINS + match] ** j
+#              a = chances[s, i], b = chances[s, i + 1]; s is 1 if temperature > 0, else 0
+#   a chain    p of the j-th token = chances[s, BINS + match] ** j
 #
 # Ties go to the shallower node, then to the lower token, then to the earlier candidate. Parents
-# come first, since p falls along a path: joint log-probabilities do, and chances along the bins.
+# come first, since p falls along a path: a joint log-probability is at most its parent's, and a
+# running minimum makes the chances fall along the bins.
 
 BINS = 41  # of joint log-probability, a quarter nat each; the last one holds all from -10 down
-SCHEMA = 5  # stands in the place of a match length for a chain of forced text
-SOURCES = BINS + 6  # bins, the match lengths 0 to 4, and SCHEMA
+SCHEMA = 5  # in the place of a match length: the chain is text that a guide forces
+SOURCES = BINS + SCHEMA + 1  # bins, the match lengths 0 to 4, and SCHEMA
 
 
 class Tree(NamedTuple):
@@ -202,8 +203,9 @@ class Candidates(NamedTuple):
 def extend_candidates(logprobs, tokens, candidates, depth):
     """Fills [:, depth] of `Candidates` with the best proposals (after EAGLE-2, arXiv 2406.16858).
     logprobs, tokens [B, w, W]: the W best next tokens of w beams; a logprob above 0 counts as 0,
-    NaN as -inf. Beams: the root, then the first W candidates of the previous depth; w = 1 if all
-    of these propose the same. Ties go to the lower token, then to the child of the better beam."""
+    NaN as -inf. Beams: the root, then the first W candidates of the previous depth; w = 1 for the
+    root, and where heads read no tokens, so that all beams propose the same. Ties go to the lower
+    token, then to the child of the better beam."""
     W = logprobs.shape[2]
     joint = logprobs.clamp(max=0).nan_to_num_(nan=-math.inf, neginf=-math.inf)
     if depth:
@@ -363,7 +365,8 @@ class CloverHeads(nn.Module):
     """K draft heads on a frozen `GPT`, whose weights are not part of this module.
 
     States and embeddings are scaled to a root mean square of 1 before the heads read them, since
-    large hidden states would swamp the embeddings. The final norm undoes the scale."""
+    large hidden states would swamp the embeddings. The final norm, before the LM head, does not
+    depend on that scale."""
 
     def __init__(self, config, model):
         super().__init__()

@@ -81,7 +81,7 @@ class Sampling:
 # Lookup and acceptance
 
 class Accepted(NamedTuple):
-    """The accepted paths of B trees; columns from `count` on hold the root's."""
+    """The accepted paths of B trees; columns after a path hold the root's."""
     tokens: torch.Tensor   # int64 [B, P]: the accepted guesses, then the bonus token, the next root
     path: torch.Tensor     # int64 [B, P]: the accepted nodes, root first
     sources: torch.Tensor  # int64 [B, P]: of these nodes, as in `Tree`
@@ -203,8 +203,8 @@ class Fixed:
         self.counts = known.new_zeros(known.shape, dtype=torch.float64, device=model.device)
 
     def select(self, B, behind, unread=(), chains=()):
-        """(T, heads that draft) for a step of B sequences. behind(): how many committed rows the
-        heads have not read. unread, chains: see engine/policy.py."""
+        """(T, `Plan.depths`) for a step of B sequences. behind(): how many committed rows the heads
+        have not read. unread, chains: see engine/policy.py."""
         return self.tree_size, min(self.depth, self.tree_size - 1)
 
     def count(self, draft, accepted, active):
@@ -230,9 +230,10 @@ def known_counts(heads):
 # The state of the sequences
 
 class Batch(NamedTuple):
-    """What a step reads of the sequences that it runs, B of all slots."""
+    """What a step reads of the sequences that it runs, B of all slots: copies, or where slots is
+    None the tensors of `Slots` themselves, which `commit` changes."""
     slots: torch.Tensor | None  # int64 [B]; None: all
-    lengths: torch.Tensor       # int32 [B]: committed rows
+    lengths: torch.Tensor       # int32 [B]: committed rows, which is also the root's index
     root: torch.Tensor          # int64 [B]: the newest token, not yet in the cache
     sequence: torch.Tensor      # int64 [B]: the sequence's index, an argument of its noise
     sampling: dict              # {field of `Sampling`: float32 or int64 [B]}
@@ -296,7 +297,7 @@ class Plan(NamedTuple):
     """The shape of a step. A CUDA graph is captured for each."""
     B: int                 # rows
     tree_size: int | None  # T; None: the step chooses it (backends/cpu.c)
-    depths: int            # heads that draft
+    depths: int            # 0, or min(K, T - 1) for a draft by the heads
     mode: int              # the costliest sampling mode of the rows
 
 
@@ -316,7 +317,7 @@ class Step:
     tree: Tree | None              # if requested
     tree_size: int                 # T
     done: object = None            # an event on CUDA
-    is_first: bool = False         # of its plan: it compiled and captured
+    is_first: bool = False         # of its plan: kernels may have been compiled or captured
     sequences: dict = field(default_factory=dict)  # row -> the `Sequence` whose tokens it gives
     expected: float | None = None  # tokens, by acceptance probabilities, if the step chose T
     catches_up: bool = False       # whether heads read rows that earlier steps left unread
@@ -338,8 +339,8 @@ class Decoder:
 
     policy: names the drafters, see `Fixed`. Its heads read every accepted token, even in steps that
     they do not draft. capacity: most tokens of a sequence, prompt included; default: the model's
-    context. sampling: for sequences without their own. beams, graph: as in `prepare`. Raises
-    InputError for sizes out of range."""
+    context. sampling: for sequences without their own. beams as in `generate`, graph as in
+    `prepare`. Raises InputError for sizes out of range."""
     chooses_size = False   # whether `draft` chooses the tree size, if it is None
     reads_prompts = False  # whether steps read prompts, too
     # functions that a backend replaces
@@ -392,7 +393,7 @@ class Decoder:
         """P: a path ends with the heads' last depth or with lookup's chain."""
         return min(tree_size, 1 + max(self.policy.depth, MAX_CHAIN))
 
-    # Fixed shapes, state changed in place, no host synchronisation but a guide's
+    # Fixed shapes, state changed in place; only a guide and FILTERED sampling wait for the device
 
     def step(self, plan):
         """Runs a step -> (`Accepted`, `Tree`). With a guide it has three parts, between which the
@@ -511,12 +512,13 @@ class Decoder:
 
     def commit(self, plan, draft, hidden, accepted):
         """Keeps the path's cache rows, feeds its tokens to heads and lookup, and makes the bonus
-        token the next root. Rows from `count` on are junk that the next step overwrites."""
+        token the next root. Cache rows from the new length on are junk, which no node sees until
+        a later step has overwritten it."""
         slots = self.slots
         batch = draft.batch
         states = None
-        if self.heads:
-            if plan.tree_size > 1:  # without heads a tree is a chain, whose path is in place
+        if self.heads:  # without heads a tree is a chain, whose path is in place
+            if plan.tree_size > 1:
                 commit_path(slots.cache.kv, slots.cache.lengths, accepted.path, accepted.count,
                             batch.slots)
                 index = accepted.path[:, :, None].expand(-1, -1, hidden.shape[2])
@@ -619,8 +621,8 @@ def tensors_of(values):
 def capture(body, device, pool=None):
     """Captures body(), which has run before, in a CUDA graph -> (a function that replays it and
     returns the result, the result). Existing tensors that body() reads or writes must live as long
-    as the graph. Graphs of one pool share memory: copy a graph's result, on the same stream, before
-    another graph runs."""
+    as the graph. Graphs of one pool share memory: copy a result, on the same stream, before a
+    graph runs that was captured earlier."""
     with torch.inference_mode(), torch.cuda.device(device):
         # else this graph would use a cuBLAS workspace from an earlier graph's memory
         torch._C._cuda_clearCublasWorkspaces()

@@ -8,9 +8,9 @@
     rope_cache          norm and RoPE of queries and keys, then writes keys and values to the cache
     glu, cosine_mix     act(gate) * up; z + cos(q, k) * v of the Attention Decoder
 
-The first four account for a step's memory traffic, the others save launches. Each section has the
-formula and its cost, the kernel, a function that launches it, and a torch reference (`*_reference`)
-with the same signature. The function checks sizes, dtypes and devices (ValueError), but no values.
+The first four account for a step's memory traffic beside the linear layers, the others save
+launches. Each section has the formula, its cost, the kernel, a function that launches it, and a
+torch reference (`*_reference`). The function checks sizes, dtypes and devices, not tensors' values.
 It launches the kernel on CUDA tensors, and on CPU tensors if TRITON_INTERPRET=1 was set before the
 import; otherwise, in float64, and if a gradient is required, it calls the reference. Inputs may
 have any strides unless noted. docs/kernels.md explains the choices and has measurements.
@@ -54,11 +54,11 @@ NO_ENTRY = tl.constexpr(-2**63)  # smaller than any entry of `pack_entries`
 # kernel adds slopes[h] * (position(s) - lengths[b]). A window hides all s with position(i) -
 # position(s) >= window.
 #
-# Bytes: 2 * B * Hkv * (length + T) * D elements of K and V, read once; with a window, min(length,
-# window - 1) instead of length. FLOPs: 2 * T * G per element. So the T * G query rows of a kv head
-# share a tile, and the cache is cut into splits that fill the GPU (flash-decoding). The number of
-# splits depends on shapes alone, since a CUDA graph has a fixed grid; their size depends on the
-# sequence's length.
+# Bytes: 2 * B * Hkv * (length + T) * D elements of K and V, read once per tile; with a window,
+# min(length, window - 1) instead of length. FLOPs: 2 * T * G per element. So up to 64 of the T * G
+# query rows of a kv head share a tile, and the cache is cut into splits that fill the GPU (flash-
+# decoding). The number of splits depends on shapes alone, since a CUDA graph has a fixed grid;
+# their size depends on the sequence's length.
 
 @triton.jit
 def dot(a, b, acc):
@@ -173,7 +173,7 @@ def _tree_attention_kernel(
         row_max, row_sum, acc = _softmax_step(
             q, keys, values, visible, positions, slopes, scale, row_max, row_sum, acc)
 
-    # The remaining committed rows and the tree: one or two tiles, too few to pipeline.
+    # The remaining committed rows and the tree: a few tiles, too few to pipeline.
     # Rows that no node sees are not loaded, since 0 * NaN is NaN.
     bits = tl.load(ancestors_ptr + b * T + nodes, mask=row_mask, other=0)
     low = bits.to(tl.int32)
@@ -333,7 +333,7 @@ def _programs_at_once(blocks, itemsize, gpu):
 def _splits(rows, min_split, BLOCK_Q, grid_rows, at_once, fewest):
     """The number of splits, at least `fewest`, that is fastest for `rows` cache rows. Estimated
     time: waves * (rows of a split + 2 * BLOCK_Q for its partial sums + min_split for its start). A
-    partial wave takes the latency of a full one but only its part of the bandwidth, hence the mean
+    partial wave takes the latency of a full one but only its part of the bandwidth, hence the sum
     of both. The launch that combines splits counts as 192 rows."""
     def time(splits):
         waves = grid_rows * splits / at_once
@@ -380,7 +380,7 @@ def tree_attention_reference(q, k_cache, v_cache, lengths, ancestors, scale=None
 #
 # Bytes: V * C elements of weight, read once. FLOPs: 2 * M * V * C. Two programs per multiprocessor
 # walk the vocabulary in tiles, each with a running log-sum-exp and a list of its best tokens, and a
-# small second kernel merges the lists. The logits are never stored. NaN counts as -inf.
+# small second kernel merges the lists. The logits are never stored. NaN counts as -inf there.
 #
 # The noise is a pure function of its arguments, computed where it is added. The splitmix64
 # finalizer turns (seed, sequence, position) into a 64-bit key per row. The 32-bit finalizer
@@ -1018,8 +1018,8 @@ def _rope_cache_kernel(
 def rope_cache(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5, slots=None):
     """Applies RoPE to queries and keys and writes keys and values to cache rows lengths, lengths +
     1, ... -> the queries [B, T, Hq, D], a view of qkv. qkv [B, T, H, D]: H = Hq + 2 Hkv query, key
-    and value heads in this order, overwritten. rope: as in `rotate`, or None. kv [2, B, Hkv, S, D]:
-    a layer's cache. q_weight, k_weight [D]: RMSNorm, or None. slots: as in `tree_attention`."""
+    and value heads in this order; queries are overwritten. rope: as in `rotate`, or None. kv [2, B,
+    Hkv, S, D]: a layer's cache. q_weight, k_weight [D]: RMSNorm. slots: as in `tree_attention`."""
     B, T, H, D, n_slots, Hkv, S = check_sizes(
         "qkv B T H D real, kv 2 slots Hkv S D same, rope B T 2 D same, lengths slots int, "
         "q_weight/k_weight D same, slots B int64",

@@ -355,7 +355,7 @@ class LMHead(nn.Linear):
 class Blocks(nn.ModuleList):
     """The blocks of a model or of draft heads. A backend may replace this with its own class."""
     is_packed = False  # True: inference only; weights cannot be read, changed or trained
-    decoding_context = contextlib.nullcontext  # entered around each decoding step
+    decoding_context = contextlib.nullcontext  # entered around steps and prefill
 
     def forward(self, hidden, tables, positions, cache=None, ancestors=None, start=0,
                 documents=None):
@@ -397,7 +397,7 @@ class GPT(nn.Module):
         super().__init__()
         c = self.config = config
         self.hash = None     # 16 hex digits of the checkpoint's files
-        self.decoder = None  # a backend's `generate.Decoder` class, which also has `runs(heads)`
+        self.decoder = None  # a backend's `generate.Decoder`; runs(heads): whether it runs these
         # nn.Embedding(...) draws random numbers, which on the meta device costs a second of imports
         embedding = lambda n: nn.Embedding.from_pretrained(torch.zeros(n, c.n_embd), freeze=False)
         self.embed = embedding(c.vocab_size)
@@ -506,7 +506,7 @@ class GPT(nn.Module):
     @torch.no_grad()
     def prefill(self, tokens, cache, start=0):
         """Appends tokens [B, T] to a cache whose sequences have `start` rows -> hidden [B, T, C].
-        Call it on chunks of a long prompt: each head computes T x (start + T) scores."""
+        Memory: each attention head may compute T x (start + T) scores, so chunks take less."""
         hidden = self(tokens, cache=cache, start=start)
         cache.lengths.fill_(start + tokens.shape[1])
         return hidden

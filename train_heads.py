@@ -85,8 +85,8 @@ def cross_entropy(logits, target, mass):
     dtype, logits = logits.dtype, logits.float()
     top, guess = logits.max(dim=-1, keepdim=True)
     probabilities = logits.softmax(dim=-1)
-    total = (top - probabilities.gather(1, guess).log())[:, 0]
-    loss = total * mass - (logits * target).sum(dim=-1)
+    lse = (top - probabilities.gather(1, guess).log())[:, 0]  # log(sum(exp(logits)))
+    loss = lse * mass - (logits * target).sum(dim=-1)
     gradient = probabilities.mul_(mass[:, None]).sub_(target)
     return loss, guess[:, 0], gradient.to(dtype)
 
@@ -155,8 +155,9 @@ def head_losses(heads, hidden, outputs, guess_mask, dtype=torch.float32, rows=RO
                 hits[i, chunk] = (guess == greedy).float()
                 if wants_gradient:
                     grads[i][chunk] = gradient @ drafted_weight
-    slopes = torch.stack([(x * grad).sum(-1) for x, grad in zip(states, grads)]).float()
-    losses = losses + (slopes - slopes.detach())  # the value of losses, and their gradient
+    # x * grad, for a constant grad, has the gradient that is wanted; its value cancels
+    linear = torch.stack([(x * grad).sum(-1) for x, grad in zip(states, grads)]).float()
+    losses = losses + (linear - linear.detach())
     return (losses * counted).sum(dim=1), (hits * counted).sum(dim=1)
 
 
