@@ -237,7 +237,8 @@ def library():
     try:
         loaded = load_or_build(compiler_command())
     except (OSError, ValueError, subprocess.CalledProcessError) as error:
-        output = getattr(error, "stderr", None) or str(error)
+        command = error.cmd[0] if isinstance(error, subprocess.CalledProcessError) else ""
+        output = getattr(error, "stderr", None) or (command and f"{command} fails") or str(error)
         reason = next((line for line in output.splitlines() if "error" in line.lower()), output)
         loaded = load_cached(f"cpu-{source_key()}-*.so")
         effect = (f"with the C kernels of {loaded._name}" if loaded else
