@@ -402,7 +402,7 @@ def test_steps_with_grammars_are_three_graphs_on_a_fake_gpu(start):
     """Bug: a wait or a copy from the host inside a graph, a step in flight whose tokens a matcher needs, a capture
     while a server's requests run, another step for batches without grammars, memory that only one part owns."""
     world, model, heads = start()
-    policy = Policy(model, heads, True, schema=True)
+    policy = Policy(model, heads, True, 5, schema=True)
     engine = Engine(model, policy=policy, batch_size=4, capacity=200)
     capture_all(engine)
     plain = len(world.graphs)
