@@ -43,7 +43,7 @@ from model import MAX_TREE, InputError, KVCache, check, expect
 
 DEFAULT_BATCH = 8    # sequences
 DEFAULT_TREE = 8     # T, where nothing chooses it
-MAX_CHAIN = 15       # most tokens that lookup or a grammar proposes
+MAX_CHAIN = 15       # most tokens that lookup or a guide proposes
 # sampling modes, cheapest first; a batch runs in its costliest one, which changes no tokens
 GREEDY, NOISE, FILTERED = range(3)
 

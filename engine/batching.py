@@ -170,7 +170,7 @@ class Engine(FifoEngine):
 
     def free(self, sequence):
         """Frees a slot, whose cache keeps the sequence except for the last token."""
-        super().free(sequence)
+        del self.running[sequence.slot]
         tokens = [*sequence.prompt, *sequence.tokens]
         self.keep_prefix(sequence.slot, tokens[:len(tokens) - sequence.unread])
 
