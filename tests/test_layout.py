@@ -13,12 +13,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # each imports only from itself and from those before it
-ORDER = ["kernels", "model", "clover", "generate", "train_heads", "common", "engine", "backends", "hf", "tools",
-         "training", "bench"]
+ORDER = ["kernels", "model", "clover", "generate", "train_heads", "common", "engine", "backends", "drafters", "hf",
+         "tools", "training", "bench"]
 FOLDERS = [name for name in ORDER if (ROOT / name).is_dir()]
 FILES = [name for name in ORDER if name not in FOLDERS and "." not in name]
-LINES = dict(library=14586, tests=11115)  # at most: all Python without tests, and tests
-CEILINGS = dict(kernels=1250, model=540, clover=571, generate=944, train_heads=274)  # lines of the root's files
+LINES = dict(library=15046, tests=11415)  # at most: all Python without tests, and tests
+CEILINGS = dict(kernels=1250, model=552, clover=592, generate=951, train_heads=274)  # lines of the root's files
 MODULES = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
            for pattern in ("*.py", *(f"{folder}/*.py" for folder in FOLDERS)) for file in sorted(ROOT.glob(pattern))}
 LOADERS = dict(model=("GPT.from_pretrained", "GPT.save_pretrained"),  # functions that import from folders
