@@ -1,0 +1,92 @@
+"""What published draft heads share: they read states of several of the model's layers, their own
+layers have their own sizes, norms and RoPE, and they may have their own embeddings and LM head."""
+
+from dataclasses import dataclass
+
+import torch
+import torch.nn as nn
+
+from clover import MAX_BEAMS
+from model import GPTConfig, LMHead, Norm, rope_table
+
+
+@dataclass
+class PublishedConfig:
+    layers: GPTConfig         # of the heads' own layers; block_size is the model's
+    n_draft: int              # K
+    hidden_layers: tuple      # the states that they read, as `layers` of `GPT.forward`
+    vocabulary: int = 0       # draft vocabulary size; 0: all tokens
+    own_embed: bool = False   # whether they have embeddings of their own
+    own_head: bool = False    # whether they have an LM head of their own
+
+
+@dataclass
+class Eagle3Config(PublishedConfig):
+    norm_before_residual: bool = False  # the residual is the normalised state
+    norm_before_fc: bool = False        # a norm over the states side by side
+    fc_norm: bool = False               # a norm of each state
+    norm_output: bool = False           # the next row reads the normalised output
+
+
+@dataclass
+class BlockConfig(PublishedConfig):
+    mask_token: int = 0       # id of MASK
+    first: int = 1            # the row of the first prediction: 0 the newest token's, 1 MASK's
+    causal: bool = False      # rows of the block see only earlier rows of it
+    markov_rank: int = 0      # DSpark: logits += w2 w1[previous token], of this rank; 0: none
+    markov_gated: bool = False
+
+
+class PublishedHeads(nn.Module):
+    """The base class. A subclass has `blocks`, a sequence of blocks that use the heads' cache, and
+    `augment` and `draft` as `CloverHeads`. Its weights are loaded or set before `place`."""
+
+    def __init__(self, config, model):
+        super().__init__()
+        object.__setattr__(self, "model", model)  # nn.Module's would register it as a submodule
+        self.config = config
+        self.info = {}
+        self.hash = None
+        self.n_draft = config.n_draft
+        self.hidden_layers = config.hidden_layers
+        layers = config.layers
+        C = layers.n_embd
+        n_rows = config.vocabulary or layers.vocab_size
+        self.fc = nn.Linear(len(config.hidden_layers) * C, C, bias=False)
+        self.norm = Norm("rms", C, layers.norm_eps)
+        self.embed = nn.Embedding(layers.vocab_size, C) if config.own_embed else None
+        self.head = LMHead(C, n_rows, bias=False) if config.own_head else None
+        # token ids int32 of the LM head's rows; None: all tokens
+        ids = torch.arange(n_rows, dtype=torch.int32) if config.vocabulary else None
+        self.register_buffer("vocabulary", ids)
+
+    def place(self):
+        """Moves the weights to the model's device and dtype, applies its backend, and returns the
+        heads, ready to draft."""
+        base = self.model
+        self.to(device=base.device, dtype=base.dtype).requires_grad_(False).eval()
+        rotations = rope_table(self.config.layers, base.dtype, base.device)
+        self.register_buffer("rotations", rotations, persistent=False)
+        base.blocks.prepare(self)
+        return self
+
+    @property
+    def tables(self):
+        """The heads' own position tables, as `GPT.tables`."""
+        return self.rotations, None, None
+
+    @property
+    def lm_head(self):
+        return self.model.head if self.head is None else self.head
+
+    @property
+    def max_beams(self):
+        return min(MAX_BEAMS, self.config.vocabulary or self.config.layers.vocab_size)
+
+    def embedding(self, tokens):
+        """tokens [...] -> [..., C]"""
+        embed = self.model.embed if self.embed is None else self.embed
+        return embed(tokens)
+
+    def new_cache(self, batch, capacity, device=None):
+        return self.model.new_cache(batch, capacity, self.blocks, device)
