@@ -93,8 +93,8 @@ def is_usable(device):
 
 
 def pack(module):
-    """Replaces a module's layers and blocks by packed ones: a `GPT`'s in their own dtype, those of
-    `CloverHeads` in 4 bits, which cannot change the output."""
+    """Replaces a module's layers and blocks by packed ones, in their own dtype; `CloverHeads`' in 4
+    bits, which cannot change the output."""
     is_heads = isinstance(module, CloverHeads)
     pack_weight = pack_rounded if is_heads else pack_floats
     for dtype in {layer.weight.dtype for layer in module.modules() if type(layer) in LAYERS}:
@@ -109,7 +109,7 @@ def pack(module):
             module.set_submodule(name, PackedBlocks(blocks))
     if is_heads and can_run_heads(module):
         module.heads = PackedHeads(module)
-    if not is_heads and isinstance(module.blocks, PackedBlocks):
+    if isinstance(module, models.GPT) and isinstance(module.blocks, PackedBlocks):
         module.decoder = CompiledDecoder
 
 

@@ -88,5 +88,14 @@ class PublishedHeads(nn.Module):
         embed = self.model.embed if self.embed is None else self.embed
         return embed(tokens)
 
+    def topk(self, normed, k, sampling, depth):
+        """The LM head's k best tokens [B w, k], from the final norm's output [B, w, C], which the
+        sampler would place depth + 1 tokens after the root. sampling: as in `CloverHeads.draft`."""
+        noise = None
+        if sampling:
+            positions = sampling[3] + depth + 1
+            noise = *sampling[:3], positions.repeat_interleave(normed.shape[1])
+        return self.lm_head.topk(normed.flatten(0, 1), k, self.vocabulary, noise)
+
     def new_cache(self, batch, capacity, device=None):
         return self.model.new_cache(batch, capacity, self.blocks, device)
