@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 
-from clover import MAX_BEAMS
+from clover import MAX_BEAMS, linear_weights
 from model import GPTConfig, LMHead, Norm, rope_table
 
 
@@ -38,27 +38,26 @@ class BlockConfig(PublishedConfig):
 
 
 class PublishedHeads(nn.Module):
-    """The base class. A subclass has `blocks`, a sequence of blocks that use the heads' cache, and
-    `augment` and `draft` as `CloverHeads`. Its weights are loaded or set before `place`."""
+    """The base class. A subclass has `blocks`, which use the heads' cache, `draft_rows`, and
+    `augment` and `draft` of `CloverHeads`. Its weights are loaded or set before `place`."""
 
     def __init__(self, config, model):
         super().__init__()
         object.__setattr__(self, "model", model)  # nn.Module's would register it as a submodule
         self.config = config
         self.info = {}
-        self.hash = None
+        self.hash = None  # as of `CloverHeads`
         self.n_draft = config.n_draft
         self.hidden_layers = config.hidden_layers
-        layers = config.layers
-        C = layers.n_embd
-        n_rows = config.vocabulary or layers.vocab_size
+        C = config.layers.n_embd
+        n_rows = config.vocabulary or config.layers.vocab_size
+        self.max_beams = min(MAX_BEAMS, n_rows)
         self.fc = nn.Linear(len(config.hidden_layers) * C, C, bias=False)
-        self.norm = Norm("rms", C, layers.norm_eps)
-        self.embed = nn.Embedding(layers.vocab_size, C) if config.own_embed else None
+        self.norm = Norm("rms", C, config.layers.norm_eps)
+        self.embed = nn.Embedding(config.layers.vocab_size, C) if config.own_embed else None
         self.head = LMHead(C, n_rows, bias=False) if config.own_head else None
-        # token ids int32 of the LM head's rows; None: all tokens
         ids = torch.arange(n_rows, dtype=torch.int32) if config.vocabulary else None
-        self.register_buffer("vocabulary", ids)
+        self.register_buffer("vocabulary", ids)  # tokens of the LM head's rows; None: all
 
     def place(self):
         """Moves the weights to the model's device and dtype, applies its backend, and returns the
@@ -67,30 +66,27 @@ class PublishedHeads(nn.Module):
         self.to(device=base.device, dtype=base.dtype).requires_grad_(False).eval()
         rotations = rope_table(self.config.layers, base.dtype, base.device)
         self.register_buffer("rotations", rotations, persistent=False)
+        self.tables = self.rotations, None, None  # as `GPT.tables`
         base.blocks.prepare(self)
         return self
-
-    @property
-    def tables(self):
-        """The heads' own position tables, as `GPT.tables`."""
-        return self.rotations, None, None
 
     @property
     def lm_head(self):
         return self.model.head if self.head is None else self.head
 
     @property
-    def max_beams(self):
-        return min(MAX_BEAMS, self.config.vocabulary or self.config.layers.vocab_size)
+    def cost(self):
+        n_rows = self.config.vocabulary or self.config.layers.vocab_size
+        weights = n_rows * self.config.layers.n_embd + linear_weights(self.blocks)
+        return weights, len(self.blocks)
 
     def embedding(self, tokens):
         """tokens [...] -> [..., C]"""
-        embed = self.model.embed if self.embed is None else self.embed
-        return embed(tokens)
+        return (self.model.embed if self.embed is None else self.embed)(tokens)
 
     def topk(self, normed, k, sampling, depth):
-        """The LM head's k best tokens [B w, k], from the final norm's output [B, w, C], which the
-        sampler would place depth + 1 tokens after the root. sampling: as in `CloverHeads.draft`."""
+        """The k best tokens [B w, k] for the final norm's output [B, w, C], at depth + 1 places after
+        the roots, with the noise of their sampler. sampling: as in `CloverHeads.draft`."""
         noise = None
         if sampling:
             positions = sampling[3] + depth + 1

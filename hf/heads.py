@@ -1,4 +1,4 @@
-"""Loads draft heads with all checks of their record, and their hash."""
+"""Loads draft heads of any format, with all checks of their record, and their hash."""
 
 import math
 from dataclasses import fields
@@ -7,14 +7,23 @@ from pathlib import Path
 import clover
 from clover import BINS, CloverConfig, CloverHeads
 from common.files import files_hash
+from hf.paths import is_repository
+from hf.published import load_published
 from model import expect
 
 
 def load_heads(path, model, tokenizer=""):
-    """`CloverHeads.from_pretrained`, but checks the record's types too and sets `hash`."""
+    """The draft heads in a folder or a Hugging Face repository, with their `hash`: `CloverHeads`,
+    whose tokenizer and record are checked, or those of `load_published`. Raises InputError."""
+    if is_repository(path):
+        from hf import hub
+        path = hub.fetch(path, is_heads=True)
+    path = Path(path)
+    if (path / "config.json").exists() and not (path / "heads.json").exists():
+        return load_published(path, model)
     read_record(path)
     heads = CloverHeads.from_pretrained(path, model, tokenizer)
-    heads.hash = files_hash([Path(path, "heads.safetensors")])
+    heads.hash = files_hash([path / "heads.safetensors"])
     return heads
 
 
