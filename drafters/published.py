@@ -85,8 +85,8 @@ class PublishedHeads(nn.Module):
         return (self.model.embed if self.embed is None else self.embed)(tokens)
 
     def topk(self, normed, k, sampling, depth):
-        """The k best tokens [B w, k] for the final norm's output [B, w, C], at depth + 1 places after
-        the roots, with the noise of their sampler. sampling: as in `CloverHeads.draft`."""
+        """`LMHead.topk` of the final norm's output [B, w, C], for tokens depth + 1 places after the
+        roots. sampling: as in `CloverHeads.draft`."""
         noise = None
         if sampling:
             positions = sampling[3] + depth + 1

@@ -21,9 +21,9 @@ BIN = ["pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json
 
 @cache
 def fetch(name, is_heads=False):
-    """The Path of a model's folder or GGUF file, or of draft heads' folder, without a connection from
-    huggingface_hub's cache. Raises InputError if it is not there either, or if several GGUF files
-    have this TYPE."""
+    """The Path of a model's folder or GGUF file, or of draft heads' folder, without a connection
+    from huggingface_hub's cache. Raises InputError if it is not there either, or if several GGUF
+    files have this TYPE."""
     repo, _, kind = name.partition(":")
     try:
         if is_heads:

@@ -1,8 +1,7 @@
-"""Loads draft heads in other projects' formats, told apart by config.json: speculators (EAGLE-3,
-DFlash, DSpark), SpecForge and AngelSlim (EAGLE-3), z-lab and JetSpec (DFlash), DeepSpec (DSpark)."""
+"""Loads draft heads in other projects' formats: EAGLE-3 by speculators, SpecForge and AngelSlim,
+DFlash by speculators, z-lab and JetSpec, DSpark by speculators and DeepSpec."""
 
 from dataclasses import replace
-from pathlib import Path
 
 import torch
 
@@ -17,182 +16,143 @@ from hf.families import LLAMA_NAMES, Family, family_of, value_of
 from hf.tensors import open_tensors
 from model import InputError, check, expect
 
-NAMES = LLAMA_NAMES | {  # our parameter names -> the checkpoint's, as in hf/families.py
-    "fc": ("fc",),
-    "fc_norm.N": ("fc_norm.N",),
-    "input_norm": ("input_norm",),
-    "hidden_norm": ("hidden_norm",),
-    "blocks.N.hidden_norm": ("model.layers.N.hidden_norm",),
+NAMES = LLAMA_NAMES | {  # our parameters -> tensors, as in hf/families.py
+    **{name: (name,) for name in ("fc", "fc_norm.N", "input_norm", "hidden_norm")},
+    "blocks.N.hidden_norm": ("layers.N.hidden_norm",),
     "markov_w1": ("markov_head.markov_w1",),
     "markov_w2": ("markov_head.markov_w2",),
     "gate": ("markov_head.gate_proj",),
 }
 UNREAD = "confidence_head.", "verifier_norm.", "verifier_lm_head.", "t2d"  # tensors
 CLASSES = {Eagle3Config: Eagle3Heads}
-DRAFT_TOKENS = 7  # K of EAGLE-3, where config.json does not say
-SPECULATORS = "eagle3", "dflash", "dspark"  # speculators_model_type
-ARCHITECTURES = "LlamaForCausalLMEagle3", "DFlashDraftModel", "Qwen3DSparkModel"
-SWITCHES = "norm_before_fc", "fc_norm", "norm_output"  # of EAGLE-3 in speculators
+# in config.json, speculators_model_type or else the architecture
+EAGLE3 = "eagle3", "LlamaForCausalLMEagle3"
+DSPARK = "dspark", "Qwen3DSparkModel"
+FORMATS = *EAGLE3, *DSPARK, "dflash", "DFlashDraftModel"
+SWITCHES = "norm_before_fc", "fc_norm", "norm_output"  # of EAGLE-3 by speculators
+EAGLE3_DEPTH = 7  # K, where config.json does not say
 
 
 def load_published(path, model):
-    """The heads in a folder, for a `GPT` that may be packed. Raises InputError for heads of another
-    model, a format or an option that is not supported, and broken files."""
-    path = Path(path)
-    expect(not isinstance(model.head, VocabParallelHead), f"{path}: heads of this format run in one "
-           "process; start without torchrun")
-    tensors, ids = read_tensors(path, model)
-    file = path / "config.json"
+    """The heads in a folder, for a `GPT`, which may be packed. Raises InputError for heads of
+    another model, for formats and options that are not supported, and for broken files."""
+    expect(not isinstance(model.head, VocabParallelHead),
+           f"{path}: these heads only run in one process; start without torchrun")
+    raw = read_json(path / "config.json")
     try:
-        family, config = read_config(read_json(file), model, tensors)
+        config = read_config(raw, model.config)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         what = "" if isinstance(error, InputError) else "a value is missing or has the wrong type: "
-        raise InputError(f"{file}: {what}{error}") from None
+        raise InputError(f"{path}/config.json: {what}{error}") from None
+    tensors, tokens = read_tensors(path, model)
+    n = config.vocabulary
+    expect(n == 0 or len(tokens) == n, f"{path}: expected the {n} tokens of a draft vocabulary, as "
+           f"config.json says, got {len(tokens)} in d2t; download the heads again")
+    config = replace(config, own_embed="embed_tokens.weight" in tensors,
+                     own_head="lm_head.weight" in tensors or n > 0)
     with torch.device("meta"):  # without memory and random numbers: weights follow
         heads = CLASSES[type(config)](config, model)
-    matches = match_parameters(path, heads, family, tensors)
-    weights = {name: torch.cat([tensor.load() for _, tensor in sorted(parts)])
-               for name, parts in matches.items()}
+    family = Family(names=NAMES, **vars(config.layers))
+    weights = {name: torch.cat([tensor.load() for _, tensor in parts]) for name, parts
+               in match_parameters(path, heads, family, tensors).items()}
     heads.load_state_dict(weights, strict=False, assign=True)
-    n = config.vocabulary
-    expect(not n or ids is not None and len(ids) == n, f"{path}: expected d2t with the {n} tokens of "
-           "a draft vocabulary, as config.json says; download the heads again")
-    heads.vocabulary = ids if n else None
+    heads.vocabulary = tokens if n else None
     heads.hash = files_hash(weight_files(path))
     return heads.place()
 
 
-# --------------------------------------------------------------------------------------------------
-# config.json -> configuration
-
-def read_config(raw, model, tensors):
-    """-> (`Family` of the heads' layers, `Eagle3Config` or `BlockConfig`)."""
-    if raw.get("speculators_model_type") is not None:
-        kind = one_of("speculators_model_type", raw["speculators_model_type"], SPECULATORS)
-        layers = raw["transformer_layer_config"]
-        read = speculators_eagle3 if kind == "eagle3" else speculators_block
-    else:
-        kind = one_of("architectures", (raw.get("architectures") or [None])[0], ARCHITECTURES)
-        layers = raw
-        read = dict(zip(ARCHITECTURES, (specforge, zlab, deepspec)))[kind]
-    one_of("model_type", layers.get("model_type"), ("llama", "qwen3"))
-    family = family_of(layers)
-    own, base = family.config, model.config
-    for name in ("vocab_size", "n_embd"):
-        theirs, ours = getattr(own, name), getattr(base, name)
-        expect(theirs == ours, f"these heads belong to a model with {name} {theirs}, not {ours}")
-    has_window = own.windows or "sliding_attention" in (layers.get("layer_types") or ())
-    expect(not has_window, "layers with sliding windows are not supported")
-    config = read(raw, replace(own, block_size=base.block_size), base.n_layer)
-    ids = config.hidden_layers
-    expect(ids and all(type(i) is int and 0 <= i <= base.n_layer for i in ids),
-           f"these heads read layers that a model of {base.n_layer} layers does not have")
+def read_config(raw, base):
+    """config.json and the model's `GPTConfig` -> `Eagle3Config` or `BlockConfig`."""
+    is_speculators = raw.get("speculators_model_type") is not None
+    name = raw["speculators_model_type"] if is_speculators else raw["architectures"][0]
+    kind = one_of("draft heads of type", name, FORMATS)
+    layers = raw["transformer_layer_config"] if is_speculators else raw
+    one_of("model_type", layers["model_type"], ("llama", "qwen3"))
+    own = family_of(layers).config
+    for key in ("vocab_size", "n_embd"):
+        theirs, ours = getattr(own, key), getattr(base, key)
+        expect(theirs == ours, f"these heads belong to a model of {key} {theirs}, not {ours}")
+    expect(not own.windows and "sliding_attention" not in (layers.get("layer_types") or ()),
+           "layers with sliding windows are not supported")
+    own = replace(own, block_size=base.block_size)
+    config = (read_eagle3 if kind in EAGLE3 else read_block)(raw, kind, own, base.n_layer)
     check("draft tokens", config.n_draft, 1, MAX_DRAFT, whole=True)
+    for layer in config.hidden_layers:
+        check("layers that are read", layer, 0, base.n_layer, whole=True)
     rows = value_of(raw, "draft_vocab_size", int, own.vocab_size)
-    config = replace(config, vocabulary=rows if rows != own.vocab_size else 0,
-                     own_embed="embed_tokens.weight" in tensors,
-                     own_head="lm_head.weight" in tensors or rows != own.vocab_size)
-    return Family(names=NAMES, **vars(config.layers)), config
+    return replace(config, vocabulary=rows if rows < own.vocab_size else 0)
 
 
-def default_layers(n):
-    """EAGLE-3's choice of a model with n layers: the states after 2, n / 2 and n - 3 of them."""
-    return 2, n // 2, n - 3
+def layers_read(ids, is_speculators, default):
+    """Layer ids in config.json -> how many blocks run before each state that heads read. An id is
+    this number in speculators, elsewhere the index of the last of these blocks."""
+    if not ids:
+        return default
+    return tuple(i if is_speculators else i + 1 for i in ids)
 
 
-def eagle3(raw, layers, n_draft, hidden_layers, **switches):
-    expect(layers.n_layer == 1, f"EAGLE-3 heads of {layers.n_layer} layers are not supported, only "
-           "of one")
-    before = value_of(raw, "norm_before_residual", bool, False)
-    return Eagle3Config(layers, n_draft, tuple(hidden_layers), norm_before_residual=before,
-                        **switches)
-
-
-def speculators_eagle3(raw, layers, n):
+def read_eagle3(raw, kind, layers, n):
+    is_speculators = kind == "eagle3"
+    switches = {name: value_of(raw, name, bool, False) for name in SWITCHES}
+    expect(is_speculators or not any(switches.values()),
+           f"{', '.join(SWITCHES)}: only supported in the format of speculators")
+    own = raw if is_speculators else raw.get("eagle_config") or {}
+    expect(layers.n_layer == 1 and own.get("use_aux_hidden_state", True),
+           "only EAGLE-3 with one layer that reads several of the model's states is supported")
+    ids = own.get("eagle_aux_hidden_state_layer_ids")
     methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    return eagle3(raw, layers, methods[0].get("speculative_tokens", DRAFT_TOKENS),
-                  raw.get("eagle_aux_hidden_state_layer_ids") or default_layers(n),
-                  **{name: value_of(raw, name, bool, False) for name in SWITCHES})
+    return Eagle3Config(
+        layers, methods[0].get("speculative_tokens", EAGLE3_DEPTH),
+        layers_read(ids, is_speculators, (2, n // 2, n - 3)),
+        norm_before_residual=value_of(raw, "norm_before_residual", bool, False), **switches)
 
 
-def specforge(raw, layers, n):
-    for name in SWITCHES:
-        expect(not raw.get(name), f"{name} is not supported in this format")
-    own = raw.get("eagle_config") or {}
-    expect(own.get("use_aux_hidden_state", True), "heads that read only the last layer are not "
-           "supported")
-    outputs = own.get("eagle_aux_hidden_state_layer_ids")  # 0: of the first layer
-    return eagle3(raw, layers, DRAFT_TOKENS,
-                  [i + 1 for i in outputs] if outputs else default_layers(n))
-
-
-def block(raw, layers, size, hidden_layers, mask_token, first, **options):
-    check("block_size", size, 1 + first, MAX_DRAFT, whole=True)
-    check("mask_token_id", mask_token, 0, layers.vocab_size - 1, whole=True)
-    rank = raw.get("markov_rank", 0)
-    check("markov_rank", rank, 0, 2**16, whole=True)
-    kind = one_of("markov_head_type", raw.get("markov_head_type", "vanilla"), ("vanilla", "gated"))
-    return BlockConfig(replace(layers, qk_norm="head"), size - first, tuple(hidden_layers),
-                       mask_token=mask_token, first=first, markov_rank=rank,
-                       markov_gated=kind == "gated", **options)
-
-
-def speculators_block(raw, layers, n):
-    is_dspark = raw["speculators_model_type"] == "dspark"
-    from_anchor = value_of(raw, "sample_from_anchor", bool, is_dspark)
-    return block(raw, layers, raw["block_size"],
-                 raw.get("aux_hidden_state_layer_ids") or default_layers(n), raw["mask_token_id"],
-                 1 - from_anchor)
-
-
-def zlab(raw, layers, n):
-    own = raw.get("dflash_config") or {}
+def read_block(raw, kind, layers, n):
+    is_speculators = kind in ("dflash", "dspark")
+    own = raw | (raw.get("dflash_config") or {})
     d = layers.n_layer
-    outputs = own.get("target_layer_ids") or [  # 0: of the first layer
-        round(1 + k * (n - 4) / (d - 1)) if d > 1 else n // 2 for k in range(d)]
-    return block({}, layers, raw.get("block_size") or own["block_size"], [i + 1 for i in outputs],
-                 own["mask_token_id"], 1, causal=bool(own.get("causal_head")))
+    if is_speculators:
+        ids = own.get("aux_hidden_state_layer_ids")
+        default = 2, n // 2, n - 3
+    else:  # z-lab's: evenly spaced
+        ids = own.get("target_layer_ids")
+        step = (n - 4) / max(d - 1, 1)
+        default = tuple(1 + round(1 + k * step) for k in range(d)) if d > 1 else (1 + n // 2,)
+    first = int(not value_of(own, "sample_from_anchor", bool, kind in DSPARK))
+    check("mask_token_id", own["mask_token_id"], 0, layers.vocab_size - 1, whole=True)
+    rank = own.get("markov_rank") or 0
+    check("markov_rank", rank, 0, 2**16, whole=True)
+    markov = one_of("markov_head_type", own.get("markov_head_type") or "vanilla",
+                    ("vanilla", "gated"))
+    return BlockConfig(
+        replace(layers, qk_norm="head"), value_of(own, "block_size", int) - first,
+        layers_read(ids, is_speculators, default), mask_token=own["mask_token_id"], first=first,
+        causal=value_of(own, "causal_head", bool, False), markov_rank=rank,
+        markov_gated=markov == "gated")
 
-
-def deepspec(raw, layers, n):
-    return block(raw, layers, raw["block_size"], [i + 1 for i in raw["target_layer_ids"]],
-                 raw["mask_token_id"], 0)
-
-
-# --------------------------------------------------------------------------------------------------
-# Tensors
 
 def read_tensors(path, model):
-    """-> ({name: StoredTensor} of the weights, the draft vocabulary's token ids int32 or None).
+    """-> ({name: StoredTensor} of the weights, the tokens of a draft vocabulary int32 [n] or []).
     Leaves out embeddings and an LM head that are the model's."""
     files = weight_files(path)
-    expect(all(file.suffix == ".safetensors" for file in files), f"{path}: heads of this format are "
-           "only read from safetensors; save them as such")
-    tensors = {}
-    for file in files:
-        for name, tensor in open_tensors(file).items():
-            name = short(name).replace("midlayer.", "layers.0.")
-            if not name.startswith(UNREAD) and not name.endswith(BUFFERS):
-                tensors[name] = tensor
-    offsets = tensors.pop("d2t", None)  # token = row + offset
-    ids = None
-    if offsets:
-        ids = torch.arange(len(offsets.load())) + offsets.load()
-        V = model.config.vocab_size
-        expect(ids.min() >= 0 and ids.max() < V and len(ids.unique()) == len(ids),
-               f"{offsets.file}: d2t has token ids outside 0..{V - 1}, or one twice")
+    expect(all(file.suffix == ".safetensors" for file in files),
+           f"{path}: these heads are only read from safetensors; convert them")
+    tensors = {short(name).replace("midlayer.", "layers.0."): tensor
+               for file in files for name, tensor in open_tensors(file).items()}
+    tensors = {name: tensor for name, tensor in tensors.items()
+               if not name.startswith(UNREAD) and not name.endswith(BUFFERS)}
+    tokens = torch.empty(0, dtype=torch.int64)
+    if "d2t" in tensors:  # token - row
+        tokens = tensors.pop("d2t").load()
+        tokens = tokens + torch.arange(len(tokens))
+    V, C = model.config.vocab_size, model.config.n_embd
+    expect(((tokens >= 0) & (tokens < V)).all() and len(tokens.unique()) == len(tokens),
+           f"{path}: d2t has token ids outside 0..{V - 1}, or one twice; download the heads again")
     for name, rows in (("embed_tokens.weight", model.embed),
                        ("lm_head.weight", model.head.embedding)):
-        if name in tensors and is_same(tensors[name], rows, model):
-            del tensors[name]
-    return tensors, None if ids is None else ids.int()
-
-
-def is_same(tensor, rows, model):
-    """Whether a stored tensor has the model's rows. rows: token ids -> [n, C]."""
-    V, C = model.config.vocab_size, model.config.n_embd
-    if tensor.shape != (V, C):
-        return False
-    values = tensor.load()
-    return all(torch.equal(rows(ids.to(model.device)).to(values).cpu(), values[ids])
-               for ids in torch.arange(V).split(4096))
+        if name in tensors and tensors[name].shape == (V, C):
+            values = tensors[name].load()
+            same = lambda ids: torch.equal(rows(ids.to(model.device)).to(values), values[ids])
+            if all(map(same, torch.arange(V).split(4096))):
+                del tensors[name]
+    return tensors, tokens.int()
