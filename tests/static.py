@@ -90,12 +90,12 @@ class Launches(TorchDispatchMode):
 
 
 @torch.inference_mode()
-def step_launches(model, heads=None, lookup=False, tree_size=1, **options):
+def step_launches(model, heads=None, lookup=False, tree_size=1, kind=gpu.GraphDecoder, policy=Policy, **options):
     """Counts the launches of a Decoder's step by operation. The modules must be on the meta device."""
-    policy = Policy(model, heads, lookup, tree_size)
+    policy = policy(model, heads, lookup, tree_size)
     with recorded() as launches:
-        decoder = gpu.GraphDecoder(model, policy=policy, graph=False, **options)
-        step = partial(decoder.step, Plan(1, *policy.select(1), decoder.sampling.mode))
+        decoder = kind(model, policy=policy, graph=False, **options)
+        step = partial(decoder.step, Plan(1, *policy.select(1, lambda: 0), decoder.sampling.mode))
         step()  # also does what only the first step does
         launches.clear()
         with Launches() as operations:
@@ -103,12 +103,12 @@ def step_launches(model, heads=None, lookup=False, tree_size=1, **options):
     return operations.counts + Counter(name.strip("_").removesuffix("_kernel") for name, *_ in launches)
 
 
-def demo():
+def demo(apply=gpu.apply):
     """demo/ and its heads on the meta device, in bfloat16, the default on CUDA."""
     model = GPT.from_pretrained(DEMO, BF16, "cpu", packed=False)
     heads = CloverHeads.from_pretrained(DEMO / "clover", model)
     for module in (model, heads):
-        gpu.apply(module.to("meta"))
+        apply(module.to("meta"))
     return model, heads
 
 

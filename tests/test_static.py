@@ -7,7 +7,7 @@ import pytest
 
 import static
 from bench.operations import quantize_randomly
-from generate import Sampling
+from generate import Decoder, Fixed, Sampling
 from static import launches_of, step_launches
 from test_kernels import records
 
@@ -75,7 +75,7 @@ def test_register_counts_and_spills_are_read_from_the_binary():
 # ---------------------------------------------------------------------------------------------------------------------
 # The launches of a step
 
-demo = pytest.fixture(scope="module")(static.demo)
+demo = pytest.fixture(scope="module")(lambda: static.demo())
 
 
 @pytest.mark.parametrize("tree_size, drafters, sampling, most", [
@@ -93,6 +93,15 @@ def test_a_step_needs_few_launches(demo, tree_size, drafters, sampling, most):
     assert found["project"] == found["merge_lists"] == (sampling != TOP_P) + found["extend_candidates"]
     assert found["accept_path"] == 1 and found["build_tree"] == (tree_size > 1)
     assert found["commit_path"] == uses_heads and found["ngram_lookup"] == looks_up
+
+
+@pytest.mark.parametrize("drafters, most", [("", 160), ("lookup", 314), ("heads", 367), ("heads+lookup", 487)])
+def test_the_launches_of_the_five_files_alone(drafters, most):
+    """Bug: docs/kernels.md, which says what the Triton trees and fused blocks of backends/ save."""
+    model, heads = static.demo(apply=lambda module: None)
+    uses_heads = heads if "heads" in drafters else None
+    found = step_launches(model, uses_heads, "lookup" in drafters, 16, Decoder, Fixed, capacity=512)
+    assert found.total() == most and found["linear_rows"] == found["build_tree"] == 0
 
 
 @pytest.mark.parametrize("size, bits, most", [("135m", 16, 225), ("8b", 4, 240), ("8b", 16, 330)])
