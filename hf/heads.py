@@ -1,20 +1,23 @@
-"""Loads draft heads of any format, with all checks of their record, and their hash."""
+"""Loads draft heads of any format, with all checks of their files, and their hash."""
 
+import json
 import math
 from dataclasses import fields
 from pathlib import Path
 
-import clover
+from safetensors import SafetensorError
+
 from clover import BINS, CloverConfig, CloverHeads
 from common.files import files_hash
 from hf.paths import is_repository
 from hf.published import load_published
-from model import expect
+from model import InputError, expect
 
 
 def load_heads(path, model, tokenizer=""):
-    """The draft heads in a folder or a Hugging Face repository, with their `hash`: `CloverHeads`,
-    whose tokenizer and record are checked, or those of `load_published`. Raises InputError."""
+    """The draft heads in a folder or a Hugging Face repository, with their `hash`: `CloverHeads` or
+    those of `load_published`. Raises InputError for a missing or broken folder, and for heads of
+    another model or tokenizer."""
     if is_repository(path):
         from hf import hub
         path = hub.fetch(path, is_heads=True)
@@ -22,23 +25,33 @@ def load_heads(path, model, tokenizer=""):
     if (path / "config.json").exists() and not (path / "heads.json").exists():
         return load_published(path, model)
     read_record(path)
-    heads = CloverHeads.from_pretrained(path, model, tokenizer)
-    heads.hash = files_hash([path / "heads.safetensors"])
+    try:
+        heads = CloverHeads.from_pretrained(path, model, tokenizer)
+    except (OSError, SafetensorError, RuntimeError, TypeError) as error:
+        raise InputError(
+            f"{path}/heads.safetensors: missing, truncated, or not the weights of these heads "
+            f"({' '.join(str(error).split()):.300}); fetch or train them again") from None
+    heads.hash = files_hash([Path(path, "heads.safetensors")])
     return heads
 
 
 def read_record(path):
-    """`clover.read_record`, which also checks the types of all values."""
-    config, record = clover.read_record(Path(path))
+    """heads.json of a folder -> (`CloverConfig`, the record). Raises InputError if it is missing or
+    malformed."""
+    path = Path(path)
+    expect(path.is_dir(), f"{path}: no such folder; expected heads from train_heads.py")
     types = {field.name: type(field.default) for field in fields(CloverConfig)}
-    modes = ("greedy", "sampled") if "acceptance" in record else ()
     try:
+        record = json.loads((path / "heads.json").read_bytes())
+        config = CloverConfig(**record["config"]).check()
+        modes = ("greedy", "sampled") if "acceptance" in record else ()
         tables = [record["acceptance"][mode] for mode in modes]  # [accepted, proposed] by bin
         valid = ({name: type(value) for name, value in record["config"].items()} == types
+                 and {"sizes", "tokenizer"} <= set(record["base"])
                  and all(len(rows) == BINS and all(0 <= right <= n < math.inf for right, n in rows)
                          for rows in tables))
-    except (KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError):
         valid = False
-    expect(valid, f"{path}/heads.json: a value is missing or has the wrong type; fetch or train "
-           "these heads again")
+    expect(valid, f"{path}/heads.json: missing, or not a record that this version of "
+           "train_heads.py writes; fetch or train these heads again")
     return config, record

@@ -390,8 +390,8 @@ class App:
             limit = min(job.limit, self.engine.decoder.capacity - len(value))
             for _ in range(job.body["n"]):
                 job.sequences.append(self.engine.sequence_class(
-                    self.loaded.model.config, value, limit, job.sampling, job.stop, encoding,
-                    len(job.sequences), own))
+                    self.loaded.model.config, value, limit, job.sampling, job.stop,
+                    len(job.sequences), encoding, own))
 
     def check_length(self, tokens, or_more=""):
         longest = self.engine.decoder.capacity - 1
