@@ -1,20 +1,24 @@
 """Draft heads in other projects' formats, made by these tests."""
 
+import json
 from functools import cache, partial
 from itertools import cycle, product
 from tempfile import TemporaryDirectory
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 from backends import cpu
-from conftest import ToyGrammar, needs_compiler, random_prompts, toy_model
+from conftest import ToyGrammar, needs_compiler, random_prompts, refusal, toy_model
 from drafters.eagle3 import Eagle3Heads
 from drafters.published import Eagle3Config
 from engine.batching import Engine
 from engine.policy import Policy
 from generate import Fixed, Sampling, prepare
 from hf import checkpoint
+from hf.heads import load_heads
+from hf.published import read_config
 from model import GPTConfig, add
 
 
@@ -203,3 +207,174 @@ def test_heads_read_the_same_in_any_slot():
         torch.testing.assert_close(alone.state[0], beside.state[slot], atol=1e-3, rtol=1e-3)
         used.cancel(sequences[1])
         used.cancel(sequences[2])
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# Loading
+
+def stored(heads):
+    """{name in a checkpoint: weight} of EAGLE-3 heads that are not packed."""
+    c = heads.config.layers
+    weights = dict(heads.state_dict())
+    q, k, v = weights.pop("blocks.0.attn.qkv.weight").split([n * c.head_size for n in (c.n_head, *[c.n_kv_head] * 2)])
+    gate, up = weights.pop("blocks.0.mlp.up.weight").chunk(2)
+    names = {"q_proj": q, "k_proj": k, "v_proj": v}
+    tensors = {f"layers.0.self_attn.{name}.weight": x for name, x in names.items()}
+    tensors |= {"layers.0.mlp.gate_proj.weight": gate, "layers.0.mlp.up_proj.weight": up}
+    renamed = {"attn_norm": "input_layernorm", "attn.proj": "self_attn.o_proj", "mlp_norm": "post_attention_layernorm",
+               "mlp.down": "mlp.down_proj", "hidden_norm": "hidden_norm"}
+    for ours, theirs in renamed.items():
+        tensors[f"layers.0.{theirs}.weight"] = weights.pop(f"blocks.0.{ours}.weight")
+    ids = weights.pop("vocabulary", None)
+    if ids is not None:
+        tensors |= dict(d2t=ids.long() - torch.arange(len(ids)), t2d=torch.zeros(97, dtype=torch.bool))
+    renamed = {"head.weight": "lm_head.weight", "embed.weight": "embed_tokens.weight"}
+    return tensors | {renamed.get(name, name): x for name, x in weights.items()}
+
+
+def layers_json(config, **changes):
+    """config.json of layers with these sizes."""
+    c = config
+    return dict(model_type="llama", vocab_size=97, hidden_size=64, num_hidden_layers=c.n_layer,
+                intermediate_size=c.n_inner, num_attention_heads=c.n_head, num_key_value_heads=c.n_kv_head,
+                head_dim=c.head_size, hidden_act="silu", rms_norm_eps=c.norm_eps, max_position_embeddings=99,
+                rope_theta=c.rope_theta) | changes
+
+
+def speculators(layers, kind="eagle3", **changes):
+    methods = [dict(proposal_type="greedy", speculative_tokens=5)]
+    return dict(speculators_model_type=kind, transformer_layer_config=layers, architectures=["Other"],
+                eagle_aux_hidden_state_layer_ids=[1, 2, 0], speculators_config=dict(proposal_methods=methods)) | changes
+
+
+def specforge(layers, **changes):
+    return layers | dict(architectures=["LlamaForCausalLMEagle3"], eagle_config=dict(
+        eagle_aux_hidden_state_layer_ids=[0, 1, -1], use_aux_hidden_state=True)) | changes
+
+
+def write(path, config, tensors):
+    path.mkdir(exist_ok=True)
+    (path / "config.json").write_text(json.dumps(config))
+    save_file({name: x.contiguous() for name, x in tensors.items()}, path / "model.safetensors")
+    return path
+
+
+FORMATS = {
+    "speculators": lambda own, tensors: (
+        speculators(layers_json(own, rope_theta=None, rope_parameters=dict(rope_theta=500.0, rope_type="default")),
+                    draft_vocab_size=33, fc_norm=True, norm_output=True, norm_before_residual=True),
+        tensors | {"verifier_norm.weight": torch.ones(64), "embed_tokens.weight": base("torch").embed.weight}),
+    "SpecForge": lambda own, tensors: (
+        specforge(layers_json(own), draft_vocab_size=33),
+        {name.replace("layers.0.", "midlayer."): x for name, x in tensors.items()}),
+    "full vocabulary": lambda own, tensors: (
+        speculators(layers_json(own), norm_before_fc=True), tensors | {"lm_head.weight": base("torch").head.weight})}
+
+
+@pytest.mark.parametrize("name", FORMATS)
+def test_eagle3_is_read_from_each_format(name, tmp_path):
+    """Bug: queries for keys, another option, RoPE or epsilon than the heads', token ids that are offsets, embeddings
+    that are the model's and take their memory again."""
+    model = base("torch")
+    switches = {"speculators": dict(vocabulary=33, fc_norm=True, norm_output=True, norm_before_residual=True),
+                "SpecForge": dict(vocabulary=33, n_draft=7), "full vocabulary": dict(norm_before_fc=True)}[name]
+    heads = random_eagle3(model, **switches)
+    if name == "full vocabulary":
+        heads.head = None
+    folder = write(tmp_path, *FORMATS[name](heads.config.layers, stored(heads)))
+    same = load_heads(str(folder), model)
+    assert same.hash and same.n_draft == heads.n_draft and (same.embed, same.head is None) == (None, heads.head is None)
+    tokens = torch.tensor(random_prompts([20]))
+    hidden = model(tokens, layers=heads.hidden_layers)[:, :-1]
+    drafts = []
+    for each in (heads, same):
+        cache = each.new_cache(1, 90)
+        state = each.augment(hidden, tokens[:, 1:], cache=cache)[:, -1]
+        cache.lengths += 19
+        drafts.append(each.draft(state, tokens[:, -1], 20, 3, cache=cache))
+    assert torch.equal(drafts[0].tokens, drafts[1].tokens)
+    torch.testing.assert_close(drafts[0].joint, drafts[1].joint)
+
+
+READ = [  # config.json, of a model with 36 layers -> how many blocks run before each state
+    (dict(speculators_model_type="eagle3", eagle_aux_hidden_state_layer_ids=[3, 0, 36]), (3, 0, 36)),
+    (dict(speculators_model_type="eagle3"), (2, 18, 33)),
+    (dict(architectures=["LlamaForCausalLMEagle3"], eagle_config=dict(eagle_aux_hidden_state_layer_ids=[3, 0, 35])),
+     (4, 1, 36)),
+    (dict(architectures=["LlamaForCausalLMEagle3"]), (2, 18, 33)),
+    (dict(speculators_model_type="dflash", aux_hidden_state_layer_ids=[0, 9]), (0, 9)),
+    (dict(speculators_model_type="dspark", aux_hidden_state_layer_ids=[0, 9]), (0, 9)),
+    (dict(architectures=["DFlashDraftModel"], dflash_config=dict(mask_token_id=5, target_layer_ids=[1, 9, 35])),
+     (2, 10, 36)),
+    (dict(architectures=["DFlashDraftModel"], num_hidden_layers=5), (2, 10, 18, 26, 34)),
+    (dict(architectures=["DFlashDraftModel"], num_hidden_layers=2), (2, 34)),
+    (dict(architectures=["DFlashDraftModel"], num_hidden_layers=1), (19,)),
+    (dict(architectures=["Qwen3DSparkModel"], target_layer_ids=[1, 34]), (2, 35))]
+
+
+def config_of(changes):
+    """`read_config` of a format, for the toy's sizes and 36 layers."""
+    own = GPTConfig(vocab_size=97, n_embd=64, n_layer=1, head_size=16)
+    raw = layers_json(own) | dict(block_size=8, mask_token_id=96)
+    if "speculators_model_type" in changes:
+        raw |= dict(transformer_layer_config=layers_json(own, **changes.get("layers", {})))
+    return read_config(raw | changes, GPTConfig(vocab_size=97, n_embd=64, n_layer=36))
+
+
+@pytest.mark.parametrize("changes, want", READ, ids=str)
+def test_the_layers_that_each_format_names(changes, want):
+    """Bug: layers wrong by one, which costs acceptance and nothing else would show."""
+    assert config_of(changes).hidden_layers == want
+
+
+@pytest.mark.parametrize("changes, want", [
+    (READ[4][0], dict(n_draft=7, first=1, causal=False, markov_rank=0, mask_token=96)),
+    (READ[4][0] | dict(sample_from_anchor=True), dict(n_draft=8, first=0)),
+    (READ[5][0] | dict(markov_rank=4, markov_head_type="gated"), dict(n_draft=8, markov_rank=4, markov_gated=True)),
+    (READ[6][0], dict(n_draft=7, first=1, mask_token=5)),
+    (READ[6][0] | dict(dflash_config=dict(block_size=4, mask_token_id=3, causal_head=True)),
+     dict(n_draft=3, first=1, causal=True, mask_token=3)),
+    (READ[10][0] | dict(markov_rank=2, markov_head_type="vanilla"), dict(n_draft=8, first=0, markov_rank=2)),
+    (READ[0][0] | dict(speculators_config=dict(proposal_methods=[dict(speculative_tokens=3)])), dict(n_draft=3)),
+    (READ[2][0] | dict(norm_before_residual=True), dict(n_draft=7, norm_before_residual=True))], ids=str)
+def test_options_of_each_format(changes, want):
+    """Bug: a draft of a token more or less, predictions read a row too early, another head's option."""
+    config = config_of(changes)
+    assert {name: getattr(config, name) for name in want} == want
+
+
+@pytest.mark.parametrize("changes, says", [
+    (dict(speculators_model_type="mtp"), "'mtp' is not supported; supported: eagle3"),
+    (dict(architectures=["LlamaForCausalLM"]), "'LlamaForCausalLM' is not supported"),
+    (READ[2][0] | dict(vocab_size=98), "belong to a model of vocab_size 98, not 97"),
+    (READ[2][0] | dict(hidden_size=128), "belong to a model of n_embd 128, not 64"),
+    (READ[2][0] | dict(num_hidden_layers=2), "only EAGLE-3 with one layer"),
+    (READ[2][0] | dict(norm_output=True), "norm_output: only supported in the format of speculators"),
+    (dict(speculators_model_type="eagle3", eagle_aux_hidden_state_layer_ids=[37]), "from 0 to 36, not 37"),
+    (dict(speculators_model_type="dflash", layers=dict(layer_types=["sliding_attention"])), "sliding windows"),
+    (READ[5][0] | dict(markov_rank=4, markov_head_type="rnn"), "markov_head_type 'rnn' is not supported"),
+    (READ[4][0] | dict(mask_token_id=97), "mask_token_id must be a whole number from 0 to 96, not 97"),
+    (READ[4][0] | dict(block_size=1), "draft tokens must be a whole number from 1"),
+    (READ[2][0] | dict(model_type="gpt2"), "model_type 'gpt2' is not supported")], ids=str)
+def test_heads_that_do_not_fit_are_refused(changes, says):
+    refusal(lambda: config_of(changes), says)
+
+
+def test_broken_files_are_refused(tmp_path):
+    """Bug: a traceback, or heads with random weights."""
+    model = base("torch")
+    heads = random_eagle3(model, vocabulary=33)
+
+    def refused(change, *says, config=()):
+        tensors = stored(heads)
+        change(tensors)
+        raw = speculators(layers_json(heads.config.layers), draft_vocab_size=33) | dict(config)
+        refusal(lambda: load_heads(write(tmp_path, raw, tensors), model), str(tmp_path), *says)
+    refused(lambda x: x.pop("fc.weight"), "the weights lack fc.weight")
+    refused(lambda x: x.update(extra=torch.ones(2)), "no extra")
+    refused(lambda x: x.update({"norm.weight": torch.ones(63)}), "norm.weight", "(64,)", "(63,)")
+    refused(lambda x: x.pop("d2t"), "expected the 33 tokens of a draft vocabulary", "got 0 in d2t")
+    refused(lambda x: None, "a value is missing or has the wrong type", config=dict(speculators_config=[1]))
+    refused(lambda x: x["d2t"].fill_(90), "d2t has token ids outside 0..96, or one twice")
+    (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
+    refusal(lambda: load_heads(tmp_path, model), "only read from safetensors")

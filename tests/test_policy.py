@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench import size_config
-from clover import BINS, SOURCES, CloverConfig, CloverHeads, Head, preset
+from clover import BINS, SOURCES, CloverConfig, CloverHeads, Head, linear_weights, preset
 from conftest import needs_compiler, random_prompts, toy_model
 from engine.batching import Notes
 from engine.policy import MEMORY, TREE_SIZES, Policy, StepTimes, guessed_costs
