@@ -66,9 +66,12 @@ class PublishedHeads(nn.Module):
         self.to(device=base.device, dtype=base.dtype).requires_grad_(False).eval()
         rotations = rope_table(self.config.layers, base.dtype, base.device)
         self.register_buffer("rotations", rotations, persistent=False)
-        self.tables = self.rotations, None, None  # as `GPT.tables`
         base.blocks.prepare(self)
         return self
+
+    @property
+    def tables(self):
+        return self.rotations, None, None  # as `GPT.tables`
 
     @property
     def lm_head(self):
