@@ -23,8 +23,8 @@ def predict(bandwidth, rate, prefix=256):
     steps = {}  # T, K, W, tokens per step
     for row in read_json(RECORD)["decoding"]:
         T = row["tree_size"]
-        if row["kind"] == "all" and row["temperature"] == 0 and T != "auto":
-            name = row["drafted_by"].replace("smollm2", "heads")
+        name = row["drafted_by"].replace("smollm2", "heads")
+        if row["kind"] == "all" and row["temperature"] == 0 and T != "auto" and name != "lookup":
             K = min(T - 1, 4) if "heads" in name else 0
             steps[f"{name}, T = {T}"] = T, K, DEFAULT_BEAMS, row["tokens_per_step"]
     steps["chain of 5 at 0.4"] = 6, 5, 1, sum(0.4 ** i for i in range(6))
