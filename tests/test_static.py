@@ -2,11 +2,15 @@
 sample, `pytest -m static` every choice, `pytest -m slow` all combinations of choices."""
 
 import re
+from dataclasses import replace
 
 import pytest
+import torch
 
 import static
 from bench.operations import quantize_randomly
+from drafters.eagle3 import Eagle3Heads
+from drafters.published import Eagle3Config
 from generate import Decoder, Fixed, Sampling
 from static import launches_of, step_launches
 from test_kernels import records
@@ -104,6 +108,16 @@ def test_the_launches_of_the_five_files_alone(drafters, most):
     uses_heads = heads if "heads" in drafters else None
     found = step_launches(model, uses_heads, "lookup" in drafters, 16, Decoder, Fixed, capacity=512)
     assert found.total() == most and found["linear_rows"] == found["build_tree"] == 0
+
+
+def test_the_launches_of_published_heads():
+    """Bug: as above. EAGLE-3 for 8b, which drafts 7 tokens, beside a plain step's 329 launches."""
+    model = static.sized("8b")
+    with torch.device("meta"):
+        config = Eagle3Config(replace(model.config, n_layer=1), 7, (2, 16, 29), 32000, own_head=True)
+        heads = Eagle3Heads(config, model).place()
+    found = step_launches(model, heads, tree_size=16, capacity=512)
+    assert found.total() <= 545 and found["tree_attention"] == found["rope_cache"] == 32 + 7, found
 
 
 @pytest.mark.parametrize("size, bits, most", [("135m", 16, 225), ("8b", 4, 240), ("8b", 16, 330)])
