@@ -28,7 +28,8 @@ BLOCKS = {  # of block heads' cases; causal is JetSpec's, which the package lack
     "dspark-gated": dict(markov_rank=RANK, markov_head_type="gated"),
     "dspark-masks": dict(markov_rank=RANK, markov_head_type="vanilla", sample_from_anchor=False)}
 CASES = *SWITCHES, *BLOCKS
-SCALES = {"embed_tokens": 1.0, "markov_head.markov_w1": 1.0, "fc": 0.125, "lm_head": 0.125}  # of weights
+# of weights, by the end of their name
+SCALES = {"embed_tokens": 1.0, "markov_w1": 1.0, "fc": 0.125, "lm_head": 0.125, "q_proj": 0.0625, "k_proj": 0.0625}
 
 
 def layers_of(case):
@@ -72,7 +73,7 @@ def weights_of(case):
     tensors = {}
     for name, shape in shapes.items():
         is_norm = len(shape) == 1
-        scale = SCALES.get(name, 0.25)
+        scale = SCALES.get(name.split(".")[-1], 0.25)
         tensors[f"{name}.weight"] = draw(generator, *shape, scale=scale) + is_norm
         if name == "markov_head.gate_proj" or layers["attention_bias"] and "self_attn" in name:
             tensors[f"{name}.bias"] = draw(generator, shape[0], scale=0.25)
