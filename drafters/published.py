@@ -50,13 +50,13 @@ class PublishedHeads(nn.Module):
         self.n_draft = config.n_draft
         self.hidden_layers = config.hidden_layers
         C = config.layers.n_embd
-        n_rows = config.vocabulary or config.layers.vocab_size
-        self.max_beams = min(MAX_BEAMS, n_rows)
+        self.n_rows = config.vocabulary or config.layers.vocab_size  # of the LM head
+        self.max_beams = min(MAX_BEAMS, self.n_rows)
         self.fc = nn.Linear(len(config.hidden_layers) * C, C, bias=False)
         self.norm = Norm("rms", C, config.layers.norm_eps)
         self.embed = nn.Embedding(config.layers.vocab_size, C) if config.own_embed else None
-        self.head = LMHead(C, n_rows, bias=False) if config.own_head else None
-        ids = torch.arange(n_rows, dtype=torch.int32) if config.vocabulary else None
+        self.head = LMHead(C, self.n_rows, bias=False) if config.own_head else None
+        ids = torch.arange(self.n_rows, dtype=torch.int32) if config.vocabulary else None
         self.register_buffer("vocabulary", ids)  # tokens of the LM head's rows; None: all
 
     def place(self):
@@ -79,8 +79,7 @@ class PublishedHeads(nn.Module):
 
     @property
     def cost(self):
-        n_rows = self.config.vocabulary or self.config.layers.vocab_size
-        weights = n_rows * self.config.layers.n_embd + linear_weights(self.blocks)
+        weights = self.n_rows * self.config.layers.n_embd + linear_weights(self.blocks)
         return weights, len(self.blocks)
 
     def embedding(self, tokens):

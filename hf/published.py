@@ -9,6 +9,7 @@ from backends.tensor_parallel import VocabParallelHead
 from clover import MAX_DRAFT
 from common.files import files_hash, read_json
 from common.values import one_of
+from drafters.block import BlockHeads
 from drafters.eagle3 import Eagle3Heads
 from drafters.published import BlockConfig, Eagle3Config
 from hf.checkpoint import BUFFERS, match_parameters, short, weight_files
@@ -24,7 +25,7 @@ NAMES = LLAMA_NAMES | {  # our parameters -> tensors, as in hf/families.py
     "gate": ("markov_head.gate_proj",),
 }
 UNREAD = "confidence_head.", "verifier_norm.", "verifier_lm_head.", "t2d"  # tensors
-CLASSES = {Eagle3Config: Eagle3Heads}
+CLASSES = {Eagle3Config: Eagle3Heads, BlockConfig: BlockHeads}
 # in config.json, speculators_model_type or else the architecture
 EAGLE3 = "eagle3", "LlamaForCausalLMEagle3"
 DSPARK = "dspark", "Qwen3DSparkModel"
