@@ -11,14 +11,16 @@ from safetensors.torch import save_file
 
 from backends import cpu
 from conftest import ToyGrammar, needs_compiler, random_prompts, refusal, toy_model
+from drafters.block import BlockHeads
 from drafters.eagle3 import Eagle3Heads
-from drafters.published import Eagle3Config
+from drafters.published import BlockConfig, Eagle3Config
 from engine.batching import Engine
 from engine.policy import Policy
 from generate import Fixed, Sampling, prepare
 from hf import checkpoint
 from hf.heads import load_heads
 from hf.published import read_config
+from kernels import gumbel
 from model import GPTConfig, add
 
 
@@ -47,12 +49,24 @@ def random_eagle3(model, n_draft=5, vocabulary=0, seed=0, layers=(), weights=Non
     sizes |= dict(vocab_size=97, n_embd=64, head_size=16, block_size=model.config.block_size)
     own = GPTConfig(**sizes | dict(layers))
     config = Eagle3Config(own, n_draft, (1, 2, 0), vocabulary, own_head=True, **switches)
-    heads = Eagle3Heads(config, model)
+    return with_weights(Eagle3Heads(config, model), weights, seed)
+
+
+def random_blocks(model, n_draft=5, vocabulary=0, weights=None, **switches):
+    """Likewise DFlash's, JetSpec's or DSpark's, with two layers."""
+    sizes = dict(n_layer=2, n_head=6, n_kv_head=3, n_inner=80, rope_theta=500.0, norm_eps=1e-3, qk_norm="head")
+    own = GPTConfig(**sizes, vocab_size=97, n_embd=64, head_size=16, block_size=model.config.block_size)
+    config = BlockConfig(own, n_draft, (1, 2, 0), vocabulary, own_head=True, mask_token=96, **switches)
+    return with_weights(BlockHeads(config, model), weights)
+
+
+def with_weights(heads, weights=None, seed=0):
+    """Heads with these or random weights, ready to draft."""
     generator = torch.Generator().manual_seed(seed)
     for p in heads.parameters():
         p.data.normal_(0, 0.3, generator=generator).add_(p.dim() == 1)
-    if vocabulary:
-        heads.vocabulary.copy_(torch.randperm(97, generator=generator)[:vocabulary])
+    if heads.vocabulary is not None:
+        heads.vocabulary.copy_(torch.randperm(97, generator=generator)[:len(heads.vocabulary)])
     if weights:
         heads.load_state_dict(weights)
     return heads.place()
@@ -112,10 +126,14 @@ def test_eagle3_drafts_a_beam_search(beams, switches):
 N = 16  # new tokens
 PROMPTS = random_prompts([7, 1, 30, 2, 40, 12, 3, 18])
 MODES = {"greedy": Sampling(), "sampled": Sampling(0.8, top_p=0.9, seed=3), "schema": Sampling(0.8, seed=5)}
-KINDS = {"eagle3": random_eagle3, "eagle3 of 33 tokens": partial(random_eagle3, vocabulary=33, norm_output=True)}
+EAGLES = {"eagle3": random_eagle3, "eagle3 of 33 tokens": partial(random_eagle3, vocabulary=33, norm_output=True)}
+BLOCKS = {"dspark": partial(random_blocks, markov_rank=97, first=0), "dflash": random_blocks,
+          "jetspec": partial(random_blocks, causal=True, vocabulary=33)}
+KINDS = EAGLES | BLOCKS
 BASES = "packed", "packed bfloat16", "int4", "torch"
 # every combination in turn with some of the others
-DECODED = [*zip(product((1, 8), (5, 17, None), MODES), cycle(product(KINDS, BASES)))]
+DECODED = [case for kinds in (EAGLES, BLOCKS)
+           for case in zip(product((1, 8), (5, 17, None), MODES), cycle(product(kinds, BASES)))]
 
 
 @cache
@@ -147,10 +165,19 @@ def plainly(name, mode):
 
 @cache
 def taught(kind):
-    """Weights of heads that have learnt how the toy model continues the prompts, so that guesses are accepted."""
+    """Weights of heads that have learnt how the toy model continues the prompts, so that guesses are accepted: EAGLE-3
+    by training, DSpark by its bias, which counts pairs of tokens."""
     model = base("torch")
-    heads = KINDS[kind](model).requires_grad_(True)
+    heads = KINDS[kind](model)
     texts = [torch.tensor([prompt + text]) for prompt, text in zip(PROMPTS, plainly("torch", "greedy"))]
+    if kind == "dspark":
+        counts = torch.zeros(97, 97)
+        for text in texts:
+            counts[text[0, 1:], text[0, :-1]] += 10.0
+        return heads.state_dict() | {"markov_w1.weight": torch.eye(97), "markov_w2.weight": counts}
+    if kind in BLOCKS:
+        return None
+    heads.requires_grad_(True)
     hidden = torch.cat([model(text, layers=heads.hidden_layers)[:, :-2] for text in texts], dim=1)
     after, later = (torch.cat([text[:, i:len(text[0]) - 2 + i] for text in texts], dim=1) for i in (1, 2))
     rows = torch.full((97,), -100)
@@ -177,13 +204,15 @@ def test_output_is_that_of_plain_decoding(options, rest):
     engine = Engine(model, policy=policy, batch_size=batch_size, capacity=60 + N)
     output = engine.generate(PROMPTS, N, sampling=[MODES[mode]] * len(PROMPTS), grammars=grammars)
     assert output.tokens == plainly(name, mode)
-    assert tree_size is None or output.steps < (0.75 if mode == "greedy" and kind == "eagle3" else 1) * output.emitted
+    is_taught = mode == "greedy" and kind in ("eagle3", "dspark")
+    assert tree_size is None or output.steps < (0.75 if is_taught else 1) * output.emitted
 
 
-def test_heads_read_the_same_in_any_slot():
+@pytest.mark.parametrize("kind", ["eagle3", "dspark"])
+def test_heads_read_the_same_in_any_slot(kind):
     """Bug: rows of a cancelled sequence, of drafts, or of a prefix's other successor, which only cost acceptance."""
     model = base("torch")
-    heads = random_eagle3(model)
+    heads = KINDS[kind](model)
     new = lambda n: Engine(model, policy=Fixed(model, heads, True, 9), batch_size=n, capacity=200)
     used, (first, second, third) = new(2), random_prompts([40, 9, 25])
     cancelled = [used.add(prompt, 50) for prompt in (first, second)]
@@ -207,6 +236,22 @@ def test_heads_read_the_same_in_any_slot():
         torch.testing.assert_close(alone.state[0], beside.state[slot], atol=1e-3, rtol=1e-3)
         used.cancel(sequences[1])
         used.cancel(sequences[2])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_noise_is_the_samplers(kind):
+    """Bug: the noise of another position, sequence or token, which only costs acceptance."""
+    heads = KINDS[kind](base("torch"))
+    root, lengths = torch.tensor([5, 8, 1]), torch.tensor([3, 0, 20], dtype=torch.int32)
+    cache = heads.new_cache(3, 100)
+    cache.lengths.copy_(lengths)
+    key = torch.tensor([7, 7, 9]), torch.tensor([0, 4, 1])
+    sampling = torch.full((3,), 1e6), *key, lengths  # so hot that only the noise counts
+    candidates = heads.draft(torch.ones(3, 64), root, 20, 1, sampling, cache=cache)
+    ids = torch.arange(97) if heads.vocabulary is None else heads.vocabulary
+    for depth in range(5):
+        noise = gumbel(*key, lengths + depth + 1, ids)
+        assert torch.equal(candidates.tokens[:, depth, 0], ids[noise.argmax(-1)].long())
 
 
 # ---------------------------------------------------------------------------------------------------------------------
