@@ -297,8 +297,8 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 
 @pytest.mark.parametrize("name, dtype, kind, switches", [
     ("llama", FP32, "clover", {}), ("alibi", FP16, "clover2", {}), ("gemma", BF16, "hydra", {}),
-    ("llama", BF16, "medusa", {}), ("llama", BF16, "eagle3 of 33 tokens", {}), ("alibi", FP16, "eagle3", dict(bits=4)),
-    ("llama", FP16, "dspark", {}), ("qk-norm", BF16, "jetspec", dict(bits=8)),
+    ("llama", BF16, "medusa", {}), ("llama", BF16, "eagle3 of 33 tokens", {}), ("alibi", FP16, "eagle3", {}),
+    ("llama", BF16, "dspark", dict(bits=4)),
     ("llama", BF16, None, {}), ("llama", BF16, "clover", dict(vocabulary=20)),
     ("llama", BF16, "clover", dict(bits=4, vocabulary=20)), slow("untied-biased", FP16, "clover2", dict(bits=8)),
     slow("alibi", FP32, "clover", {}), slow("gpt2", BF16, "clover", {}), slow("qk-norm", FP16, "clover", {}),
