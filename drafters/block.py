@@ -56,7 +56,7 @@ class BlockHeads(PublishedHeads):
         keys and values to the cache beyond its lengths."""
         n, first = self.draft_rows, self.config.first
         rows = torch.arange(n, device=root.device)
-        tokens = torch.where(rows == 0, root[:, None], self.config.mask_token)  # (B, n)
+        tokens = root[:, None].expand(-1, n).masked_fill(rows > 0, self.config.mask_token)
         lengths = cache.lengths if cache.slots is None else cache.lengths[cache.slots]
         positions = lengths[:, None] + rows
         ancestors = (2 << rows) - 1 if self.config.causal else torch.full_like(rows, (1 << n) - 1)
@@ -82,20 +82,21 @@ class BlockHeads(PublishedHeads):
         K = min(self.n_draft, tree_size - 1)
         candidates = Candidates.empty(root, K, min(W * W, MAX_TREE - 1))
         normed = self.block_rows(root, cache)[:, :K]
-        block_logits = self.lm_head.logits(normed.flatten(0, 1)).view(B, K, -1)
-        ids = self.vocabulary
-        if ids is None:
-            ids = torch.arange(self.n_rows, dtype=torch.int32, device=root.device)
+        if self.markov_w1 is None:
+            depths = torch.arange(K, device=root.device)
+            rows = [x.view(B, K, 1, W) for x in self.topk(normed, W, sampling, depths)]
+        else:
+            logits = self.lm_head.logits(normed.flatten(0, 1)).view(B, K, 1, -1)
+            ids = self.vocabulary
+            if ids is None:
+                ids = torch.arange(self.n_rows, dtype=torch.int32, device=root.device)
         tokens = root[:, None]
         for depth in range(K):  # depth 0: the root's children
-            logits = block_logits[:, depth, None]  # (B, 1, rows of the LM head)
-            if self.markov_w1 is not None:
-                logits = logits + self.bias(tokens, normed[:, depth])  # (B, w, rows)
-            if sampling:
-                logits = logits + self.noise(ids, sampling, depth, logits.shape[1])
-            best, columns = logits.topk(W)
-            logprobs = best - logits.logsumexp(-1, keepdim=True)  # (B, w, W)
-            proposed = ids[columns].long()
+            if self.markov_w1 is None:
+                logprobs, proposed = (x[:, depth] for x in rows)
+            else:
+                biased = logits[:, depth] + self.bias(tokens, normed[:, depth])
+                logprobs, proposed = best_tokens(biased, W, ids, sampling, depth)
             if masks is not None and depth == 0:
                 is_next = is_allowed(masks, proposed[:, 0])[:, None]
                 logprobs = logprobs.masked_fill(~is_next, -math.inf)
@@ -103,9 +104,13 @@ class BlockHeads(PublishedHeads):
             tokens = candidates.tokens[:, depth, :W]
         return candidates
 
-    def noise(self, ids, sampling, depth, w):
-        """The sampler's noise [B, w, n] for tokens ids [n], depth + 1 places after the roots.
-        sampling: as in `CloverHeads.draft`."""
+
+def best_tokens(logits, k, ids, sampling, depth):
+    """`PublishedHeads.topk` from logits [B, w, n] of tokens ids [n] -> logprobs, tokens [B, w, k].
+    The sort of `kernels.best_tokens`, which settles ties, would take longer than the layers."""
+    if sampling:
         temperature, seed, sequence, positions = sampling
         noise = gumbel(seed, sequence, positions + depth + 1, ids)
-        return (per_row(temperature, noise) * noise)[:, None].expand(-1, w, -1)
+        logits = logits + (per_row(temperature, noise) * noise)[:, None]
+    values, columns = logits.topk(k)
+    return values - logits.logsumexp(-1, keepdim=True), ids[columns].long()

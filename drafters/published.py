@@ -88,11 +88,11 @@ class PublishedHeads(nn.Module):
 
     def topk(self, normed, k, sampling, depth):
         """`LMHead.topk` of the final norm's output [B, w, C], for tokens depth + 1 places after the
-        roots. sampling: as in `CloverHeads.draft`."""
+        roots. depth: of all, or a tensor [w]. sampling: as in `CloverHeads.draft`."""
         noise = None
         if sampling:
-            positions = sampling[3] + depth + 1
-            noise = *sampling[:3], positions.repeat_interleave(normed.shape[1])
+            positions = sampling[3][:, None] + depth + 1
+            noise = *sampling[:3], positions.expand(-1, normed.shape[1]).flatten()
         return self.lm_head.topk(normed.flatten(0, 1), k, self.vocabulary, noise)
 
     def new_cache(self, batch, capacity, device=None):
