@@ -259,13 +259,24 @@ GATE = dict(  # every shape class that kernels.py chooses; lists are alternative
     teacher_targets=[dict(present=["", "drafted"], dtype=[BF16, FP32])], cross_entropy=[dict(dtype=[BF16, FP32])])
 
 
-def all_launches(sample=False):
-    """The signatures of the launches in `GATE`. sample: only the last choices of each operation's first entry."""
+def last(*lists):
+    """The last choices."""
+    return [[x[-1] for x in lists]]
+
+
+def covering(*lists):
+    """Few combinations in which each choice occurs."""
+    return [[x[i % len(x)] for x in lists] for i in range(max(map(len, lists)))] + last(*lists)
+
+
+def all_launches(combine=product):
+    """The signatures of the launches in `GATE`. combine: lists of choices -> combinations. `last`: only those of each
+    operation's first entry."""
     launches = []
     for name, group in GATE.items():
-        for choices in group[:1] if sample else group:
+        for choices in group[:1] if combine is last else group:
             lists = [x if isinstance(x, list) else [x] for x in choices.values()]
-            for values in product(*(x[-1:] if sample else x for x in lists)):
+            for values in combine(*lists):
                 launches += launches_of(name, **dict(zip(choices, values)))
     return list(dict.fromkeys(signature(name, args, named) for name, _, args, named in launches))
 

@@ -1,5 +1,5 @@
 """tests/static.py: what every kernel passes without a GPU, and how many launches a step needs. `pytest` compiles a
-sample, `pytest -m static` every shape class."""
+sample, `pytest -m static` every choice, `pytest -m slow` all combinations of choices."""
 
 import re
 
@@ -30,15 +30,17 @@ def check_figures(launches, figures):
 @pytest.mark.parametrize("target", ["cuda:90", pytest.param("cuda:80", marks=pytest.mark.slow)])
 def test_a_launch_of_every_kernel_compiles_without_spills(target):
     """Bug: a kernel compiles only in the interpreter, spills, or needs too much shared memory."""
-    launches = static.all_launches(sample=True)
+    launches = static.all_launches(static.last)
     assert {launch[0] for launch in launches} == {
         name for module in static.MODULES for name in vars(module) if name.endswith("_kernel")}
     check_figures(launches, (static.usage(target, launch) for launch in launches))
 
 
-@pytest.mark.static
-def test_every_launch_compiles_without_spills():
-    launches = static.all_launches()
+@pytest.mark.parametrize("combine", [pytest.param(static.covering, marks=pytest.mark.static),
+                                     pytest.param(static.product, marks=pytest.mark.slow)])
+def test_every_choice_compiles_without_spills(combine):
+    """Bug: as above. slow: every combination of choices."""
+    launches = static.all_launches(combine)
     check_figures(launches, static.compile_all("cuda:90", launches))
 
 
