@@ -159,9 +159,6 @@ GRAMMARS = dict(response_format=response_format, structured_outputs=structured_o
     f"guided_{kind}": STRUCTURED[kind] for kind in ("json", "regex", "choice", "grammar")}
 
 
-# --------------------------------------------------------------------------------------------------
-# Log-probabilities
-
 def number_of_logprobs(name, value):
     return None if value is False else whole(0, 5)(name, value)
 
