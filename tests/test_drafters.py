@@ -10,6 +10,7 @@ import torch
 from safetensors.torch import save_file
 
 from backends import cpu
+from backends.tensor_parallel import Group, VocabParallelHead
 from conftest import ToyGrammar, needs_compiler, random_prompts, refusal, toy_model
 from drafters.block import BlockHeads
 from drafters.eagle3 import Eagle3Heads
@@ -308,3 +309,5 @@ def test_broken_files_are_refused(tmp_path):
     refused(lambda x: x.update(d2t=x["d2t"] + 90), "d2t has token ids outside 0..127, or one twice")
     (tmp_path / "model.safetensors").rename(tmp_path / "pytorch_model.bin")
     refusal(lambda: load_heads(tmp_path, model), "only read from safetensors")
+    model.head = VocabParallelHead(model.head, Group(), 128)
+    refusal(lambda: load_heads(tmp_path, model), "only run in one process")
