@@ -172,6 +172,7 @@ class StepResult(NamedTuple):
     sources: list      # of these nodes, as in `Tree`
     tree_size: int     # T
     tree: Tree = None  # as lists, if `step` was called with trees
+    logprobs: list = None  # of the new tokens, if requested: see engine/logprobs.py
 
 
 # --------------------------------------------------------------------------------------------------
@@ -342,6 +343,7 @@ class Decoder:
     ngram_lookup = staticmethod(ngram_lookup)
     advance = staticmethod(advance)
     guide = None  # restricts the tokens of the next step: see engine/guide.py
+    observer = None  # reads the hidden states of the next step: see engine/logprobs.py
 
     @torch.inference_mode()
     def __init__(self, model, *, policy, batch_size=1, capacity=None, beams=None, sampling=None,
@@ -391,19 +393,20 @@ class Decoder:
     # Fixed shapes, state changed in place; only a guide and FILTERED sampling wait for the device
 
     def step(self, plan):
-        """Runs a step -> (`Accepted`, `Tree`). With a guide it has three parts, between which the
-        host computes the guide's masks while a GPU verifies the tree."""
+        """Runs a step -> (`Accepted`, `Tree`, normed). With a guide it has three parts, between
+        which the host computes the guide's masks while a GPU verifies the tree."""
         if self.guide is None:
             return self.run(self.whole_step, plan)
         draft = self.run(self.draft, plan)
         self.guide.read(draft.tree)
         verified = self.run(self.verify, plan, draft)
         self.guide.fill_masks()
-        return self.run(self.finish, plan, draft, *verified), draft.tree
+        return self.run(self.finish, plan, draft, *verified), draft.tree, verified[0]
 
     def whole_step(self, plan):
         draft = self.draft(plan)
-        return self.finish(plan, draft, *self.verify(plan, draft)), draft.tree
+        normed, hidden = self.verify(plan, draft)
+        return self.finish(plan, draft, normed, hidden), draft.tree, normed
 
     def finish(self, plan, draft, normed, hidden):
         target = self.sample(plan, draft, normed)    # [B, T]: the model's own next tokens
@@ -548,7 +551,9 @@ class Decoder:
         """Starts a step and returns it as a `Step`."""
         n_graphs = len(self.graphs)
         with self.inference_mode:
-            accepted, tree = self.step(plan)
+            accepted, tree, normed = self.step(plan)
+            if self.observer is not None:
+                self.observer.read(normed, accepted)
             tree_size = tree.tokens.shape[1]
             accepted = self.to_host(accepted)
             tree = Tree(*map(to_host, tree)) if with_trees else None

@@ -17,10 +17,11 @@ class GuidedSequence(Sequence):
     """A `Sequence` that may also end at a text, for which it needs an encoding, and whose output
     matches a grammar, or any if that is None. It ends with "stop" where the grammar does, and with
     "error" if that got too complex, see `error`. unread: prompt tokens that the steps launched so
-    far leave unread."""
+    far leave unread. top_logprobs: None, or that `logprobs` of its tokens are wanted, with so many
+    of the likeliest."""
 
     def __init__(self, config, prompt, max_new_tokens, sampling, stop=(), index=0, encoding=None,
-                 grammar=None):
+                 grammar=None, top_logprobs=None):
         tokens, texts = split_stop(stop)
         super().__init__(config, prompt, max_new_tokens, sampling, tokens, index)
         if texts and not hasattr(encoding, "stream"):
@@ -28,6 +29,8 @@ class GuidedSequence(Sequence):
                              "hf.tokenizer.load_encoding")
         self.stream = encoding.stream(texts) if texts else None
         self.unread = 0
+        self.top_logprobs = top_logprobs
+        self.logprobs = []  # of `tokens`: see `LogProbs.of`
         self.grammar = grammar
         self.matcher = None
         if grammar:

@@ -52,8 +52,8 @@ def random_published(model, kind="eagle3", n_draft=5, vocabulary=0, seed=0, laye
         sizes |= dict(n_layer=2, qk_norm="head")
     make, make_config = (BlockHeads, BlockConfig) if kind == "block" else (Eagle3Heads, Eagle3Config)
     own_head = vocabulary > 0 or kind == "eagle3"
-    config = make_config(GPTConfig(**sizes | dict(layers)), n_draft, (1, 2, 0), vocabulary, own_head=own_head, **switches)
-    heads = make(config, model)
+    own = GPTConfig(**sizes | dict(layers))
+    heads = make(make_config(own, n_draft, (1, 2, 0), vocabulary, own_head=own_head, **switches), model)
     generator = torch.Generator().manual_seed(seed)
     for p in heads.parameters():
         p.data.normal_(0, 0.3, generator=generator).add_(p.dim() == 1)

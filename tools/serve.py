@@ -46,6 +46,7 @@ from model import InputError, expect
 from tools import fields
 from tools.errors import command, error_line
 from tools.load import load, make_engine, without_thinking
+from tools.logprobs import chat_logprobs, completion_logprobs
 from tools.metrics import Metrics
 from tools.printer import step_record
 from tools.statistics import Statistics
@@ -99,32 +100,44 @@ class Job:
 
     async def parts(self):
         """Yields the results of steps: (index of the choice, text of each new token, why the
-        sequence ended or None, `step_record` or None)."""
+        sequence ended or None, `step_record` or None, the field logprobs)."""
         streams = [self.encoding.output_stream(self.stop) for _ in range(self.count)]
         hidden = [sequence.grammar and sequence.grammar.begin  # text up to this token
                   for sequence in self.sequences]
+        lengths = [0] * self.count  # of the texts so far
         left = self.count
         while left:
             event = await self.events.get()
             if isinstance(event, Exception):
                 raise event
-            index, tokens, ended, record = event
+            index, tokens, ended, record, values = event
             pieces = []
+            offsets = []
             for token in tokens:
+                offsets.append(lengths[index] + len(streams[index].held))
                 is_hidden = hidden[index] is not None
                 pieces.append("" if is_hidden else streams[index].feed([token]))
+                lengths[index] += len(pieces[-1])
                 if token == hidden[index]:
                     hidden[index] = None
             if ended:
                 pieces[-1:] = ["".join(pieces[-1:]) + streams[index].finish()]
                 left -= 1
-            yield index, pieces, ended, record
+            yield index, pieces, ended, record, self.logprobs(tokens, values, offsets)
 
-    def choice(self, index, text, ended, first=True):
+    def logprobs(self, tokens, values, offsets):
+        """The field logprobs of a choice, or None. offsets: of the tokens in its text."""
+        if self.body["top_logprobs"] is None:
+            return None
+        if self.chat:
+            return chat_logprobs(self.encoding, tokens, values)
+        return completion_logprobs(self.encoding, tokens, values, offsets)
+
+    def choice(self, index, text, ended, logprobs, first=True):
         role = dict(role="assistant") if first else {}
         message = {"delta" if self.body["stream"] else "message": role | dict(content=text)}
         error = dict(error=self.sequences[index].error) if ended == "error" else {}
-        return dict(index=index, finish_reason=ended, logprobs=None) | error | (
+        return dict(index=index, finish_reason=ended, logprobs=logprobs) | error | (
             message if self.chat else dict(text=text))
 
     def usage(self):
@@ -200,8 +213,8 @@ class Worker(threading.Thread):
             record = step_record(step, job.encoding.decode) if job.body["show_steps"] else None
             streams = job.body["stream"]
             if streams or sequence.ended:  # otherwise there is no need to wake the event loop
-                tokens = step.tokens if streams else sequence.tokens
-                self.send(job, (sequence.index, tokens, sequence.ended, record))
+                new = step if streams else sequence
+                self.send(job, (sequence.index, new.tokens, sequence.ended, record, new.logprobs))
             if sequence.ended:
                 del self.jobs[sequence]
 
@@ -363,11 +376,9 @@ class App:
             response = StreamingResponse(self.events(job), headers=STREAM_HEADERS,
                                          media_type="text/event-stream")
         else:
-            texts = [""] * job.count
-            async for index, pieces, *_ in job.parts():
-                texts[index] += "".join(pieces)
-            ended = [sequence.ended for sequence in job.sequences]
-            choices = list(map(job.choice, range(job.count), texts, ended))
+            choices = [None] * job.count
+            async for index, pieces, ended, _, values in job.parts():  # once for each choice
+                choices[index] = job.choice(index, "".join(pieces), ended, values)
             response = JSONResponse(job.head | dict(choices=choices) | job.usage())
         self.worker.metrics.responses[200] += 1
         await response(*asgi)
@@ -391,7 +402,7 @@ class App:
             for _ in range(job.body["n"]):
                 job.sequences.append(self.engine.sequence_class(
                     self.loaded.model.config, value, limit, job.sampling, job.stop,
-                    len(job.sequences), encoding, own))
+                    len(job.sequences), encoding, own, job.body["top_logprobs"]))
 
     def check_length(self, tokens, or_more=""):
         longest = self.engine.decoder.capacity - 1
@@ -406,8 +417,8 @@ class App:
         line = lambda value: f"data: {json.dumps(value)}\n\n"
         started = set()
         try:
-            async for index, pieces, ended, record in job.parts():
-                choice = job.choice(index, "".join(pieces), ended, index not in started)
+            async for index, pieces, ended, record, values in job.parts():
+                choice = job.choice(index, "".join(pieces), ended, values, index not in started)
                 started.add(index)
                 steps = dict(clover=dict(tokens=pieces) | record) if record else {}
                 yield line(job.head | dict(choices=[choice]) | steps)
