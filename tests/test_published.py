@@ -9,9 +9,14 @@ from safetensors.torch import load_file, save_file
 
 import record_published as recorded
 from backends import cpu
-from conftest import toy_model
+from conftest import random_prompts, toy_model
+from drafters.block import BlockHeads
+from drafters.published import BlockConfig
+from engine.batching import Engine
+from generate import Fixed, generate
 from hf.heads import load_heads
-from model import LMHead
+from kernels import gumbel
+from model import GPTConfig, LMHead
 from record_published import ANCHORS, BLOCK, BLOCKS, CASES, COMMITTED, MASK, ROWS, STEPS, SWITCHES, V
 
 RESULTS = load_file(Path(__file__).with_name("published.safetensors"))
@@ -202,3 +207,46 @@ def test_block_heads_draft_a_beam_search(case, tmp_path):
         best = sorted(options.values(), reverse=True)
         assert [joint for _, joint in got[:4]] == pytest.approx(best[:4], abs=1e-4)
         paths = got
+
+
+@pytest.mark.parametrize("case", ["eagle3", "dflash", "dspark"])
+def test_the_noise_is_the_samplers(case, tmp_path):
+    """Bug: the noise of another position, sequence or token, which only costs acceptance."""
+    loaded = Loaded(tmp_path, case, speculators)
+    h, root, cache = loaded.read([3, COMMITTED])
+    key = torch.tensor([7, 9]), torch.tensor([4, 1])
+    sampling = torch.full((2,), 1e6), *key, cache.lengths  # so hot that only the noise counts
+    candidates = loaded.heads.draft(h, root, STEPS + 1, 1, sampling, cache=cache)
+    for depth in range(STEPS):
+        noise = gumbel(*key, cache.lengths + depth + 1, loaded.ids)
+        assert torch.equal(candidates.tokens[:, depth, 0], loaded.ids[noise.argmax(-1)])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_block_heads_read_accepted_paths(packed):
+    """Bug: keys of a rejected node, or of a draft's MASK, left in a committed row. DSpark's bias has learnt which token
+    follows which, so that many guesses are accepted."""
+    model = toy_model()
+    if packed and cpu.library():
+        cpu.apply(model)
+    prompts = random_prompts([9, 30, 1])
+    texts = [prompt + text for prompt, text in zip(prompts, generate(model, prompts, 40).tokens)]
+    layers = GPTConfig(vocab_size=97, n_embd=64, n_layer=2, n_inner=80, qk_norm="head", block_size=256)
+    heads = BlockHeads(BlockConfig(layers, 5, (0, 2), first=0, markov_rank=97), model)
+    heads.markov_w1.weight.data.copy_(torch.eye(97))
+    heads.markov_w2.weight.data.zero_()
+    for text in texts:
+        heads.markov_w2.weight.data[text[1:], text[:-1]] += 10
+    heads.place()
+    engine = Engine(model, policy=Fixed(model, heads, False, 9), batch_size=3, capacity=120)
+    sequences = [engine.add(prompt, 40) for prompt in prompts]
+    for _ in range(8):
+        engine.step()
+    slots = engine.decoder.slots
+    for sequence, text in zip(sequences, texts):
+        n = slots.cache.lengths[sequence.slot]
+        assert text[:n + 1] == sequence.prompt + sequence.tokens and len(sequence.tokens) >= 16
+        cache = heads.new_cache(1, 100)
+        heads.augment(model(torch.tensor([text[:n]]), layers=(0, 2)), None, cache=cache)
+        kept = slots.heads_cache.kv[:, :, sequence.slot, :, :n]
+        torch.testing.assert_close(kept, cache.kv[:, :, 0, :, :n], rtol=1e-4, atol=1e-4)
