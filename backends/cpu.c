@@ -706,22 +706,29 @@ INLINE void sum_words(const char *group, size_t next, int blocks, const Group *x
 INLINE void sum_words(const char *group, size_t next, int blocks, const Group *x, int n, int kind,
                       int first, int words, vi (*sums)[TILE]) {
     Partial partial[2][TILE];
+    UNROLL
     for (int b = 0; b < blocks; b++)
+        UNROLL
         for (int i = 0; i < n; i++)
             partial[b][i] = begin(sums[b][i]);
     UNROLL
     for (int j = 0; j < words; j++) {
         vi w[2];
+        UNROLL
         for (int b = 0; b < blocks; b++) {
             vi word = load_word(group + b * next, first + j, kind);
             IN_ORDER(word);
             w[b] = word;
         }
+        UNROLL
         for (int i = 0; i < n; i++)
+            UNROLL
             for (int b = 0; b < blocks; b++)
                 partial[b][i] = add_word(partial[b][i], w[b], x[i].words[first + j], kind);
         if ((j + 1) % PARTIAL_WORDS(kind) == 0 || j + 1 == words)
+            UNROLL
             for (int i = 0; i < n; i++)
+                UNROLL
                 for (int b = 0; b < blocks; b++) {
                     sums[b][i] = total(sums[b][i], partial[b][i]);
                     partial[b][i] = begin(sums[b][i]);
@@ -735,8 +742,8 @@ INLINE void sum_words(const char *group, size_t next, int blocks, const Group *x
 INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, int block, int blocks,
                            int n, int kind, int has_minimum, vf (*acc)[TILE]) {
     int parts = kind == INT6 ? 2 : 1, words = 8 / parts, size = group_bytes(kind);
-    int per_scale = max(w->group / GROUP, 1), zero = kind == INT8 ? OFFSET : w->zero, used = 0;
-    int step = scale_bytes(w), per_block = p->n_groups, has_next = block + 1 < blocks_of(w);
+    int per_scale = max(w->group / GROUP, 1), zero = kind == INT8 ? OFFSET : has_minimum ? 0 : w->zero;
+    int used = 0, step = scale_bytes(w), per_block = p->n_groups, has_next = block + 1 < blocks_of(w);
     if (per_scale > 1)
         per_block = (p->n_groups - 1) / per_scale + 1;
     size_t next = has_next * p->n_groups * (size_t)size;
@@ -748,23 +755,35 @@ INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, in
     const char *values = (const char *)w->values + block * (size_t)p->n_groups * size;
     const char *scales = w->scales, *minimums = w->minimums;
     for (int g = 0; g < p->n_groups; g++, x += n, values += size) {
+        UNROLL
         for (int b = 0; b < blocks; b++)
             fetch(values + b * next + ahead, size);
         UNROLL
         for (int part = 0; part < parts; part++) {
             vi sums[2][TILE];
             vf scale[2], minimum[2];
+            UNROLL
             for (int i = 0; i < n; i++)
+                UNROLL
                 for (int b = 0; b < blocks; b++)
-                    sums[b][i] = zero ? splat_word(zero * x[i].minus[parts == 2 ? part : 2]) : (vi){0};
+                    sums[b][i] = splat_word(OFFSET ? zero * x[i].minus[parts == 2 ? part : 2] : 0);
             sum_words(values, next, blocks, x, n, kind, part * words, words, sums);
+            UNROLL
+            for (int i = 0; i < n; i++)  // not before: the partial sums need the registers
+                UNROLL
+                for (int b = 0; b < blocks; b++)
+                    if (!OFFSET && kind > INT8 && !has_minimum)
+                        sums[b][i] += splat_word(zero * x[i].minus[parts == 2 ? part : 2]);
+            UNROLL
             for (int b = 0; b < blocks; b++) {
                 size_t from = at + part * step + b * next_scale, from_top = top + b * next_top;
                 scale[b] = load_scales(w, scales + from, from_top);
                 if (has_minimum)
                     minimum[b] = load_scales(w, minimums + from, from_top + LANES);
             }
+            UNROLL
             for (int i = 0; i < n; i++)
+                UNROLL
                 for (int b = 0; b < blocks; b++) {
                     vf products = __builtin_convertvector(sums[b][i], vf);
                     acc[b][i] = fused(products, scale[b] * x[i].scale, acc[b][i]);
@@ -840,8 +859,11 @@ INLINE void tile(const Product *p, const Linear *w, int block, int at, int first
     const Group *x = p->groups + (size_t)first * p->n_groups;
     for (; block < end; block += blocks, at += blocks * LANES) {
         vf acc[2][TILE];
-        for (int i = 0; i < blocks * n; i++)
-            acc[i / n][i % n] = splat(0);
+        UNROLL
+        for (int b = 0; b < blocks; b++)
+            UNROLL
+            for (int i = 0; i < n; i++)
+                acc[b][i] = splat(0);
         if (kind >= INT8)
             quantized_tile(p, w, x, block, blocks, n, kind, has_minimum, acc);
         else
@@ -858,38 +880,23 @@ INLINE void tile(const Product *p, const Linear *w, int block, int at, int first
     }
 }
 
-// `tile` with n, kind and has_minimum as constants, so that the sums stay in registers; a function
-// for each kind, in which compilers find registers for fewer numbers
-typedef void Tile(const Product *p, const Linear *w, int block, int at, int first, int n);
-#define TILE_OF(name, kind, has_minimum, most) \
-    __attribute__((noinline)) \
-    static void name(const Product *p, const Linear *w, int block, int at, int first, int n) { \
-        switch (min(n, most)) { \
-            case 1: tile(p, w, block, at, first, 1, kind, has_minimum); break; \
-            case 2: tile(p, w, block, at, first, 2, kind, has_minimum); break; \
-            case 3: tile(p, w, block, at, first, 3, kind, has_minimum); break; \
-            case 4: tile(p, w, block, at, first, 4, kind, has_minimum); break; \
-            case 5: tile(p, w, block, at, first, 5, kind, has_minimum); break; \
-            case 6: tile(p, w, block, at, first, 6, kind, has_minimum); break; \
-            case 7: tile(p, w, block, at, first, 7, kind, has_minimum); break; \
-            case 8: tile(p, w, block, at, first, 8, kind, has_minimum); break; \
-        } \
+// `tile` with n, kind and has_minimum as constants, so that the sums stay in registers. One function
+// for each: in larger ones, compilers keep fewer of them there
+#define TILE_OF(kind, has_minimum, n) __attribute__((noinline)) static void \
+    tile_##kind##_##has_minimum##_##n(const Product *p, const Linear *w, int block, int at, int first) { \
+        tile(p, w, block, at, first, min(n, kind < INT8 ? FLOAT_TILE : TILE), kind, has_minimum); \
     }
-TILE_OF(tile_float32, FLOAT32, 0, FLOAT_TILE)
-TILE_OF(tile_bfloat16, BFLOAT16, 0, FLOAT_TILE)
-TILE_OF(tile_int8, INT8, 0, TILE)
-TILE_OF(tile_int8_minimum, INT8, 1, TILE)
-TILE_OF(tile_int4, INT4, 0, TILE)
-TILE_OF(tile_int4_minimum, INT4, 1, TILE)
-TILE_OF(tile_int5, INT5, 0, TILE)
-TILE_OF(tile_int5_minimum, INT5, 1, TILE)
-TILE_OF(tile_int6, INT6, 0, TILE)
+#define EACH(f, kind, m) f(kind, m, 1) f(kind, m, 2) f(kind, m, 3) f(kind, m, 4) f(kind, m, 5) \
+                         f(kind, m, 6) f(kind, m, 7) f(kind, m, 8)
+#define EACH_KIND(f) f(FLOAT32, 0) f(BFLOAT16, 0) f(INT8, 0) f(INT8, 1) f(INT4, 0) f(INT4, 1) \
+                     f(INT5, 0) f(INT5, 1) f(INT6, 0)
+#define TILES(kind, m) EACH(TILE_OF, kind, m)
+#define NAME(kind, m, n) tile_##kind##_##m##_##n,
+#define NAMES(kind, m) [kind][m] = {EACH(NAME, kind, m)},
+EACH_KIND(TILES)
 
 static void product_unit(void *arguments, int unit) {
-    static Tile *const tiles[][2] = {  // by kind, and whether there are minimums
-        [FLOAT32] = {tile_float32}, [BFLOAT16] = {tile_bfloat16}, [INT8] = {tile_int8, tile_int8_minimum},
-        [INT4] = {tile_int4, tile_int4_minimum}, [INT5] = {tile_int5, tile_int5_minimum},
-        [INT6] = {tile_int6}};
+    static void (*const tiles[][2][8])(const Product *, const Linear *, int, int, int) = {EACH_KIND(NAMES)};
     const Product *p = arguments;
     const Linear *w = p->w;
     int end = min((unit + 1) * p->per_unit, p->steps);
@@ -902,7 +909,7 @@ static void product_unit(void *arguments, int unit) {
         int block = (i - before) * p->width, at = outputs + block * LANES;
         for (int t = 0, first = 0, n; t < p->tiles; t++, first += n) {
             n = p->M / p->tiles + (t < p->M % p->tiles);
-            tiles[w->kind][w->minimums != NULL](p, w, block, at, first, n);
+            tiles[w->kind][w->minimums != NULL][n - 1](p, w, block, at, first);
         }
     }
 }
