@@ -42,7 +42,7 @@
 #define SLICE (2 * LANES)
 #endif
 #define TILE 8               // most rows multiplied at once
-#define PAIRED (LANES == 8 ? 6 : 0)  // most rows multiplied by two blocks at once
+#define PAIRED (LANES == 4 ? 0 : 6)  // most rows multiplied by two blocks at once
 #define SUMS (LANES == 16 ? 2 : 4)  // sums of floats per row, which hide the additions' latency
 #define HEADS 3              // heads that share loads of keys and values
 #define SPLIT 128            // cache positions per unit of attention
@@ -743,9 +743,8 @@ INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, in
                            int n, int kind, int has_minimum, vf (*acc)[TILE]) {
     int parts = kind == INT6 ? 2 : 1, words = 8 / parts, size = group_bytes(kind);
     int per_scale = max(w->group / GROUP, 1), zero = kind == INT8 ? OFFSET : has_minimum ? 0 : w->zero;
-    int used = 0, step = scale_bytes(w), per_block = p->n_groups, has_next = block + 1 < blocks_of(w);
-    if (per_scale > 1)
-        per_block = (p->n_groups - 1) / per_scale + 1;
+    int used = 0, step = scale_bytes(w), has_next = block + 1 < blocks_of(w);
+    int per_block = per_scale == 1 ? p->n_groups : (p->n_groups - 1) / per_scale + 1;
     size_t next = has_next * p->n_groups * (size_t)size;
     size_t next_scale = has_next * per_block * (size_t)(parts * step);
     size_t next_top = has_next * p->n_groups / 8 * 2 * LANES;
@@ -854,7 +853,7 @@ INLINE void float_tile(const Linear *w, const Group *x, int block, int n, int ki
 // of their outputs
 INLINE void tile(const Product *p, const Linear *w, int block, int at, int first, int n, int kind,
                  int has_minimum) {
-    int blocks = kind > INT8 && n > 1 && n <= PAIRED ? 2 : 1;
+    int blocks = kind >= (OFFSET ? INT8 : INT4) && n > 1 && n <= PAIRED ? 2 : 1;
     int end = min(block + p->width, blocks_of(w));
     const Group *x = p->groups + (size_t)first * p->n_groups;
     for (; block < end; block += blocks, at += blocks * LANES) {
@@ -916,7 +915,7 @@ static void product_unit(void *arguments, int unit) {
 
 void product(const Linear *w, const float *x, int M, float *out, int threads) {
     int inputs = inputs_of(w->kind);
-    int rows = w->kind >= INT8 ? TILE : FLOAT_TILE;  // of a tile
+    int rows = w->kind < INT8 ? FLOAT_TILE : LANES == 16 ? PAIRED : TILE;  // of a tile
     Product p = {w, x, out, .M = M, .tiles = (M + rows - 1) / rows, .width = PAIRED && M > 1 ? 2 : 1};
     p.n_groups = (w->k + inputs - 1) / inputs;
     p.groups = scratch(PREPARED, (size_t)M * p.n_groups * sizeof *p.groups);
