@@ -35,12 +35,14 @@
 #define LANES 4
 #endif
 #if LANES == 16 || defined(__aarch64__)  // there are 32 vector registers, else 16
-#define TILE 8               // most rows multiplied at once
+#define FLOAT_TILE (16 / SUMS)
 #define SLICE (4 * LANES)    // dimensions of a head that are accumulated in registers
 #else
-#define TILE 6
+#define FLOAT_TILE (12 / SUMS)  // most rows multiplied at once by floats
 #define SLICE (2 * LANES)
 #endif
+#define TILE 8               // most rows multiplied at once
+#define PAIRED (LANES == 4 ? 0 : 6)  // most rows multiplied by two blocks at once
 #define SUMS (LANES == 16 ? 2 : 4)  // sums of floats per row, which hide the additions' latency
 #define HEADS 3              // heads that share loads of keys and values
 #define SPLIT 128            // cache positions per unit of attention
@@ -52,6 +54,7 @@
 #define UNIT (1 << 19)       // numbers of a weight per unit, within 2 to 8 units per thread
 #define MIN_WORK 4096        // with fewer numbers a function stays on one thread
 #define FETCH 2048           // prefetch distance in bytes
+#define AHEAD 16384          // of pairs of blocks up to this size each, the next pair is prefetched
 #define SPINS 4000           // polls before a thread sleeps: about 0.1 ms
 #define INLINE static inline __attribute__((always_inline))
 #ifdef __clang__
@@ -340,6 +343,23 @@ INLINE void fetch(const char *from, int bytes) {
 }
 
 INLINE vf splat(float x) { return x - (vf){0}; }
+
+// a b + c, rounded once. Where it is written as such, compilers round once in some loops and twice in
+// others, and a row's bits would depend on the rows beside it. Without fused instructions: twice.
+INLINE vf fused(vf a, vf b, vf c) {
+#if defined(X86) && (LANES == 16 || defined(__FMA__))
+    return (vf)X86(fmadd_ps)(a, b, c);
+#elif !defined(PLAIN) && defined(__aarch64__)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#elif defined(__FMA__) || defined(__aarch64__) || defined(FP_FAST_FMAF)
+    for (int i = 0; i < LANES; i++)
+        c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+
 INLINE vf load(const void *x) { return *(const vf_anywhere *)x; }
 INLINE void store(float *x, vf v) { *(vf_anywhere *)x = v; }
 
@@ -459,25 +479,6 @@ INLINE float reduce(Combine *f, vf v) {
 INLINE float sum_lanes(vf v) { return reduce(add, v); }
 INLINE float max_lanes(vf v) { return reduce(larger, v); }
 
-INLINE void fold_pairs(Combine *f, vf *v, int s) {
-    vi odd = (NUMBERS & s) != 0;
-    for (int i = 0; i < LANES; i += 2 * s) {
-        vf stay = select_lanes(odd, v[i + s], v[i]), move = select_lanes(odd, v[i], v[i + s]);
-        v[i] = f(stay, swap(move, s));
-    }
-}
-
-// f over all lanes of v[i] in lane i; neighbours are combined first
-INLINE vf fold(Combine *f, vf *v) {
-    fold_pairs(f, v, 1);
-    fold_pairs(f, v, 2);
-    if (LANES > 4)
-        fold_pairs(f, v, 4);
-    if (LANES > 8)
-        fold_pairs(f, v, 8);
-    return v[0];
-}
-
 INLINE void exchange(vf *v, int s) {
     vi odd = (NUMBERS & s) != 0;
     UNROLL
@@ -571,48 +572,45 @@ typedef struct {
     const float *x;              // [M, k]
     float *out;                  // [M, n]
     Group *groups;               // [tiles][n_groups][rows of a tile]
-    int M, n, tiles, n_groups, blocks, per_unit;  // n, blocks: of all outputs
+    int M, n, tiles, n_groups, width;  // n: all outputs; width: blocks that are multiplied together,
+    int steps, per_unit;         // in so many steps
 } Product;
 
 INLINE int inputs_of(int kind) { return kind >= INT8 ? GROUP : kind == BFLOAT16 && IN_PAIRS ? 16 : 8; }
 
-INLINE int tile_start(const Product *p, int tile) { return (int64_t)tile * p->M / p->tiles; }
+INLINE int blocks_of(const Linear *w) { return (w->n + LANES - 1) / LANES; }
 
-// Rounds x [n], up to LANES groups, to groups that are `stride` apart
-static void round_groups(const float *x, int n, Group *group, int stride) {
-    vf part[LANES], first[LANES];
-    for (int i = 0; i < LANES; i++) {
-        part[i] = first[i] = splat(0);
-        for (int j = i * GROUP; j < (i + 1) * GROUP; j += LANES)
-            part[i] = larger((vf)((vi)load_n(x + j, n - j) & INT32_MAX), part[i]);
+INLINE int steps_of(const Product *p, const Linear *w) {
+    return (blocks_of(w) + p->width - 1) / p->width;
+}
+
+INLINE int tile_start(const Product *p, int tile) {
+    return tile * (p->M / p->tiles) + min(tile, p->M % p->tiles);
+}
+
+// Rounds x [n], up to a group, to 8 bits
+static void round_group(const float *x, int n, Group *group) {
+    enum { VECTORS = GROUP / LANES };
+    vf v[VECTORS], most = splat(0), sums[2] = {splat(0), splat(0)};
+    for (int j = 0; j < VECTORS; j++) {
+        v[j] = load_n(x + j * LANES, n - j * LANES);
+        most = larger((vf)((vi)v[j] & INT32_MAX), most);
     }
-    vf largest = fold(larger, part);
-    vi usable = (largest > 1e-30f) & (largest < INFINITY);
-    vf inverse = 127.0f / largest, scale = largest / 127.0f;
-    for (int i = 0; i < LANES && i * GROUP < n; i++) {
-        int32_t q[GROUP];
-        int8_t *bytes = (int8_t *)group[i * stride].words;
-        part[i] = splat(0);
-        for (int j = 0; j < GROUP; j += LANES) {
-            vf v = load_n(x + i * GROUP + j, n - i * GROUP - j) * inverse[i];
-            vi rounded = (vi)(v + 12582912.0f) - 0x4b400000;  // ties to even
-            rounded &= usable[i];  // else the scale is 0, infinite or NaN
-            memcpy(q + j, &rounded, sizeof rounded);
-            part[i] += __builtin_convertvector(rounded, vf);
-            if (j == GROUP / 2 - LANES)
-                first[i] = part[i];
-        }
-        for (int j = 0; j < GROUP; j++)
-            bytes[j] = q[j];
+    float largest = max_lanes(most), inverse = 127.0f / largest;
+    int usable = largest > 1e-30f && largest < INFINITY;  // else the scale is 0, infinite or NaN
+    for (int j = 0; j < VECTORS; j++) {
+        vf sum = fused(v[j], splat(inverse), splat(12582912.0f));
+        vi rounded = ((vi)sum - 0x4b400000) & -usable;  // ties to even
+        vb bytes = __builtin_convertvector(rounded, vb);
+        memcpy((int8_t *)group->words + j * LANES, &bytes, sizeof bytes);
+        sums[j / (VECTORS / 2)] += __builtin_convertvector(rounded, vf);
     }
-    vf all = fold(add, part), half = fold(add, first), scaled = all * scale;
-    for (int i = 0; i * GROUP < n && i < LANES; i++) {
-        group[i * stride].scale = scale[i];
-        group[i * stride].sum = scaled[i];
-        group[i * stride].minus[0] = -half[i];
-        group[i * stride].minus[1] = half[i] - all[i];
-        group[i * stride].minus[2] = -all[i];
-    }
+    int first = sum_lanes(sums[0]), second = sum_lanes(sums[1]);
+    group->scale = largest / 127.0f;
+    group->sum = (first + second) * group->scale;
+    group->minus[0] = -first;
+    group->minus[1] = -second;
+    group->minus[2] = -first - second;
 }
 
 // Copies x [n], up to a group, rounded to bfloat16 if the weight is
@@ -631,25 +629,30 @@ static void copy_group(const float *x, int n, int kind, int32_t *words) {
 static void prepare_row(void *arguments, int m) {
     const Product *p = arguments;
     int kind = p->w->kind, inputs = inputs_of(kind);
-    int tile = ((int64_t)(m + 1) * p->tiles - 1) / p->M, first = tile_start(p, tile);  // m's tile
+    int rows = p->M / p->tiles, most = p->M % p->tiles * (rows + 1);  // rows in larger tiles
+    int tile = m < most ? m / (rows + 1) : (m - most) / rows + p->M % p->tiles;
+    int first = tile_start(p, tile);
     Group *group = p->groups + (size_t)first * p->n_groups + m - first;
     int stride = tile_start(p, tile + 1) - first, k = p->w->k;
     const float *x = p->x + (size_t)m * k;
-    for (int i = 0; kind >= INT8 && i < k; i += LANES * GROUP)
-        round_groups(x + i, k - i, group + i / GROUP * stride, stride);
-    for (int i = 0; kind < INT8 && i < k; i += inputs, group += stride)
-        copy_group(x + i, min(k - i, inputs), kind, group->words);
+    for (int i = 0; i < k; i += inputs, group += stride) {
+        if (kind >= INT8)
+            round_group(x + i, k - i, group);
+        else
+            copy_group(x + i, min(k - i, inputs), kind, group->words);
+    }
 }
 
-// The scales, or minimums, of a group; at: their number
-INLINE vf load_scales(const Linear *w, int is_minimum, size_t at, size_t group) {
-    const void *scales = is_minimum ? w->minimums : w->scales;
-    if (w->tops) {               // the factors of 8 groups
-        const uint16_t *tops = (const uint16_t *)w->tops + (group / 8 * 2 + is_minimum) * LANES;
-        return from_float16(load_halves(tops, LANES)) * from_int8((const int8_t *)scales + at * LANES);
-    }
-    return w->half ? from_float16(load_halves((const uint16_t *)scales + at * LANES, LANES))
-                   : load((const float *)scales + at * LANES);
+INLINE int scale_bytes(const Linear *w) { return LANES * (w->tops ? 1 : w->half ? 2 : 4); }
+
+// The scales, or minimums, at `from`; top: where the factors of int8 ones are in w->tops
+INLINE vf load_scales(const Linear *w, const char *from, size_t top) {
+    if (__builtin_expect(w->half, 1))
+        return from_float16(load_halves((const uint16_t *)from, LANES));
+    if (!w->tops)
+        return load(from);
+    vf factors = from_float16(load_halves((const uint16_t *)w->tops + top, LANES));
+    return factors * from_int8((const int8_t *)from);
 }
 
 // Word j of a group: inputs 4 j to 4 j + 3, in the bytes of each lane
@@ -669,11 +672,12 @@ INLINE int group_bytes(int kind) {
     return WORD * (kind == INT8 ? 8 : kind == INT6 ? 6 : kind == INT5 ? 5 : 4);
 }
 
-// Adds the products of a group's words, from word `first`, and n rows x to the rows' sums. On NEON
-// row by row: the words are in registers, and the Partial of one row
+// Adds the products of a group's words, from word `first`, and n rows x to the rows' sums, for two
+// blocks that are `next` bytes apart, or one. On NEON for one, and row by row: the words are in
+// registers, and the Partial of one row
 #if !defined(PLAIN) && defined(__aarch64__)
-INLINE void sum_words(const char *group, const Group *x, int n, int kind, int first, int words,
-                      vi *sums) {
+INLINE void sum_words(const char *group, size_t next, int blocks, const Group *x, int n, int kind,
+                      int first, int words, vi (*sums)[TILE]) {
     vi w[8];
     UNROLL
     for (int j = 0; j < words; j++) {
@@ -683,7 +687,7 @@ INLINE void sum_words(const char *group, const Group *x, int n, int kind, int fi
     }
     UNROLL
     for (int i = 0; i < n; i++) {
-        vi sum = sums[i];
+        vi sum = sums[0][i];
         Partial partial = begin(sum);
         UNROLL
         for (int j = 0; j < words; j++) {
@@ -695,57 +699,103 @@ INLINE void sum_words(const char *group, const Group *x, int n, int kind, int fi
             }
         }
         IN_ORDER(sum);
-        sums[i] = sum;
+        sums[0][i] = sum;
     }
 }
 #else
-INLINE void sum_words(const char *group, const Group *x, int n, int kind, int first, int words,
-                      vi *sums) {
-    Partial partial[TILE];
-    for (int i = 0; i < n; i++)
-        partial[i] = begin(sums[i]);
+INLINE void sum_words(const char *group, size_t next, int blocks, const Group *x, int n, int kind,
+                      int first, int words, vi (*sums)[TILE]) {
+    Partial partial[2][TILE];
+    UNROLL
+    for (int b = 0; b < blocks; b++)
+        UNROLL
+        for (int i = 0; i < n; i++)
+            partial[b][i] = begin(sums[b][i]);
     UNROLL
     for (int j = 0; j < words; j++) {
-        vi w = load_word(group, first + j, kind);
+        vi w[2];
+        UNROLL
+        for (int b = 0; b < blocks; b++) {
+            vi word = load_word(group + b * next, first + j, kind);
+            IN_ORDER(word);
+            w[b] = word;
+        }
+        UNROLL
         for (int i = 0; i < n; i++)
-            partial[i] = add_word(partial[i], w, x[i].words[first + j], kind);
+            UNROLL
+            for (int b = 0; b < blocks; b++)
+                partial[b][i] = add_word(partial[b][i], w[b], x[i].words[first + j], kind);
         if ((j + 1) % PARTIAL_WORDS(kind) == 0 || j + 1 == words)
-            for (int i = 0; i < n; i++) {
-                sums[i] = total(sums[i], partial[i]);
-                partial[i] = begin(sums[i]);
-            }
+            UNROLL
+            for (int i = 0; i < n; i++)
+                UNROLL
+                for (int b = 0; b < blocks; b++) {
+                    sums[b][i] = total(sums[b][i], partial[b][i]);
+                    partial[b][i] = begin(sums[b][i]);
+                }
     }
 }
 #endif
 
-INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, int block, int n,
-                           int kind, vf *acc) {
+// Adds the products of n rows and a block of w to acc[0], and if blocks is 2, those of the next block
+// to acc[1]. The last block of an odd number is its own next one
+INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, int block, int blocks,
+                           int n, int kind, int has_minimum, vf (*acc)[TILE]) {
     int parts = kind == INT6 ? 2 : 1, words = 8 / parts, size = group_bytes(kind);
-    int per_scale = max(w->group / GROUP, 1), zero = kind == INT8 ? OFFSET : w->zero, used = 0;
-    size_t group = (size_t)block * p->n_groups, last = group + p->n_groups;
-    size_t at = (size_t)block * ((p->n_groups - 1) / per_scale + 1) * parts;
-    const char *values = (const char *)w->values + group * size;
-    for (; group < last; group++, x += n, values += size) {
-        fetch(values + FETCH, size);
+    int per_scale = max(w->group / GROUP, 1), zero = kind == INT8 ? OFFSET : has_minimum ? 0 : w->zero;
+    int used = 0, step = scale_bytes(w), has_next = block + 1 < blocks_of(w);
+    int per_block = per_scale == 1 ? p->n_groups : (p->n_groups - 1) / per_scale + 1;
+    size_t next = has_next * p->n_groups * (size_t)size;
+    size_t next_scale = has_next * per_block * (size_t)(parts * step);
+    size_t next_top = has_next * p->n_groups / 8 * 2 * LANES;
+    size_t at = block * per_block * (size_t)(parts * step);
+    size_t top = block * (size_t)p->n_groups / 8 * 2 * LANES;
+    size_t ahead = blocks == 2 && next && next <= AHEAD ? 2 * next : FETCH;
+    const char *values = (const char *)w->values + block * (size_t)p->n_groups * size;
+    const char *scales = w->scales, *minimums = w->minimums;
+    for (int g = 0; g < p->n_groups; g++, x += n, values += size) {
+        UNROLL
+        for (int b = 0; b < blocks; b++)
+            fetch(values + b * next + ahead, size);
         UNROLL
         for (int part = 0; part < parts; part++) {
-            vi sums[TILE];
+            vi sums[2][TILE];
+            vf scale[2], minimum[2];
+            UNROLL
             for (int i = 0; i < n; i++)
-                sums[i] = zero ? splat_word(zero * x[i].minus[parts == 2 ? part : 2]) : (vi){0};
-            sum_words(values, x, n, kind, part * words, words, sums);
-            vf scale = load_scales(w, 0, at + part, group);
-            for (int i = 0; i < n; i++)
-                acc[i] += __builtin_convertvector(sums[i], vf) * (scale * x[i].scale);
-            if (w->minimums) {
-                vf minimum = load_scales(w, 1, at + part, group);
-                for (int i = 0; i < n; i++)
-                    acc[i] += minimum * x[i].sum;
+                UNROLL
+                for (int b = 0; b < blocks; b++)
+                    sums[b][i] = splat_word(OFFSET ? zero * x[i].minus[parts == 2 ? part : 2] : 0);
+            sum_words(values, next, blocks, x, n, kind, part * words, words, sums);
+            UNROLL
+            for (int i = 0; i < n; i++)  // not before: the partial sums need the registers
+                UNROLL
+                for (int b = 0; b < blocks; b++)
+                    if (!OFFSET && kind > INT8 && !has_minimum)
+                        sums[b][i] += splat_word(zero * x[i].minus[parts == 2 ? part : 2]);
+            UNROLL
+            for (int b = 0; b < blocks; b++) {
+                size_t from = at + part * step + b * next_scale, from_top = top + b * next_top;
+                scale[b] = load_scales(w, scales + from, from_top);
+                if (has_minimum)
+                    minimum[b] = load_scales(w, minimums + from, from_top + LANES);
             }
+            UNROLL
+            for (int i = 0; i < n; i++)
+                UNROLL
+                for (int b = 0; b < blocks; b++) {
+                    vf products = __builtin_convertvector(sums[b][i], vf);
+                    acc[b][i] = fused(products, scale[b] * x[i].scale, acc[b][i]);
+                    if (has_minimum)
+                        acc[b][i] = fused(minimum[b], splat(x[i].sum), acc[b][i]);
+                }
         }
         if (++used == per_scale) {
             used = 0;
-            at += parts;
+            at += parts * step;
         }
+        if (g % 8 == 7)
+            top += 2 * LANES;
     }
 }
 
@@ -763,7 +813,7 @@ INLINE vf multiply_add(vf sum, vf w, vf x, int in_pairs) {
     if (in_pairs)
         return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
 #endif
-    sum += w * x;
+    sum = fused(w, x, sum);
     IN_ORDER(sum);
     return sum;
 }
@@ -799,81 +849,84 @@ INLINE void float_tile(const Linear *w, const Group *x, int block, int n, int ki
     }
 }
 
-// Multiplies n rows, from row `first`, by block number `block` of w; at: the column of its outputs
-INLINE void tile(const Product *p, const Linear *w, int block, int at, int first, int n, int kind) {
-    vf acc[TILE];
-    for (int i = 0; i < n; i++)
-        acc[i] = splat(0);
+// Multiplies n rows, from row `first`, by some blocks of w, two at once if that pays; at: the column
+// of their outputs
+INLINE void tile(const Product *p, const Linear *w, int block, int at, int first, int n, int kind,
+                 int has_minimum) {
+    int blocks = kind >= (OFFSET ? INT8 : INT4) && n > 1 && n <= PAIRED ? 2 : 1;
+    int end = min(block + p->width, blocks_of(w));
     const Group *x = p->groups + (size_t)first * p->n_groups;
-    if (kind >= INT8)
-        quantized_tile(p, w, x, block, n, kind, acc);
-    else
-        float_tile(w, x, block, n, kind, acc);
-    int outputs = w->n - block * LANES;
-    vf bias = w->bias ? load_n(w->bias + block * LANES, outputs) : splat(0);
-    for (int i = 0; i < n; i++) {
-        acc[i] += bias;
-        copy_n(p->out + (size_t)(first + i) * p->n + at, &acc[i], outputs, sizeof(float));
+    for (; block < end; block += blocks, at += blocks * LANES) {
+        vf acc[2][TILE];
+        UNROLL
+        for (int b = 0; b < blocks; b++)
+            UNROLL
+            for (int i = 0; i < n; i++)
+                acc[b][i] = splat(0);
+        if (kind >= INT8)
+            quantized_tile(p, w, x, block, blocks, n, kind, has_minimum, acc);
+        else
+            float_tile(w, x, block, n, kind, acc[0]);
+        for (int b = 0; b < blocks; b++) {
+            int from = (block + b) * LANES, outputs = w->n - from;
+            vf bias = w->bias ? load_n(w->bias + from, outputs) : splat(0);
+            for (int i = 0; i < n; i++) {
+                vf sum = acc[b][i] + bias;
+                float *out = p->out + (size_t)(first + i) * p->n + at + b * LANES;
+                copy_n(out, &sum, outputs, sizeof *out);
+            }
+        }
     }
 }
 
-// `tile` with n and kind as constants, so that the sums stay in registers
-INLINE void tile_of(const Product *p, const Linear *w, int block, int at, int first, int n, int kind) {
-    switch (n) {
-        case 1: tile(p, w, block, at, first, 1, kind); break;
-        case 2: tile(p, w, block, at, first, 2, kind); break;
-        case 3: tile(p, w, block, at, first, 3, kind); break;
-        case 4: tile(p, w, block, at, first, 4, kind); break;
-        case 5: tile(p, w, block, at, first, 5, kind); break;
-        case 6: tile(p, w, block, at, first, 6, kind); break;
-#if TILE == 8
-        case 7: tile(p, w, block, at, first, 7, kind); break;
-        case 8: tile(p, w, block, at, first, 8, kind); break;
-#endif
+// `tile` with n, kind and has_minimum as constants, so that the sums stay in registers. One function
+// for each: in larger ones, compilers keep fewer of them there
+#define TILE_OF(kind, has_minimum, n) __attribute__((noinline)) static void \
+    tile_##kind##_##has_minimum##_##n(const Product *p, const Linear *w, int block, int at, int first) { \
+        tile(p, w, block, at, first, min(n, kind < INT8 ? FLOAT_TILE : TILE), kind, has_minimum); \
     }
-}
-
-INLINE int blocks_of(const Linear *w) { return (w->n + LANES - 1) / LANES; }
+#define EACH(f, kind, m) f(kind, m, 1) f(kind, m, 2) f(kind, m, 3) f(kind, m, 4) f(kind, m, 5) \
+                         f(kind, m, 6) f(kind, m, 7) f(kind, m, 8)
+#define EACH_KIND(f) f(FLOAT32, 0) f(BFLOAT16, 0) f(INT8, 0) f(INT8, 1) f(INT4, 0) f(INT4, 1) \
+                     f(INT5, 0) f(INT5, 1) f(INT6, 0)
+#define TILES(kind, m) EACH(TILE_OF, kind, m)
+#define NAME(kind, m, n) tile_##kind##_##m##_##n,
+#define NAMES(kind, m) [kind][m] = {EACH(NAME, kind, m)},
+EACH_KIND(TILES)
 
 static void product_unit(void *arguments, int unit) {
+    static void (*const tiles[][2][8])(const Product *, const Linear *, int, int, int) = {EACH_KIND(NAMES)};
     const Product *p = arguments;
     const Linear *w = p->w;
-    int end = min((unit + 1) * p->per_unit, p->blocks);
-    int before = 0, outputs = 0;  // blocks and outputs before w
+    int end = min((unit + 1) * p->per_unit, p->steps);
+    int before = 0, outputs = 0;  // steps and outputs before w
     for (int i = unit * p->per_unit; i < end; i++) {
-        for (; i - before >= blocks_of(w); w = w->next) {
-            before += blocks_of(w);
+        for (int steps; i - before >= (steps = steps_of(p, w)); w = w->next) {
+            before += steps;
             outputs += w->n;
         }
-        int block = i - before, at = outputs + block * LANES;
-        for (int t = 0; t < p->tiles; t++) {
-            int first = tile_start(p, t), n = tile_start(p, t + 1) - first;
-            switch (w->kind) {
-                case FLOAT32: tile_of(p, w, block, at, first, n, FLOAT32); break;
-                case BFLOAT16: tile_of(p, w, block, at, first, n, BFLOAT16); break;
-                case INT8: tile_of(p, w, block, at, first, n, INT8); break;
-                case INT4: tile_of(p, w, block, at, first, n, INT4); break;
-                case INT5: tile_of(p, w, block, at, first, n, INT5); break;
-                case INT6: tile_of(p, w, block, at, first, n, INT6); break;
-            }
+        int block = (i - before) * p->width, at = outputs + block * LANES;
+        for (int t = 0, first = 0, n; t < p->tiles; t++, first += n) {
+            n = p->M / p->tiles + (t < p->M % p->tiles);
+            tiles[w->kind][w->minimums != NULL][n - 1](p, w, block, at, first);
         }
     }
 }
 
 void product(const Linear *w, const float *x, int M, float *out, int threads) {
     int inputs = inputs_of(w->kind);
-    int rows = w->kind >= INT8 ? TILE : TILE * 2 / SUMS;  // of a tile
-    Product p = {w, x, out, .M = M, .tiles = (M + rows - 1) / rows};
+    int rows = w->kind < INT8 ? FLOAT_TILE : LANES == 16 ? PAIRED : TILE;  // of a tile
+    Product p = {w, x, out, .M = M, .tiles = (M + rows - 1) / rows, .width = PAIRED && M > 1 ? 2 : 1};
     p.n_groups = (w->k + inputs - 1) / inputs;
     p.groups = scratch(PREPARED, (size_t)M * p.n_groups * sizeof *p.groups);
     for (const Linear *part = w; part; part = part->next) {
-        p.blocks += blocks_of(part);
+        p.steps += steps_of(&p, part);
         p.n += part->n;
     }
     int units = min(max((int64_t)p.n * w->k / UNIT, 2 * threads), 8 * threads);
-    p.per_unit = (p.blocks + units - 1) / units;
+    p.per_unit = (p.steps + units - 1) / units;
     parallel(prepare_row, &p, M, w->k, threads);
-    parallel(product_unit, &p, (p.blocks + p.per_unit - 1) / p.per_unit, MIN_WORK, threads);
+    parallel(product_unit, &p, (p.steps + p.per_unit - 1) / p.per_unit, MIN_WORK, threads);
 }
 
 static void unpack_floats(const Linear *w, int row, float *out) {
@@ -891,14 +944,16 @@ static void unpack_quantized(const Linear *w, int row, float *out) {
     int n_groups = (w->k + GROUP - 1) / GROUP, lane = row % LANES, size = group_bytes(w->kind);
     size_t first = (size_t)(row / LANES) * n_groups;
     for (int i = 0; i < w->k; i += 4) {
-        size_t group = first + i / GROUP, at = (first * GROUP + i) / w->group;
+        size_t group = first + i / GROUP, top = group / 8 * 2 * LANES;
+        size_t at = (first * GROUP + i) / w->group * scale_bytes(w);
         vi word = load_word((const char *)w->values + group * size, i % GROUP / 4, w->kind);
-        float scale = load_scales(w, 0, at, group)[lane];
-        float minimum = w->minimums ? load_scales(w, 1, at, group)[lane] : 0;
+        vf scale = load_scales(w, (const char *)w->scales + at, top), minimum = splat(0);
+        if (w->minimums)
+            minimum = load_scales(w, (const char *)w->minimums + at, top + LANES);
         for (int j = 0; j < min(w->k - i, 4); j++) {
             int q = word[lane] >> 8 * j & 255;
             q = w->kind == INT8 ? (int8_t)(q ^ OFFSET) : q - w->zero;
-            out[i + j] = q * scale + minimum;
+            out[i + j] = fused(splat(q), scale, minimum)[lane];
         }
     }
 }
