@@ -36,14 +36,15 @@
 #endif
 #if LANES == 16 || defined(__aarch64__)  // there are 32 vector registers, else 16
 #define TILE 8               // most rows multiplied at once
-#define SLICE (4 * LANES)    // dimensions of a head that are accumulated in registers
 #else
 #define TILE 6
-#define SLICE (2 * LANES)
 #endif
 #define SUMS (LANES == 16 ? 2 : 4)  // sums of floats per row, which hide the additions' latency
-#define HEADS 3              // heads that share loads of keys and values
 #define SPLIT 128            // cache positions per unit of attention
+#define COLUMNS (SPLIT + MAX_TREE)  // its rows in memory: of committed tokens, then of nodes
+#define QUERIES 24           // queries of a unit whose scores are in the CPU's cache at once
+#define SHARING 3            // queries that share loads of keys and values
+#define WIDE (4 * LANES)     // columns, or dimensions, whose sums are in registers
 #define WORD (4 * LANES)     // bytes of a vector
 #define MAX_CANDIDATES 2048  // most candidates of a tree: K * n, and a chain
 #define MAX_PARTS (1 << 23)  // numbers in the partial results of an attention
@@ -68,6 +69,7 @@ typedef int16_t vs __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 typedef int8_t vb __attribute__((vector_size(LANES)));
 typedef float vf_anywhere __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
+typedef uint16_t vh_anywhere __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
 
 const int32_t lanes = LANES;
 const char *const instructions =  // that these kernels were compiled for
@@ -343,6 +345,17 @@ INLINE vf splat(float x) { return x - (vf){0}; }
 INLINE vf load(const void *x) { return *(const vf_anywhere *)x; }
 INLINE void store(float *x, vf v) { *(vf_anywhere *)x = v; }
 
+// a b + c, rounded once where the CPU can, so that compilers have no choice
+INLINE vf fused(vf a, vf b, vf c) {
+#if defined(X86) && defined(__FMA__)
+    return (vf)X86(fmadd_ps)(a, b, c);
+#elif !defined(PLAIN) && defined(__aarch64__)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#else
+    return a * b + c;
+#endif
+}
+
 // Copies up to LANES items; LANES items with one instruction
 INLINE void copy_n(void *to, const void *from, int n, int size) {
     if (n >= LANES) {
@@ -359,9 +372,19 @@ INLINE vf load_n(const float *x, int n) {
     return v;
 }
 
+INLINE vf load_bytes(const char *x, int n) {
+    vf v = {0};
+    if (n >= WORD)
+        return load(x);
+    memcpy(&v, x, max(n, 0));
+    return v;
+}
+
 INLINE vh load_halves(const uint16_t *x, int n) {
     vh halves = {0};
-    copy_n(&halves, x, n, sizeof *x);
+    if (n >= LANES)
+        return *(const vh_anywhere *)x;
+    memcpy(&halves, x, max(n, 0) * sizeof *x);
     return halves;
 }
 
@@ -479,13 +502,18 @@ INLINE vf fold(Combine *f, vf *v) {
 }
 
 INLINE void exchange(vf *v, int s) {
-    vi odd = (NUMBERS & s) != 0;
+    vi odd = NUMBERS & s;
     UNROLL
     for (int i = 0; i < LANES; i++)
         if (!(i & s)) {
             vf a = v[i], b = v[i + s];
-            v[i] = select_lanes(odd, swap(b, s), a);
-            v[i + s] = select_lanes(odd, b, swap(a, s));
+#ifdef __clang__
+            v[i] = select_lanes(odd != 0, swap(b, s), a);
+            v[i + s] = select_lanes(odd != 0, b, swap(a, s));
+#else                            // gcc does not join the shuffles
+            v[i] = __builtin_shuffle(a, b, NUMBERS - odd + odd * (LANES / s));
+            v[i + s] = __builtin_shuffle(a, b, (NUMBERS | s) + odd * (LANES / s));
+#endif
         }
 }
 
@@ -506,16 +534,21 @@ INLINE vf polynomial(vf x, int n, const float *c) {  // c[0] x^(n - 1) + ... + c
     return y;
 }
 
-INLINE vf vexp(vf x) {           // 2^n e^r, |r| <= ln(2) / 2; 0 below 2^-126
+INLINE vf exp_of_negative(vf x) {  // 2^n e^r, |r| <= ln(2) / 2; 0 below 2^-126
     static const float c[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
                               4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
-    vf n = x * 1.44269504f + 12582912.0f;  // rounds to an integer, held in the low bits
-    vi exponent = (vi)n << 23;
+    vf n = fused(x, splat(1.44269504f), splat(12582912.0f));  // rounds to an integer in the low bits
+    vf power = (vf)(((vi)n << 23) + 0x3f800000);
     n -= 12582912.0f;
-    vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    vf p = polynomial(r, 6, c) * r * r + r + 1.0f;
-    vf result = select_lanes(x > 88.0f, splat(INFINITY), (vf)((vi)p + exponent));
-    return select_lanes(x == x, select_lanes(x < -87.0f, splat(0), result), x);
+    vf r = fused(n, splat(2.12194440e-4f), fused(n, splat(-0.693359375f), x)), p = splat(c[0]);
+    for (int i = 1; i < 6; i++)
+        p = fused(p, r, splat(c[i]));
+    p = fused(p * r, r, r) + 1.0f;
+    return select_lanes(x < -87.0f, splat(0), p * power);
+}
+
+INLINE vf vexp(vf x) {
+    return select_lanes(x > 88.0f, splat(INFINITY), exp_of_negative(x));
 }
 
 INLINE vf vlog(vf x) {           // n ln(2) + log(1 + f), sqrt(1/2) <= 1 + f < sqrt(2); normal x > 0
@@ -1185,135 +1218,224 @@ static void rope_cache_row(void *arguments, int m) {
 //   and ALiBi as in kernels.tree_attention
 //
 // A query sees one cache row per position: the committed rows, then its ancestors' rows. Sums run
-// over positions, in splits of 128, so they do not depend on which rows hold the ancestors; the
-// splits of a query are then added in order. A unit is a split of a kv head, for up to 64 nodes.
+// over dimensions, then over positions, in splits of 128, so they do not depend on which rows hold
+// the ancestors; the splits of a query are then added in order. A unit is a split of a kv head, for
+// up to 64 nodes. It reads rows as float32 into columns: one per position, then one per node of the
+// tree, whose scores move to the positions of each query.
 //
 // Memory traffic: keys and values, once per 64 nodes.
 
-// One split for n query heads that share keys [D, SPLIT] and values [SPLIT, padded]. Rows of part
-// [n, width]: weighted sum of the values, zeros up to `padded`, sum of the weights, maximum score
-INLINE void attend_heads(const Call *a, int m, int head, int n, int start, const float *keys,
-                         const float *values, float *part) {
-    const BlockWeights *c = a->block;
-    const uint64_t *nodes = (const uint64_t *)a->pass->ancestors;
-    int D = c->head_size, padded = a->width - LANES, T = a->pass->T;
-    int before = nodes ? __builtin_popcountll(nodes[m]) - 1 : m % T;
-    int position = length_of(a->pass, m / T) + before;
-    int end = min(max(position + 1 - start, 0), SPLIT);
-    int low = c->window ? min(max(position + 1 - c->window - start, 0), SPLIT) : 0;
-    float q[HEADS][MAX_HEAD + 1], probs[HEADS][SPLIT + 1];
-    vf best[HEADS], total[HEADS];
-    for (int h = 0; h < n; h++) {
-        memcpy(q[h], a->x + ((size_t)m * c->n_head + head + h) * D, D * sizeof **q);
-        q[h][D] = 0;
-        best[h] = splat(-INFINITY);
-        total[h] = splat(0);
-    }
-    for (int i = low / (2 * LANES) * 2 * LANES; i < end; i += 2 * LANES) {
-        vf sums[HEADS][2][2] = {{{{0}}}};  // of even and odd dimensions: hides latency
-        for (int d = 0; d < D; d += 2)
-            for (int s = 0; s < 2; s++)
-                for (int j = 0; j < 2; j++)
-                    for (int h = 0; h < n; h++)
-                        sums[h][j][s] += q[h][d + s] * load(keys + (d + s) * SPLIT + i + j * LANES);
-        for (int j = 0; j < 2; j++)
-            for (int h = 0; h < n; h++) {
-                vi at = NUMBERS + i + j * LANES;
-                vf score = (sums[h][j][0] + sums[h][j][1]) * c->scale;
-                vf distance = __builtin_convertvector(at + start - position, vf);
-                if (a->pass->slopes)
-                    score += a->pass->slopes[head + h] * distance;
-                score = select_lanes((at >= low) & (at < end), score, splat(-INFINITY));
-                best[h] = larger(score, best[h]);
-                store(probs[h] + i + j * LANES, score);
-            }
-    }
-    for (int h = 0; h < n; h++) {
-        float maximum = max_lanes(best[h]);
-        for (int i = low / LANES * LANES; i < end; i += LANES) {
-            vf prob = vexp(load(probs[h] + i) - maximum);
-            total[h] += prob;
-            store(probs[h] + i, prob);
+typedef struct {                 // a unit
+    const Call *a;
+    int b, kv, start, padded;    // start: its first position; padded: D up to a multiple of WIDE
+    int shared, tree, columns;   // end of the positions' columns; first column of the nodes; their end
+    float *keys, *values;        // [COLUMNS / WIDE][padded][WIDE], [padded / WIDE][COLUMNS][WIDE]
+    float *q, *scores, *sums;    // [QUERIES][padded], [QUERIES][COLUMNS], [QUERIES][padded]
+} Split;
+
+typedef struct {
+    int m, head, position;       // positions count from the unit's first
+    int low, shared, end;        // sees columns `low` to `shared`, and ancestors up to `end`
+    uint64_t ancestors;
+} Query;
+
+// out[h, j] += sum_i x[h, i] y[i, j] over i from `first` to `last`, in order, for n rows h
+INLINE void add_tile(const float *x, int x_stride, const float *y, int first, int last, int n,
+                     int vectors, float *out, int out_stride) {
+    vf sums[SHARING][WIDE / LANES];
+    for (int h = 0; h < n; h++)
+        for (int j = 0; j < vectors; j++)
+            sums[h][j] = load(out + h * out_stride + j * LANES);
+    for (int i = first; i < last; i++)
+        for (int j = 0; j < vectors; j++) {
+            vf v = load(y + i * WIDE + j * LANES);
+            for (int h = 0; h < n; h++)
+                sums[h][j] = fused(splat(x[h * x_stride + i]), v, sums[h][j]);
         }
-        probs[h][end] = 0;
-        part[h * a->width + padded] = sum_lanes(total[h]);
-        part[h * a->width + padded + 1] = maximum;
-    }
-    for (int d = 0; d < padded; d += SLICE) {
-        vf sums[HEADS][2][SLICE / LANES] = {{{{0}}}};  // of even and odd positions
-        for (int i = low; i < end; i += 2)
-            for (int j = 0; j < 2; j++)
-                for (int s = 0; s < SLICE / LANES; s++)
-                    for (int h = 0; h < n; h++)
-                        sums[h][j][s] += probs[h][i + j]
-                            * load(values + min(i + j, end - 1) * padded + d + s * LANES);
-        for (int h = 0; h < n; h++)
-            for (int s = 0; s < SLICE / LANES; s++)
-                store(part + h * a->width + d + s * LANES, sums[h][0][s] + sums[h][1][s]);
+    for (int h = 0; h < n; h++)
+        for (int j = 0; j < vectors; j++)
+            store(out + h * out_stride + j * LANES, sums[h][j]);
+}
+
+// `add_tile` with constants; width: numbers of a row of y, of which all but WIDE / 2 may be unused
+static void add_products(const float *x, int x_stride, const float *y, int first, int last, int n,
+                         int width, float *out, int out_stride) {
+    switch (first < last ? 2 * n + (width > WIDE / 2) : 0) {
+        case 2: add_tile(x, x_stride, y, first, last, 1, 2, out, out_stride); break;
+        case 3: add_tile(x, x_stride, y, first, last, 1, 4, out, out_stride); break;
+        case 4: add_tile(x, x_stride, y, first, last, 2, 2, out, out_stride); break;
+        case 5: add_tile(x, x_stride, y, first, last, 2, 4, out, out_stride); break;
+        case 6: add_tile(x, x_stride, y, first, last, 3, 2, out, out_stride); break;
+        case 7: add_tile(x, x_stride, y, first, last, 3, 4, out, out_stride); break;
     }
 }
 
-// Reads up to 16 cache rows as float32: keys into columns of [D, SPLIT], values into rows
-INLINE void read_cache(const Call *a, int b, int head, int row, int count, float *keys,
-                       float *values) {
-    int D = a->block->head_size, padded = a->width - LANES, bytes = a->pass->bfloat16 ? 2 : 4;
-    const char *from = (char *)a->pass->kv + cache_at(a, 0, b, head, row) * bytes;
-    const char *value = from + a->pass->value_stride * bytes;
-    fetch(from + LANES * D * bytes, LANES * D * bytes);
+// Reads up to LANES cache rows, from row `row`, into columns
+INLINE void read_cache(const Split *s, int row, int count, int column, int is_half) {
+    int D = s->a->block->head_size, bytes = is_half ? 2 : 4;
+    const char *key = (char *)s->a->pass->kv + cache_at(s->a, 0, s->b, s->kv, row) * bytes;
+    const char *value = key + s->a->pass->value_stride * bytes;
+    float *to = s->keys + column / WIDE * WIDE * s->padded + column % WIDE;
+    fetch(key + LANES * D * bytes, LANES * D * bytes);
     fetch(value + LANES * D * bytes, LANES * D * bytes);
-    for (int d = 0; d < D; d += LANES) {
-        vf v[LANES];
+    for (int d = 0; d < D; d += WORD / bytes) {
+        vf v[LANES];             // in each lane one number, or two of bfloat16
         for (int i = 0; i < LANES; i++)
-            v[i] = load_row(from, min(i, count - 1) * D + d, D - d, bytes == 2);
+            v[i] = load_bytes(key + (min(i, count - 1) * D + d) * bytes, (D - d) * bytes);
         transpose(v);
-        for (int i = 0; i < min(D + 1 - d, LANES); i++)  // + 1: pads an odd D
-            store(keys + (d + i) * SPLIT, v[i]);
+        UNROLL
+        for (int i = 0; i < LANES; i++) {
+            store(to, is_half ? (vf)((vu)v[i] << 16) : v[i]);
+            to += WIDE;
+            if (is_half) {
+                store(to, (vf)((vu)v[i] & 0xffff0000));
+                to += WIDE;
+            }
+        }
     }
-    for (int i = 0; i < count; i++)
-        for (int d = 0; d < padded; d += LANES)
-            store(values + i * padded + d, load_row(value, i * D + d, D - d, bytes == 2));
+    for (int d = 0; d < D; d += WIDE)
+        for (int i = 0; i < count; i++) {
+            to = s->values + d * COLUMNS + (column + i) * WIDE;
+            for (int j = 0; j < WIDE; j += LANES)
+                store(to + j, load_row(value, i * D + d + j, D - d - j, is_half));
+        }
 }
 
-// Reads one cache row, that of an ancestor
-static void read_ancestor(const Call *a, int b, int head, int row, float *keys, float *values) {
-    int D = a->block->head_size, padded = a->width - LANES, is_half = a->pass->bfloat16;
-    size_t key = cache_at(a, 0, b, head, row), value = cache_at(a, 1, b, head, row);
-    for (int d = 0; d < D; d += LANES) {
-        vf v = load_row(a->pass->kv, key + d, D - d, is_half);
-        for (int i = 0; i < min(D + 1 - d, LANES); i++)
-            keys[(d + i) * SPLIT] = v[i];
+static void read_columns(const Split *s, int row, int count, int column) {
+    for (int i = 0; i < count; i += LANES)
+        if (s->a->pass->bfloat16)
+            read_cache(s, row + i, min(count - i, LANES), column + i, 1);
+        else
+            read_cache(s, row + i, min(count - i, LANES), column + i, 0);
+}
+
+// Query i of a unit's nodes and heads
+static Query query_of(const Split *s, int i) {
+    const BlockWeights *c = s->a->block;
+    const Pass *pass = s->a->pass;
+    int G = c->n_head / c->n_kv_head, node = s->a->first + i / G, m = s->b * pass->T + node;
+    uint64_t ancestors = pass->ancestors ? pass->ancestors[m] : 0;
+    int seen = pass->ancestors ? __builtin_popcountll(ancestors) : node + 1;
+    int end = length_of(pass, s->b) + seen - s->start;
+    Query query = {.m = m, .head = s->kv * G + i % G, .position = end - 1, .ancestors = ancestors};
+    query.low = c->window ? min(max(end - c->window, 0), SPLIT) : 0;
+    query.end = min(max(end, 0), SPLIT);
+    query.shared = min(query.end, s->shared);
+    return query;
+}
+
+// Turns the scores of columns into the weights of the positions that a query sees
+static void weigh(const Split *s, const Query *query, float *scores, float *part) {
+    const float *slopes = s->a->pass->slopes;
+    int low = query->low, end = query->end, at = length_of(s->a->pass, s->b) - s->start;
+    for (uint64_t left = query->ancestors; left && at < SPLIT; at++, left &= left - 1)
+        if (at >= 0)
+            scores[at] = scores[s->tree + __builtin_ctzll(left)];
+    int first = low / LANES * LANES, last = (end + LANES - 1) / LANES * LANES;
+    for (int i = first; slopes && i < last; i += LANES) {
+        vf distance = __builtin_convertvector(NUMBERS + (i - query->position), vf);
+        store(scores + i, fused(splat(slopes[query->head]), distance, load(scores + i)));
     }
-    for (int d = 0; d < padded; d += LANES)
-        store(values + d, load_row(a->pass->kv, value + d, D - d, is_half));
+    for (int i = first; i < low; i++)
+        scores[i] = -INFINITY;
+    for (int i = end; i < last; i++)
+        scores[i] = -INFINITY;
+    vf best = splat(-INFINITY), total = splat(0);
+    for (int i = first; i < last; i += LANES)
+        best = larger(load(scores + i), best);
+    float maximum = max_lanes(best);
+    for (int i = first; i < last; i += LANES) {
+        vf weight = exp_of_negative(load(scores + i) - maximum);
+        total += weight;
+        store(scores + i, weight);
+    }
+    part[s->padded] = sum_lanes(total);
+    part[s->padded + 1] = maximum;
+}
+
+// Adds weights [n, COLUMNS] times values [COLUMNS, WIDE] to the sums [n, padded] of n queries
+static void add_values(const Split *s, const Query *queries, int n, const float *weights,
+                       const float *values, int width, float *sums) {
+    int stride = s->padded, low = 0, end = SPLIT;  // what all of them see
+    for (int h = 0; h < n; h++) {
+        low = max(low, queries[h].low);
+        end = min(end, queries[h].shared);
+    }
+    end = max(low, end);
+    for (int h = 0; h < n; h++)
+        add_products(weights + h * COLUMNS, 0, values, queries[h].low, min(low, queries[h].shared),
+                     1, width, sums + h * stride, 0);
+    add_products(weights, COLUMNS, values, low, end, n, width, sums, stride);
+    for (int h = 0; h < n; h++, weights += COLUMNS, sums += stride) {
+        add_products(weights, 0, values, end, queries[h].shared, 1, width, sums, 0);
+        int at = length_of(s->a->pass, s->b) - s->start;
+        for (uint64_t left = queries[h].ancestors; left && at < queries[h].end; at++, left &= left - 1)
+            if (at >= queries[h].low)
+                add_products(weights + at, 0, values + (s->tree + __builtin_ctzll(left)) * WIDE, 0,
+                             1, 1, width, sums, 0);
+    }
+}
+
+// The next number of queries that share loads: 4 are 2 and 2
+INLINE int next_of(int left) { return left == SHARING + 1 ? SHARING - 1 : min(left, SHARING); }
+
+// Queries `first` to `first` + count of a unit, with parts as in `attention`
+static void attend_queries(const Split *s, int first, int count, float *parts) {
+    const BlockWeights *c = s->a->block;
+    int D = c->head_size, Hq = c->n_head, T = s->a->pass->T, padded = s->padded;
+    Query queries[QUERIES];
+    memset(s->scores, 0, count * COLUMNS * sizeof(float));
+    memset(s->sums, 0, count * padded * sizeof(float));
+    for (int i = 0; i < count; i++) {
+        queries[i] = query_of(s, first + i);
+        const float *q = s->a->x + ((size_t)queries[i].m * Hq + queries[i].head) * D;
+        for (int d = 0; d < D; d++)
+            s->q[i * padded + d] = q[d] * c->scale;
+    }
+    for (int at = 0; at < s->columns; at += WIDE)
+        for (int i = 0, n; i < count; i += n) {
+            n = next_of(count - i);
+            if (queries[i + n - 1].shared > at || s->columns > s->tree)
+                add_products(s->q + i * padded, padded, s->keys + at * padded, 0, D, n,
+                             s->columns - at, s->scores + i * COLUMNS + at, COLUMNS);
+        }
+    for (int i = 0; i < count; i++) {
+        size_t row = queries[i].m - s->b * T - s->a->first;
+        weigh(s, &queries[i], s->scores + i * COLUMNS, parts + (row * Hq + queries[i].head) * s->a->width);
+    }
+    for (int d = 0; d < D; d += WIDE)
+        for (int i = 0, n; i < count; i += n) {
+            n = next_of(count - i);
+            add_values(s, &queries[i], n, s->scores + i * COLUMNS, s->values + d * COLUMNS, D - d,
+                       s->sums + i * padded + d);
+        }
+    for (int i = 0; i < count; i++) {
+        size_t row = queries[i].m - s->b * T - s->a->first;
+        memcpy(parts + (row * Hq + queries[i].head) * s->a->width, s->sums + i * padded, padded * sizeof(float));
+    }
 }
 
 static void attend_split(void *arguments, int unit) {
     const Call *a = arguments;
-    int Hkv = a->block->n_kv_head, G = a->block->n_head / Hkv, T = a->pass->T;
-    int start = unit % a->splits * SPLIT, kv = unit / a->splits % Hkv, b = unit / a->splits / Hkv;
-    int length = length_of(a->pass, b), padded = a->width - LANES;
-    float *keys = scratch(ROWS, 2 * SPLIT * padded * sizeof *keys), *values = keys + SPLIT * padded;
-    int rows = min(length + (a->pass->ancestors ? 0 : T) - start, SPLIT);
-    for (int i = 0; i < rows; i += LANES)
-        read_cache(a, b, kv, start + i, min(rows - i, LANES), keys + i, values + i * padded);
-    size_t row = ((size_t)unit % a->splits * a->pass->B + b) * a->nodes;
-    for (int m = b * T + a->first; m < b * T + a->first + a->nodes; m++, row++) {
-        uint64_t nodes = a->pass->ancestors ? a->pass->ancestors[m] : 0;
-        for (int i = length - start; nodes && i < SPLIT; i++, nodes &= nodes - 1)
-            if (i >= 0)
-                read_ancestor(a, b, kv, length + __builtin_ctzll(nodes), keys + i,
-                              values + i * padded);
-        for (int head = kv * G; head < (kv + 1) * G;) {
-            float *part = a->parts + (row * G * Hkv + head) * a->width;
-            int n = min((kv + 1) * G - head, HEADS);
-            switch (n) {
-                case 1: attend_heads(a, m, head, 1, start, keys, values, part); break;
-                case 2: attend_heads(a, m, head, 2, start, keys, values, part); break;
-                default: attend_heads(a, m, head, HEADS, start, keys, values, part);
-            }
-            head += n;
-        }
+    const Pass *pass = a->pass;
+    int Hkv = a->block->n_kv_head, queries = a->nodes * (a->block->n_head / Hkv), start = unit % a->splits * SPLIT;
+    Split s = {a, unit / a->splits / Hkv, unit / a->splits % Hkv, start, a->width - LANES};
+    int length = length_of(pass, s.b), rows = length + (pass->ancestors ? 0 : a->first + a->nodes) - start;
+    s.keys = scratch(ROWS, (2 * (COLUMNS + QUERIES) * s.padded + QUERIES * COLUMNS) * sizeof *s.keys);
+    s.values = s.keys + COLUMNS * s.padded;
+    s.q = s.values + COLUMNS * s.padded;
+    s.sums = s.q + QUERIES * s.padded;
+    s.scores = s.sums + QUERIES * s.padded;
+    s.shared = min(max(rows, 0), SPLIT);
+    s.columns = s.tree = (s.shared + LANES - 1) / LANES * LANES;
+    read_columns(&s, start, s.shared, 0);
+    if (pass->ancestors && start < length + pass->T && length < start + SPLIT) {
+        s.columns += a->first + a->nodes;
+        read_columns(&s, length, a->first + a->nodes, s.tree);
     }
+    float *parts = a->parts + ((size_t)unit % a->splits * pass->B + s.b) * a->nodes * a->block->n_head * a->width;
+    for (int i = 0; i < queries; i += QUERIES)
+        attend_queries(&s, i, min(queries - i, QUERIES), parts);
 }
 
 static void merge_splits(void *arguments, int unit) {
@@ -1322,17 +1444,19 @@ static void merge_splits(void *arguments, int unit) {
     size_t stride = (size_t)a->pass->B * a->nodes * Hq * a->width;
     size_t at = unit + ((size_t)b * (a->pass->T - a->nodes) + a->first) * Hq;  // in [M, Hq]
     const float *part = a->parts + (size_t)unit * a->width, *sum = part + a->width - LANES;
-    float *out = a->out + at * D, maximum = -INFINITY, total = 0, values[MAX_HEAD] = {0};
+    float maximum = -INFINITY;
+    vf values[MAX_HEAD / LANES + 1] = {{0}}, *total = values + (a->width - LANES) / LANES;
     for (int s = 0; s < a->splits; s++)
         maximum = sum[s * stride + 1] > maximum ? sum[s * stride + 1] : maximum;
     for (int s = 0; s < a->splits; s++) {
         float scale = sum[s * stride] == 0 ? 0 : expf(sum[s * stride + 1] - maximum);
-        total += scale * sum[s * stride];
-        for (int d = 0; d < D; d++)
-            values[d] += scale * part[s * stride + d];
+        for (int d = 0; d < a->width; d += LANES)
+            values[d / LANES] = fused(splat(scale), load(part + s * stride + d), values[d / LANES]);
     }
-    for (int d = 0; d < D; d++)
-        out[d] = total == 0 ? 0 : values[d] / total;
+    for (int d = 0; d < D; d += LANES) {
+        vf v = total[0][0] == 0 ? splat(0) : values[d / LANES] / total[0][0];
+        copy_n(a->out + at * D + d, &v, D - d, sizeof(float));
+    }
 }
 
 // q, out [M, Hq, D]
@@ -1342,7 +1466,7 @@ void attention(const BlockWeights *block, const Pass *pass, float *q, float *out
     for (int b = 0; b < pass->B; b++)
         longest = max(longest, length_of(pass, b) + pass->T);
     a.splits = (longest + SPLIT - 1) / SPLIT;
-    a.width = (D + SLICE - 1) / SLICE * SLICE + LANES;
+    a.width = (D + WIDE - 1) / WIDE * WIDE + LANES;
     int units = pass->B * block->n_kv_head * a.splits;
     size_t size = (size_t)pass->B * Hq * a.splits * a.width;  // per node
     int nodes = min(MAX_PARTS / (size + 1) + 1, min(pass->T, MAX_TREE));
