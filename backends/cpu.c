@@ -42,8 +42,7 @@
 #define SUMS (LANES == 16 ? 2 : 4)  // sums of floats per row, which hide the additions' latency
 #define SPLIT 128            // cache positions per unit of attention
 #define COLUMNS (SPLIT + MAX_TREE)  // its rows in memory: of committed tokens, then of nodes
-#define QUERIES 24           // queries of a unit whose scores are in the CPU's cache at once
-#define SHARING 3            // queries that share loads of keys and values
+#define SHARING 3            // heads that share loads of keys and values
 #define WIDE (4 * LANES)     // columns, or dimensions, whose sums are in registers
 #define WORD (4 * LANES)     // bytes of a vector
 #define MAX_CANDIDATES 2048  // most candidates of a tree: K * n, and a chain
@@ -329,6 +328,7 @@ static void *scratch(int which, size_t size) {
         buffers[which].data = aligned_alloc(64, buffers[which].size);
         if (!buffers[which].data)
             abort();
+        memset(buffers[which].data, 0, buffers[which].size);  // not slow denormal numbers
     }
     return buffers[which].data;
 }
@@ -530,25 +530,19 @@ INLINE void transpose(vf *v) {
 INLINE vf polynomial(vf x, int n, const float *c) {  // c[0] x^(n - 1) + ... + c[n - 1]
     vf y = splat(c[0]);
     for (int i = 1; i < n; i++)
-        y = y * x + c[i];
+        y = fused(y, x, splat(c[i]));
     return y;
 }
 
-INLINE vf exp_of_negative(vf x) {  // 2^n e^r, |r| <= ln(2) / 2; 0 below 2^-126
+INLINE vf vexp(vf x) {           // 2^n e^r, |r| <= ln(2) / 2; 0 below 2^-126
     static const float c[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
                               4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
-    vf n = fused(x, splat(1.44269504f), splat(12582912.0f));  // rounds to an integer in the low bits
+    vf n = fused(x, splat(1.44269504f), splat(12582912.0f));  // its low bits hold an integer
     vf power = (vf)(((vi)n << 23) + 0x3f800000);
     n -= 12582912.0f;
-    vf r = fused(n, splat(2.12194440e-4f), fused(n, splat(-0.693359375f), x)), p = splat(c[0]);
-    for (int i = 1; i < 6; i++)
-        p = fused(p, r, splat(c[i]));
-    p = fused(p * r, r, r) + 1.0f;
-    return select_lanes(x < -87.0f, splat(0), p * power);
-}
-
-INLINE vf vexp(vf x) {
-    return select_lanes(x > 88.0f, splat(INFINITY), exp_of_negative(x));
+    vf r = fused(n, splat(2.12194440e-4f), fused(n, splat(-0.693359375f), x));
+    vf p = fused(polynomial(r, 6, c) * r, r, r) + 1.0f;
+    return select_lanes(x > 88.0f, splat(INFINITY), select_lanes(x < -87.0f, splat(0), p * power));
 }
 
 INLINE vf vlog(vf x) {           // n ln(2) + log(1 + f), sqrt(1/2) <= 1 + f < sqrt(2); normal x > 0
@@ -1220,85 +1214,87 @@ static void rope_cache_row(void *arguments, int m) {
 // A query sees one cache row per position: the committed rows, then its ancestors' rows. Sums run
 // over dimensions, then over positions, in splits of 128, so they do not depend on which rows hold
 // the ancestors; the splits of a query are then added in order. A unit is a split of a kv head, for
-// up to 64 nodes. It reads rows as float32 into columns: one per position, then one per node of the
-// tree, whose scores move to the positions of each query.
+// up to 64 nodes. It reads rows as float32 into columns: one for each position that nodes share, then
+// one for each node of the tree, whose scores are moved to the positions of each query.
 //
 // Memory traffic: keys and values, once per 64 nodes.
 
-typedef struct {                 // a unit
+typedef struct {                 // a split; positions count from its first one
     const Call *a;
-    int b, kv, start, padded;    // start: its first position; padded: D up to a multiple of WIDE
+    int b, kv, start, length;    // length: of the committed rows
     int shared, tree, columns;   // end of the positions' columns; first column of the nodes; their end
     float *keys, *values;        // [COLUMNS / WIDE][padded][WIDE], [padded / WIDE][COLUMNS][WIDE]
-    float *q, *scores, *sums;    // [QUERIES][padded], [QUERIES][COLUMNS], [QUERIES][padded]
 } Split;
 
-typedef struct {
-    int m, head, position;       // positions count from the unit's first
-    int low, shared, end;        // sees columns `low` to `shared`, and ancestors up to `end`
+typedef struct {                 // what a node sees of it: positions `low` to `end`
+    int position, low, end;
     uint64_t ancestors;
-} Query;
+} View;
+
+INLINE View view_of(const Split *s, int m) {
+    const Pass *pass = s->a->pass;
+    int window = s->a->block->window;
+    View v = {.ancestors = pass->ancestors ? pass->ancestors[m] : 0};
+    v.position = s->length + (pass->ancestors ? __builtin_popcountll(v.ancestors) - 1 : m % pass->T);
+    v.low = window ? min(max(v.position + 1 - window, 0), SPLIT) : 0;
+    v.end = min(max(v.position + 1, 0), SPLIT);
+    return v;
+}
 
 // out[h, j] += sum_i x[h, i] y[i, j] over i from `first` to `last`, in order, for n rows h
 INLINE void add_tile(const float *x, int x_stride, const float *y, int first, int last, int n,
-                     int vectors, float *out, int out_stride) {
+                     float *out, int out_stride) {
     vf sums[SHARING][WIDE / LANES];
     for (int h = 0; h < n; h++)
-        for (int j = 0; j < vectors; j++)
+        for (int j = 0; j < WIDE / LANES; j++)
             sums[h][j] = load(out + h * out_stride + j * LANES);
     for (int i = first; i < last; i++)
-        for (int j = 0; j < vectors; j++) {
+        for (int j = 0; j < WIDE / LANES; j++) {
             vf v = load(y + i * WIDE + j * LANES);
             for (int h = 0; h < n; h++)
                 sums[h][j] = fused(splat(x[h * x_stride + i]), v, sums[h][j]);
         }
     for (int h = 0; h < n; h++)
-        for (int j = 0; j < vectors; j++)
+        for (int j = 0; j < WIDE / LANES; j++)
             store(out + h * out_stride + j * LANES, sums[h][j]);
 }
 
-// `add_tile` with constants; width: numbers of a row of y, of which all but WIDE / 2 may be unused
 static void add_products(const float *x, int x_stride, const float *y, int first, int last, int n,
-                         int width, float *out, int out_stride) {
-    switch (first < last ? 2 * n + (width > WIDE / 2) : 0) {
-        case 2: add_tile(x, x_stride, y, first, last, 1, 2, out, out_stride); break;
-        case 3: add_tile(x, x_stride, y, first, last, 1, 4, out, out_stride); break;
-        case 4: add_tile(x, x_stride, y, first, last, 2, 2, out, out_stride); break;
-        case 5: add_tile(x, x_stride, y, first, last, 2, 4, out, out_stride); break;
-        case 6: add_tile(x, x_stride, y, first, last, 3, 2, out, out_stride); break;
-        case 7: add_tile(x, x_stride, y, first, last, 3, 4, out, out_stride); break;
+                         float *out, int out_stride) {
+    switch (n) {                 // constants, so that the sums stay in registers
+        case 1: add_tile(x, x_stride, y, first, last, 1, out, out_stride); break;
+        case 2: add_tile(x, x_stride, y, first, last, 2, out, out_stride); break;
+        default: add_tile(x, x_stride, y, first, last, SHARING, out, out_stride);
     }
 }
 
+// How many of the heads that are left share loads: 4 are 2 and 2
+INLINE int sharing(int left) { return left == SHARING + 1 ? SHARING - 1 : min(left, SHARING); }
+
 // Reads up to LANES cache rows, from row `row`, into columns
 INLINE void read_cache(const Split *s, int row, int count, int column, int is_half) {
-    int D = s->a->block->head_size, bytes = is_half ? 2 : 4;
+    int D = s->a->block->head_size, padded = s->a->width - LANES, bytes = is_half ? 2 : 4;
     const char *key = (char *)s->a->pass->kv + cache_at(s->a, 0, s->b, s->kv, row) * bytes;
     const char *value = key + s->a->pass->value_stride * bytes;
-    float *to = s->keys + column / WIDE * WIDE * s->padded + column % WIDE;
+    float *to = s->keys + column / WIDE * WIDE * padded + column % WIDE;
     fetch(key + LANES * D * bytes, LANES * D * bytes);
     fetch(value + LANES * D * bytes, LANES * D * bytes);
     for (int d = 0; d < D; d += WORD / bytes) {
-        vf v[LANES];             // in each lane one number, or two of bfloat16
+        vf v[LANES];             // in a lane one number, or two of bfloat16
         for (int i = 0; i < LANES; i++)
             v[i] = load_bytes(key + (min(i, count - 1) * D + d) * bytes, (D - d) * bytes);
         transpose(v);
         UNROLL
-        for (int i = 0; i < LANES; i++) {
+        for (int i = 0; i < LANES; i++, to += WIDE) {
             store(to, is_half ? (vf)((vu)v[i] << 16) : v[i]);
-            to += WIDE;
-            if (is_half) {
-                store(to, (vf)((vu)v[i] & 0xffff0000));
-                to += WIDE;
-            }
+            if (is_half)
+                store(to += WIDE, (vf)((vu)v[i] & 0xffff0000));
         }
     }
-    for (int d = 0; d < D; d += WIDE)
-        for (int i = 0; i < count; i++) {
-            to = s->values + d * COLUMNS + (column + i) * WIDE;
-            for (int j = 0; j < WIDE; j += LANES)
-                store(to + j, load_row(value, i * D + d + j, D - d - j, is_half));
-        }
+    for (int d = 0; d < D; d += LANES)
+        for (int i = 0; i < count; i++)
+            store(s->values + (d / WIDE * COLUMNS + column + i) * WIDE + d % WIDE,
+                  load_row(value, i * D + d, D - d, is_half));
 }
 
 static void read_columns(const Split *s, int row, int count, int column) {
@@ -1309,133 +1305,89 @@ static void read_columns(const Split *s, int row, int count, int column) {
             read_cache(s, row + i, min(count - i, LANES), column + i, 0);
 }
 
-// Query i of a unit's nodes and heads
-static Query query_of(const Split *s, int i) {
-    const BlockWeights *c = s->a->block;
-    const Pass *pass = s->a->pass;
-    int G = c->n_head / c->n_kv_head, node = s->a->first + i / G, m = s->b * pass->T + node;
-    uint64_t ancestors = pass->ancestors ? pass->ancestors[m] : 0;
-    int seen = pass->ancestors ? __builtin_popcountll(ancestors) : node + 1;
-    int end = length_of(pass, s->b) + seen - s->start;
-    Query query = {.m = m, .head = s->kv * G + i % G, .position = end - 1, .ancestors = ancestors};
-    query.low = c->window ? min(max(end - c->window, 0), SPLIT) : 0;
-    query.end = min(max(end, 0), SPLIT);
-    query.shared = min(query.end, s->shared);
-    return query;
-}
-
-// Turns the scores of columns into the weights of the positions that a query sees
-static void weigh(const Split *s, const Query *query, float *scores, float *part) {
+// Turns a query's scores of columns into weights of positions; total: their sum, the maximum score
+static void weigh(const Split *s, View v, int head, float *scores, float *total) {
     const float *slopes = s->a->pass->slopes;
-    int low = query->low, end = query->end, at = length_of(s->a->pass, s->b) - s->start;
-    for (uint64_t left = query->ancestors; left && at < SPLIT; at++, left &= left - 1)
-        if (at >= 0)
-            scores[at] = scores[s->tree + __builtin_ctzll(left)];
-    int first = low / LANES * LANES, last = (end + LANES - 1) / LANES * LANES;
-    for (int i = first; slopes && i < last; i += LANES) {
-        vf distance = __builtin_convertvector(NUMBERS + (i - query->position), vf);
-        store(scores + i, fused(splat(slopes[query->head]), distance, load(scores + i)));
+    vf best = splat(-INFINITY), sum = splat(0);
+    for (int i = s->length; v.ancestors && i < v.end; i++, v.ancestors &= v.ancestors - 1)
+        if (i >= 0)
+            scores[i] = scores[s->tree + __builtin_ctzll(v.ancestors)];
+    for (int i = v.low / LANES * LANES; i < v.end; i += LANES) {
+        vi at = NUMBERS + i;
+        vf score = load(scores + i) * s->a->block->scale;
+        if (slopes)
+            score = fused(splat(slopes[head]), __builtin_convertvector(at - v.position, vf), score);
+        if (i < v.low || i + LANES > v.end)
+            score = select_lanes((at >= v.low) & (at < v.end), score, splat(-INFINITY));
+        best = larger(score, best);
+        store(scores + i, score);
     }
-    for (int i = first; i < low; i++)
-        scores[i] = -INFINITY;
-    for (int i = end; i < last; i++)
-        scores[i] = -INFINITY;
-    vf best = splat(-INFINITY), total = splat(0);
-    for (int i = first; i < last; i += LANES)
-        best = larger(load(scores + i), best);
-    float maximum = max_lanes(best);
-    for (int i = first; i < last; i += LANES) {
-        vf weight = exp_of_negative(load(scores + i) - maximum);
-        total += weight;
+    total[1] = max_lanes(best);
+    for (int i = v.low / LANES * LANES; i < v.end; i += LANES) {
+        vf weight = vexp(load(scores + i) - total[1]);
+        sum += weight;
         store(scores + i, weight);
     }
-    part[s->padded] = sum_lanes(total);
-    part[s->padded + 1] = maximum;
+    total[0] = sum_lanes(sum);
 }
 
-// Adds weights [n, COLUMNS] times values [COLUMNS, WIDE] to the sums [n, padded] of n queries
-static void add_values(const Split *s, const Query *queries, int n, const float *weights,
-                       const float *values, int width, float *sums) {
-    int stride = s->padded, low = 0, end = SPLIT;  // what all of them see
-    for (int h = 0; h < n; h++) {
-        low = max(low, queries[h].low);
-        end = min(end, queries[h].shared);
-    }
-    end = max(low, end);
-    for (int h = 0; h < n; h++)
-        add_products(weights + h * COLUMNS, 0, values, queries[h].low, min(low, queries[h].shared),
-                     1, width, sums + h * stride, 0);
-    add_products(weights, COLUMNS, values, low, end, n, width, sums, stride);
-    for (int h = 0; h < n; h++, weights += COLUMNS, sums += stride) {
-        add_products(weights, 0, values, end, queries[h].shared, 1, width, sums, 0);
-        int at = length_of(s->a->pass, s->b) - s->start;
-        for (uint64_t left = queries[h].ancestors; left && at < queries[h].end; at++, left &= left - 1)
-            if (at >= queries[h].low)
-                add_products(weights + at, 0, values + (s->tree + __builtin_ctzll(left)) * WIDE, 0,
-                             1, 1, width, sums, 0);
-    }
-}
-
-// The next number of queries that share loads: 4 are 2 and 2
-INLINE int next_of(int left) { return left == SHARING + 1 ? SHARING - 1 : min(left, SHARING); }
-
-// Queries `first` to `first` + count of a unit, with parts as in `attention`
-static void attend_queries(const Split *s, int first, int count, float *parts) {
-    const BlockWeights *c = s->a->block;
-    int D = c->head_size, Hq = c->n_head, T = s->a->pass->T, padded = s->padded;
-    Query queries[QUERIES];
-    memset(s->scores, 0, count * COLUMNS * sizeof(float));
-    memset(s->sums, 0, count * padded * sizeof(float));
-    for (int i = 0; i < count; i++) {
-        queries[i] = query_of(s, first + i);
-        const float *q = s->a->x + ((size_t)queries[i].m * Hq + queries[i].head) * D;
-        for (int d = 0; d < D; d++)
-            s->q[i * padded + d] = q[d] * c->scale;
-    }
+// The nodes of a unit, of which m is the first: scores [G, COLUMNS] of each, and rows [Hq, width] of
+// part: weighted sum of the values, zeros up to `padded`, then `total`
+static void attend_nodes(const Split *s, int m, float *scores, float *part) {
+    const Call *a = s->a;
+    int D = a->block->head_size, Hq = a->block->n_head, G = Hq / a->block->n_kv_head, n;
+    int padded = a->width - LANES, nodes = a->nodes;
+    memset(scores, 0, (size_t)nodes * G * COLUMNS * sizeof *scores);
     for (int at = 0; at < s->columns; at += WIDE)
-        for (int i = 0, n; i < count; i += n) {
-            n = next_of(count - i);
-            if (queries[i + n - 1].shared > at || s->columns > s->tree)
-                add_products(s->q + i * padded, padded, s->keys + at * padded, 0, D, n,
-                             s->columns - at, s->scores + i * COLUMNS + at, COLUMNS);
+        for (int i = 0; i < nodes; i++) {
+            View v = view_of(s, m + i);
+            int is_seen = (at < v.end && at + WIDE > v.low) || at + WIDE > s->tree;
+            for (int h = 0; is_seen && h < G; h += n) {
+                n = sharing(G - h);
+                add_products(a->x + ((size_t)(m + i) * Hq + s->kv * G + h) * D, D, s->keys + at * padded,
+                             0, D, n, scores + (i * G + h) * COLUMNS + at, COLUMNS);
+            }
         }
-    for (int i = 0; i < count; i++) {
-        size_t row = queries[i].m - s->b * T - s->a->first;
-        weigh(s, &queries[i], s->scores + i * COLUMNS, parts + (row * Hq + queries[i].head) * s->a->width);
+    for (int i = 0; i < nodes; i++, part += (size_t)Hq * a->width, scores += G * COLUMNS) {
+        View v = view_of(s, m + i);
+        memset(part, 0, G * a->width * sizeof *part);
+        for (int h = 0; h < G; h++)
+            weigh(s, v, s->kv * G + h, scores + h * COLUMNS, part + h * a->width + padded);
     }
+    part -= (size_t)nodes * Hq * a->width;
+    scores -= nodes * G * COLUMNS;
     for (int d = 0; d < D; d += WIDE)
-        for (int i = 0, n; i < count; i += n) {
-            n = next_of(count - i);
-            add_values(s, &queries[i], n, s->scores + i * COLUMNS, s->values + d * COLUMNS, D - d,
-                       s->sums + i * padded + d);
-        }
-    for (int i = 0; i < count; i++) {
-        size_t row = queries[i].m - s->b * T - s->a->first;
-        memcpy(parts + (row * Hq + queries[i].head) * s->a->width, s->sums + i * padded, padded * sizeof(float));
-    }
+        for (int i = 0; i < nodes; i++)
+            for (int h = 0; h < G; h += n) {
+                View v = view_of(s, m + i);
+                const float *weights = scores + (i * G + h) * COLUMNS, *values = s->values + d * COLUMNS;
+                float *out = part + ((size_t)i * Hq + h) * a->width + d;
+                n = sharing(G - h);
+                add_products(weights, COLUMNS, values, v.low, min(v.end, s->shared), n, out, a->width);
+                for (int j = s->length; v.ancestors && j < v.end; j++, v.ancestors &= v.ancestors - 1)
+                    if (j >= v.low)
+                        add_products(weights + j, COLUMNS, values + (s->tree + __builtin_ctzll(v.ancestors)) * WIDE,
+                                     0, 1, n, out, a->width);
+            }
 }
 
 static void attend_split(void *arguments, int unit) {
     const Call *a = arguments;
-    const Pass *pass = a->pass;
-    int Hkv = a->block->n_kv_head, queries = a->nodes * (a->block->n_head / Hkv), start = unit % a->splits * SPLIT;
-    Split s = {a, unit / a->splits / Hkv, unit / a->splits % Hkv, start, a->width - LANES};
-    int length = length_of(pass, s.b), rows = length + (pass->ancestors ? 0 : a->first + a->nodes) - start;
-    s.keys = scratch(ROWS, (2 * (COLUMNS + QUERIES) * s.padded + QUERIES * COLUMNS) * sizeof *s.keys);
-    s.values = s.keys + COLUMNS * s.padded;
-    s.q = s.values + COLUMNS * s.padded;
-    s.sums = s.q + QUERIES * s.padded;
-    s.scores = s.sums + QUERIES * s.padded;
-    s.shared = min(max(rows, 0), SPLIT);
+    int Hkv = a->block->n_kv_head, Hq = a->block->n_head, is_tree = a->pass->ancestors != NULL;
+    Split s = {a, unit / a->splits / Hkv, unit / a->splits % Hkv, unit % a->splits * SPLIT};
+    int size = COLUMNS * (a->width - LANES), seen = a->first + a->nodes;
+    s.length = length_of(a->pass, s.b) - s.start;
+    s.keys = scratch(ROWS, (2 * size + a->nodes * Hq / Hkv * COLUMNS) * sizeof *s.keys);
+    s.values = s.keys + size;
+    s.shared = min(max(s.length + (is_tree ? 0 : seen), 0), SPLIT);
     s.columns = s.tree = (s.shared + LANES - 1) / LANES * LANES;
-    read_columns(&s, start, s.shared, 0);
-    if (pass->ancestors && start < length + pass->T && length < start + SPLIT) {
-        s.columns += a->first + a->nodes;
-        read_columns(&s, length, a->first + a->nodes, s.tree);
+    read_columns(&s, s.start, s.shared, 0);
+    if (is_tree && s.length < SPLIT && s.length + a->pass->T > 0) {
+        s.columns += seen;
+        read_columns(&s, s.start + s.length, seen, s.tree);
     }
-    float *parts = a->parts + ((size_t)unit % a->splits * pass->B + s.b) * a->nodes * a->block->n_head * a->width;
-    for (int i = 0; i < queries; i += QUERIES)
-        attend_queries(&s, i, min(queries - i, QUERIES), parts);
+    size_t row = ((size_t)unit % a->splits * a->pass->B + s.b) * a->nodes * Hq + s.kv * (Hq / Hkv);
+    attend_nodes(&s, s.b * a->pass->T + a->first, s.values + size, a->parts + row * a->width);
 }
 
 static void merge_splits(void *arguments, int unit) {
@@ -1444,8 +1396,8 @@ static void merge_splits(void *arguments, int unit) {
     size_t stride = (size_t)a->pass->B * a->nodes * Hq * a->width;
     size_t at = unit + ((size_t)b * (a->pass->T - a->nodes) + a->first) * Hq;  // in [M, Hq]
     const float *part = a->parts + (size_t)unit * a->width, *sum = part + a->width - LANES;
-    float maximum = -INFINITY;
-    vf values[MAX_HEAD / LANES + 1] = {{0}}, *total = values + (a->width - LANES) / LANES;
+    float maximum = -INFINITY, total = 0;
+    vf values[MAX_HEAD / LANES + 1] = {{0}};
     for (int s = 0; s < a->splits; s++)
         maximum = sum[s * stride + 1] > maximum ? sum[s * stride + 1] : maximum;
     for (int s = 0; s < a->splits; s++) {
@@ -1453,8 +1405,9 @@ static void merge_splits(void *arguments, int unit) {
         for (int d = 0; d < a->width; d += LANES)
             values[d / LANES] = fused(splat(scale), load(part + s * stride + d), values[d / LANES]);
     }
+    total = values[a->width / LANES - 1][0];
     for (int d = 0; d < D; d += LANES) {
-        vf v = total[0][0] == 0 ? splat(0) : values[d / LANES] / total[0][0];
+        vf v = total == 0 ? splat(0) : values[d / LANES] / total;
         copy_n(a->out + at * D + d, &v, D - d, sizeof(float));
     }
 }
