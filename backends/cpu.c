@@ -1272,8 +1272,9 @@ static void add_products(const float *x, int x_stride, const float *y, int first
 INLINE int sharing(int left) { return left == SHARING + 1 ? SHARING - 1 : min(left, SHARING); }
 
 // Reads up to LANES cache rows, from row `row`, into columns
-INLINE void read_cache(const Split *s, int row, int count, int column, int is_half) {
-    int D = s->a->block->head_size, padded = s->a->width - LANES, bytes = is_half ? 2 : 4;
+static void read_cache(const Split *s, int row, int count, int column) {
+    int D = s->a->block->head_size, padded = s->a->width - LANES;
+    int is_half = s->a->pass->bfloat16, bytes = is_half ? 2 : 4;
     const char *key = (char *)s->a->pass->kv + cache_at(s->a, 0, s->b, s->kv, row) * bytes;
     const char *value = key + s->a->pass->value_stride * bytes;
     float *to = s->keys + column / WIDE * WIDE * padded + column % WIDE;
@@ -1299,10 +1300,7 @@ INLINE void read_cache(const Split *s, int row, int count, int column, int is_ha
 
 static void read_columns(const Split *s, int row, int count, int column) {
     for (int i = 0; i < count; i += LANES)
-        if (s->a->pass->bfloat16)
-            read_cache(s, row + i, min(count - i, LANES), column + i, 1);
-        else
-            read_cache(s, row + i, min(count - i, LANES), column + i, 0);
+        read_cache(s, row + i, min(count - i, LANES), column + i);
 }
 
 // Turns a query's scores of columns into weights of positions; total: their sum, the maximum score
@@ -1348,14 +1346,11 @@ static void attend_nodes(const Split *s, int m, float *scores, float *part) {
                              0, D, n, scores + (i * G + h) * COLUMNS + at, COLUMNS);
             }
         }
-    for (int i = 0; i < nodes; i++, part += (size_t)Hq * a->width, scores += G * COLUMNS) {
-        View v = view_of(s, m + i);
-        memset(part, 0, G * a->width * sizeof *part);
-        for (int h = 0; h < G; h++)
-            weigh(s, v, s->kv * G + h, scores + h * COLUMNS, part + h * a->width + padded);
+    for (int i = 0; i < nodes * G; i++) {
+        float *out = part + (i / G * Hq + i % G) * a->width;
+        memset(out, 0, padded * sizeof *out);
+        weigh(s, view_of(s, m + i / G), s->kv * G + i % G, scores + i * COLUMNS, out + padded);
     }
-    part -= (size_t)nodes * Hq * a->width;
-    scores -= nodes * G * COLUMNS;
     for (int d = 0; d < D; d += WIDE)
         for (int i = 0; i < nodes; i++)
             for (int h = 0; h < G; h += n) {
@@ -1396,7 +1391,7 @@ static void merge_splits(void *arguments, int unit) {
     size_t stride = (size_t)a->pass->B * a->nodes * Hq * a->width;
     size_t at = unit + ((size_t)b * (a->pass->T - a->nodes) + a->first) * Hq;  // in [M, Hq]
     const float *part = a->parts + (size_t)unit * a->width, *sum = part + a->width - LANES;
-    float maximum = -INFINITY, total = 0;
+    float maximum = -INFINITY;
     vf values[MAX_HEAD / LANES + 1] = {{0}};
     for (int s = 0; s < a->splits; s++)
         maximum = sum[s * stride + 1] > maximum ? sum[s * stride + 1] : maximum;
@@ -1405,7 +1400,7 @@ static void merge_splits(void *arguments, int unit) {
         for (int d = 0; d < a->width; d += LANES)
             values[d / LANES] = fused(splat(scale), load(part + s * stride + d), values[d / LANES]);
     }
-    total = values[a->width / LANES - 1][0];
+    float total = values[a->width / LANES - 1][0];
     for (int d = 0; d < D; d += LANES) {
         vf v = total == 0 ? splat(0) : values[d / LANES] / total;
         copy_n(a->out + at * D + d, &v, D - d, sizeof(float));
