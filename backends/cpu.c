@@ -1243,28 +1243,32 @@ INLINE View view_of(const Split *s, int m) {
 
 // out[h, j] += sum_i x[h, i] y[i, j] over i from `first` to `last`, in order, for n rows h
 INLINE void add_tile(const float *x, int x_stride, const float *y, int first, int last, int n,
-                     float *out, int out_stride) {
+                     int vectors, float *out, int out_stride) {
     vf sums[SHARING][WIDE / LANES];
     for (int h = 0; h < n; h++)
-        for (int j = 0; j < WIDE / LANES; j++)
+        for (int j = 0; j < vectors; j++)
             sums[h][j] = load(out + h * out_stride + j * LANES);
     for (int i = first; i < last; i++)
-        for (int j = 0; j < WIDE / LANES; j++) {
+        for (int j = 0; j < vectors; j++) {
             vf v = load(y + i * WIDE + j * LANES);
             for (int h = 0; h < n; h++)
                 sums[h][j] = fused(splat(x[h * x_stride + i]), v, sums[h][j]);
         }
     for (int h = 0; h < n; h++)
-        for (int j = 0; j < WIDE / LANES; j++)
+        for (int j = 0; j < vectors; j++)
             store(out + h * out_stride + j * LANES, sums[h][j]);
 }
 
+// `add_tile` with constants, so that the sums stay in registers; width: columns of y that matter
 static void add_products(const float *x, int x_stride, const float *y, int first, int last, int n,
-                         float *out, int out_stride) {
-    switch (n) {                 // constants, so that the sums stay in registers
-        case 1: add_tile(x, x_stride, y, first, last, 1, out, out_stride); break;
-        case 2: add_tile(x, x_stride, y, first, last, 2, out, out_stride); break;
-        default: add_tile(x, x_stride, y, first, last, SHARING, out, out_stride);
+                         int width, float *out, int out_stride) {
+    switch (2 * n + (width > WIDE / 2)) {
+        case 2: add_tile(x, x_stride, y, first, last, 1, 2, out, out_stride); break;
+        case 3: add_tile(x, x_stride, y, first, last, 1, 4, out, out_stride); break;
+        case 4: add_tile(x, x_stride, y, first, last, 2, 2, out, out_stride); break;
+        case 5: add_tile(x, x_stride, y, first, last, 2, 4, out, out_stride); break;
+        case 6: add_tile(x, x_stride, y, first, last, 3, 2, out, out_stride); break;
+        case 7: add_tile(x, x_stride, y, first, last, 3, 4, out, out_stride); break;
     }
 }
 
@@ -1343,7 +1347,7 @@ static void attend_nodes(const Split *s, int m, float *scores, float *part) {
             for (int h = 0; is_seen && h < G; h += n) {
                 n = sharing(G - h);
                 add_products(a->x + ((size_t)(m + i) * Hq + s->kv * G + h) * D, D, s->keys + at * padded,
-                             0, D, n, scores + (i * G + h) * COLUMNS + at, COLUMNS);
+                             0, D, n, s->columns - at, scores + (i * G + h) * COLUMNS + at, COLUMNS);
             }
         }
     for (int i = 0; i < nodes * G; i++) {
@@ -1356,13 +1360,15 @@ static void attend_nodes(const Split *s, int m, float *scores, float *part) {
             for (int h = 0; h < G; h += n) {
                 View v = view_of(s, m + i);
                 const float *weights = scores + (i * G + h) * COLUMNS, *values = s->values + d * COLUMNS;
-                float *out = part + ((size_t)i * Hq + h) * a->width + d;
+                float *out = part + (i * Hq + h) * a->width + d;
                 n = sharing(G - h);
-                add_products(weights, COLUMNS, values, v.low, min(v.end, s->shared), n, out, a->width);
+                add_products(weights, COLUMNS, values, v.low, min(v.end, s->shared), n, D - d, out,
+                             a->width);
+                values += s->tree * WIDE;
                 for (int j = s->length; v.ancestors && j < v.end; j++, v.ancestors &= v.ancestors - 1)
                     if (j >= v.low)
-                        add_products(weights + j, COLUMNS, values + (s->tree + __builtin_ctzll(v.ancestors)) * WIDE,
-                                     0, 1, n, out, a->width);
+                        add_products(weights + j, COLUMNS, values + __builtin_ctzll(v.ancestors) * WIDE,
+                                     0, 1, n, D - d, out, a->width);
             }
 }
 
