@@ -328,7 +328,7 @@ static void *scratch(int which, size_t size) {
         buffers[which].data = aligned_alloc(64, buffers[which].size);
         if (!buffers[which].data)
             abort();
-        memset(buffers[which].data, 0, buffers[which].size);  // not slow denormal numbers
+        memset(buffers[which].data, 0, buffers[which].size);  // denormal numbers would be slow
     }
     return buffers[which].data;
 }
