@@ -35,17 +35,17 @@
 #define LANES 4
 #endif
 #if LANES == 16 || defined(__aarch64__)  // there are 32 vector registers, else 16
-#define FLOAT_TILE (16 / SUMS)
-#define SLICE (4 * LANES)    // dimensions of a head that are accumulated in registers
+#define FLOAT_TILE (16 / SUMS)  // most rows multiplied at once by floats
 #else
-#define FLOAT_TILE (12 / SUMS)  // most rows multiplied at once by floats
-#define SLICE (2 * LANES)
+#define FLOAT_TILE (12 / SUMS)
 #endif
 #define TILE 8               // most rows multiplied at once
 #define PAIRED (LANES == 4 ? 0 : 6)  // most rows multiplied by two blocks at once
 #define SUMS (LANES == 16 ? 2 : 4)  // sums of floats per row, which hide the additions' latency
-#define HEADS 3              // heads that share loads of keys and values
 #define SPLIT 128            // cache positions per unit of attention
+#define COLUMNS (SPLIT + MAX_TREE)  // its rows in memory: of committed tokens, then of nodes
+#define SHARING 3            // heads that share loads of keys and values
+#define WIDE (4 * LANES)     // columns, or dimensions, whose sums are in registers
 #define WORD (4 * LANES)     // bytes of a vector
 #define MAX_CANDIDATES 2048  // most candidates of a tree: K * n, and a chain
 #define MAX_PARTS (1 << 23)  // numbers in the partial results of an attention
@@ -71,6 +71,7 @@ typedef int16_t vs __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 typedef int8_t vb __attribute__((vector_size(LANES)));
 typedef float vf_anywhere __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
+typedef uint16_t vh_anywhere __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
 
 const int32_t lanes = LANES;
 const char *const instructions =  // that these kernels were compiled for
@@ -330,6 +331,7 @@ static void *scratch(int which, size_t size) {
         buffers[which].data = aligned_alloc(64, buffers[which].size);
         if (!buffers[which].data)
             abort();
+        memset(buffers[which].data, 0, buffers[which].size);  // denormal numbers would be slow
     }
     return buffers[which].data;
 }
@@ -379,9 +381,19 @@ INLINE vf load_n(const float *x, int n) {
     return v;
 }
 
+INLINE vf load_bytes(const char *x, int n) {
+    vf v = {0};
+    if (n >= WORD)
+        return load(x);
+    memcpy(&v, x, max(n, 0));
+    return v;
+}
+
 INLINE vh load_halves(const uint16_t *x, int n) {
     vh halves = {0};
-    copy_n(&halves, x, n, sizeof *x);
+    if (n >= LANES)
+        return *(const vh_anywhere *)x;
+    memcpy(&halves, x, max(n, 0) * sizeof *x);
     return halves;
 }
 
@@ -480,13 +492,18 @@ INLINE float sum_lanes(vf v) { return reduce(add, v); }
 INLINE float max_lanes(vf v) { return reduce(larger, v); }
 
 INLINE void exchange(vf *v, int s) {
-    vi odd = (NUMBERS & s) != 0;
+    vi odd = NUMBERS & s;
     UNROLL
     for (int i = 0; i < LANES; i++)
         if (!(i & s)) {
             vf a = v[i], b = v[i + s];
-            v[i] = select_lanes(odd, swap(b, s), a);
-            v[i + s] = select_lanes(odd, b, swap(a, s));
+#ifdef __clang__
+            v[i] = select_lanes(odd != 0, swap(b, s), a);
+            v[i + s] = select_lanes(odd != 0, b, swap(a, s));
+#else                            // gcc does not join the shuffles
+            v[i] = __builtin_shuffle(a, b, NUMBERS - odd + odd * (LANES / s));
+            v[i + s] = __builtin_shuffle(a, b, (NUMBERS | s) + odd * (LANES / s));
+#endif
         }
 }
 
@@ -503,20 +520,19 @@ INLINE void transpose(vf *v) {
 INLINE vf polynomial(vf x, int n, const float *c) {  // c[0] x^(n - 1) + ... + c[n - 1]
     vf y = splat(c[0]);
     for (int i = 1; i < n; i++)
-        y = y * x + c[i];
+        y = fused(y, x, splat(c[i]));
     return y;
 }
 
 INLINE vf vexp(vf x) {           // 2^n e^r, |r| <= ln(2) / 2; 0 below 2^-126
     static const float c[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
                               4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
-    vf n = x * 1.44269504f + 12582912.0f;  // rounds to an integer, held in the low bits
-    vi exponent = (vi)n << 23;
+    vf n = fused(x, splat(1.44269504f), splat(12582912.0f));  // its low bits hold an integer
+    vf power = (vf)(((vi)n << 23) + 0x3f800000);
     n -= 12582912.0f;
-    vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    vf p = polynomial(r, 6, c) * r * r + r + 1.0f;
-    vf result = select_lanes(x > 88.0f, splat(INFINITY), (vf)((vi)p + exponent));
-    return select_lanes(x == x, select_lanes(x < -87.0f, splat(0), result), x);
+    vf r = fused(n, splat(2.12194440e-4f), fused(n, splat(-0.693359375f), x));
+    vf p = fused(polynomial(r, 6, c) * r, r, r) + 1.0f;
+    return select_lanes(x > 88.0f, splat(INFINITY), select_lanes(x < -87.0f, splat(0), p * power));
 }
 
 INLINE vf vlog(vf x) {           // n ln(2) + log(1 + f), sqrt(1/2) <= 1 + f < sqrt(2); normal x > 0
@@ -1240,135 +1256,183 @@ static void rope_cache_row(void *arguments, int m) {
 //   and ALiBi as in kernels.tree_attention
 //
 // A query sees one cache row per position: the committed rows, then its ancestors' rows. Sums run
-// over positions, in splits of 128, so they do not depend on which rows hold the ancestors; the
-// splits of a query are then added in order. A unit is a split of a kv head, for up to 64 nodes.
+// over dimensions, then over positions, in splits of 128, so they do not depend on which rows hold
+// the ancestors; the splits of a query are then added in order. A unit is a split of a kv head, for
+// up to 64 nodes. It reads rows as float32 into columns: one for each position that nodes share, then
+// one for each node of the tree, whose scores are moved to the positions of each query.
 //
 // Memory traffic: keys and values, once per 64 nodes.
 
-// One split for n query heads that share keys [D, SPLIT] and values [SPLIT, padded]. Rows of part
-// [n, width]: weighted sum of the values, zeros up to `padded`, sum of the weights, maximum score
-INLINE void attend_heads(const Call *a, int m, int head, int n, int start, const float *keys,
-                         const float *values, float *part) {
-    const BlockWeights *c = a->block;
-    const uint64_t *nodes = (const uint64_t *)a->pass->ancestors;
-    int D = c->head_size, padded = a->width - LANES, T = a->pass->T;
-    int before = nodes ? __builtin_popcountll(nodes[m]) - 1 : m % T;
-    int position = length_of(a->pass, m / T) + before;
-    int end = min(max(position + 1 - start, 0), SPLIT);
-    int low = c->window ? min(max(position + 1 - c->window - start, 0), SPLIT) : 0;
-    float q[HEADS][MAX_HEAD + 1], probs[HEADS][SPLIT + 1];
-    vf best[HEADS], total[HEADS];
-    for (int h = 0; h < n; h++) {
-        memcpy(q[h], a->x + ((size_t)m * c->n_head + head + h) * D, D * sizeof **q);
-        q[h][D] = 0;
-        best[h] = splat(-INFINITY);
-        total[h] = splat(0);
-    }
-    for (int i = low / (2 * LANES) * 2 * LANES; i < end; i += 2 * LANES) {
-        vf sums[HEADS][2][2] = {{{{0}}}};  // of even and odd dimensions: hides latency
-        for (int d = 0; d < D; d += 2)
-            for (int s = 0; s < 2; s++)
-                for (int j = 0; j < 2; j++)
-                    for (int h = 0; h < n; h++)
-                        sums[h][j][s] += q[h][d + s] * load(keys + (d + s) * SPLIT + i + j * LANES);
-        for (int j = 0; j < 2; j++)
-            for (int h = 0; h < n; h++) {
-                vi at = NUMBERS + i + j * LANES;
-                vf score = (sums[h][j][0] + sums[h][j][1]) * c->scale;
-                vf distance = __builtin_convertvector(at + start - position, vf);
-                if (a->pass->slopes)
-                    score += a->pass->slopes[head + h] * distance;
-                score = select_lanes((at >= low) & (at < end), score, splat(-INFINITY));
-                best[h] = larger(score, best[h]);
-                store(probs[h] + i + j * LANES, score);
-            }
-    }
-    for (int h = 0; h < n; h++) {
-        float maximum = max_lanes(best[h]);
-        for (int i = low / LANES * LANES; i < end; i += LANES) {
-            vf prob = vexp(load(probs[h] + i) - maximum);
-            total[h] += prob;
-            store(probs[h] + i, prob);
+typedef struct {                 // a split; positions count from its first one
+    const Call *a;
+    int b, kv, start, length;    // length: of the committed rows
+    int shared, tree, columns;   // end of the positions' columns; first column of the nodes; their end
+    float *keys, *values;        // [COLUMNS / WIDE][padded][WIDE], [padded / WIDE][COLUMNS][WIDE]
+} Split;
+
+typedef struct {                 // what a node sees of it: positions `low` to `end`
+    int position, low, end;
+    uint64_t ancestors;
+} View;
+
+INLINE View view_of(const Split *s, int m) {
+    const Pass *pass = s->a->pass;
+    int window = s->a->block->window;
+    View v = {.ancestors = pass->ancestors ? pass->ancestors[m] : 0};
+    v.position = s->length + (pass->ancestors ? __builtin_popcountll(v.ancestors) - 1 : m % pass->T);
+    v.low = window ? min(max(v.position + 1 - window, 0), SPLIT) : 0;
+    v.end = min(max(v.position + 1, 0), SPLIT);
+    return v;
+}
+
+// out[h, j] += sum_i x[h, i] y[i, j] over i from `first` to `last`, in order, for n rows h
+INLINE void add_tile(const float *x, int x_stride, const float *y, int first, int last, int n,
+                     int vectors, float *out, int out_stride) {
+    vf sums[SHARING][WIDE / LANES];
+    for (int h = 0; h < n; h++)
+        for (int j = 0; j < vectors; j++)
+            sums[h][j] = load(out + h * out_stride + j * LANES);
+    for (int i = first; i < last; i++)
+        for (int j = 0; j < vectors; j++) {
+            vf v = load(y + i * WIDE + j * LANES);
+            for (int h = 0; h < n; h++)
+                sums[h][j] = fused(splat(x[h * x_stride + i]), v, sums[h][j]);
         }
-        probs[h][end] = 0;
-        part[h * a->width + padded] = sum_lanes(total[h]);
-        part[h * a->width + padded + 1] = maximum;
-    }
-    for (int d = 0; d < padded; d += SLICE) {
-        vf sums[HEADS][2][SLICE / LANES] = {{{{0}}}};  // of even and odd positions
-        for (int i = low; i < end; i += 2)
-            for (int j = 0; j < 2; j++)
-                for (int s = 0; s < SLICE / LANES; s++)
-                    for (int h = 0; h < n; h++)
-                        sums[h][j][s] += probs[h][i + j]
-                            * load(values + min(i + j, end - 1) * padded + d + s * LANES);
-        for (int h = 0; h < n; h++)
-            for (int s = 0; s < SLICE / LANES; s++)
-                store(part + h * a->width + d + s * LANES, sums[h][0][s] + sums[h][1][s]);
+    for (int h = 0; h < n; h++)
+        for (int j = 0; j < vectors; j++)
+            store(out + h * out_stride + j * LANES, sums[h][j]);
+}
+
+// `add_tile` with constants, so that the sums stay in registers; width: columns of y that matter
+static void add_products(const float *x, int x_stride, const float *y, int first, int last, int n,
+                         int width, float *out, int out_stride) {
+    switch (2 * n + (width > WIDE / 2)) {
+        case 2: add_tile(x, x_stride, y, first, last, 1, 2, out, out_stride); break;
+        case 3: add_tile(x, x_stride, y, first, last, 1, 4, out, out_stride); break;
+        case 4: add_tile(x, x_stride, y, first, last, 2, 2, out, out_stride); break;
+        case 5: add_tile(x, x_stride, y, first, last, 2, 4, out, out_stride); break;
+        case 6: add_tile(x, x_stride, y, first, last, 3, 2, out, out_stride); break;
+        case 7: add_tile(x, x_stride, y, first, last, 3, 4, out, out_stride); break;
     }
 }
 
-// Reads up to 16 cache rows as float32: keys into columns of [D, SPLIT], values into rows
-INLINE void read_cache(const Call *a, int b, int head, int row, int count, float *keys,
-                       float *values) {
-    int D = a->block->head_size, padded = a->width - LANES, bytes = a->pass->bfloat16 ? 2 : 4;
-    const char *from = (char *)a->pass->kv + cache_at(a, 0, b, head, row) * bytes;
-    const char *value = from + a->pass->value_stride * bytes;
-    fetch(from + LANES * D * bytes, LANES * D * bytes);
+// How many of the heads that are left share loads: 4 are 2 and 2
+INLINE int sharing(int left) { return left == SHARING + 1 ? SHARING - 1 : min(left, SHARING); }
+
+// Reads up to LANES cache rows, from row `row`, into columns
+static void read_cache(const Split *s, int row, int count, int column) {
+    int D = s->a->block->head_size, padded = s->a->width - LANES;
+    int is_half = s->a->pass->bfloat16, bytes = is_half ? 2 : 4;
+    const char *key = (char *)s->a->pass->kv + cache_at(s->a, 0, s->b, s->kv, row) * bytes;
+    const char *value = key + s->a->pass->value_stride * bytes;
+    float *to = s->keys + column / WIDE * WIDE * padded + column % WIDE;
+    fetch(key + LANES * D * bytes, LANES * D * bytes);
     fetch(value + LANES * D * bytes, LANES * D * bytes);
-    for (int d = 0; d < D; d += LANES) {
-        vf v[LANES];
+    for (int d = 0; d < D; d += WORD / bytes) {
+        vf v[LANES];             // in a lane one number, or two of bfloat16
         for (int i = 0; i < LANES; i++)
-            v[i] = load_row(from, min(i, count - 1) * D + d, D - d, bytes == 2);
+            v[i] = load_bytes(key + (min(i, count - 1) * D + d) * bytes, (D - d) * bytes);
         transpose(v);
-        for (int i = 0; i < min(D + 1 - d, LANES); i++)  // + 1: pads an odd D
-            store(keys + (d + i) * SPLIT, v[i]);
+        UNROLL
+        for (int i = 0; i < LANES; i++, to += WIDE) {
+            store(to, is_half ? (vf)((vu)v[i] << 16) : v[i]);
+            if (is_half)
+                store(to += WIDE, (vf)((vu)v[i] & 0xffff0000));
+        }
     }
-    for (int i = 0; i < count; i++)
-        for (int d = 0; d < padded; d += LANES)
-            store(values + i * padded + d, load_row(value, i * D + d, D - d, bytes == 2));
+    for (int d = 0; d < D; d += LANES)
+        for (int i = 0; i < count; i++)
+            store(s->values + (d / WIDE * COLUMNS + column + i) * WIDE + d % WIDE,
+                  load_row(value, i * D + d, D - d, is_half));
 }
 
-// Reads one cache row, that of an ancestor
-static void read_ancestor(const Call *a, int b, int head, int row, float *keys, float *values) {
-    int D = a->block->head_size, padded = a->width - LANES, is_half = a->pass->bfloat16;
-    size_t key = cache_at(a, 0, b, head, row), value = cache_at(a, 1, b, head, row);
-    for (int d = 0; d < D; d += LANES) {
-        vf v = load_row(a->pass->kv, key + d, D - d, is_half);
-        for (int i = 0; i < min(D + 1 - d, LANES); i++)
-            keys[(d + i) * SPLIT] = v[i];
+static void read_columns(const Split *s, int row, int count, int column) {
+    for (int i = 0; i < count; i += LANES)
+        read_cache(s, row + i, min(count - i, LANES), column + i);
+}
+
+// Turns a query's scores of columns into weights of positions; total: their sum, the maximum score
+static void weigh(const Split *s, View v, int head, float *scores, float *total) {
+    const float *slopes = s->a->pass->slopes;
+    vf best = splat(-INFINITY), sum = splat(0);
+    for (int i = s->length; v.ancestors && i < v.end; i++, v.ancestors &= v.ancestors - 1)
+        if (i >= 0)
+            scores[i] = scores[s->tree + __builtin_ctzll(v.ancestors)];
+    for (int i = v.low / LANES * LANES; i < v.end; i += LANES) {
+        vi at = NUMBERS + i;
+        vf score = load(scores + i) * s->a->block->scale;
+        if (slopes)
+            score = fused(splat(slopes[head]), __builtin_convertvector(at - v.position, vf), score);
+        if (i < v.low || i + LANES > v.end)
+            score = select_lanes((at >= v.low) & (at < v.end), score, splat(-INFINITY));
+        best = larger(score, best);
+        store(scores + i, score);
     }
-    for (int d = 0; d < padded; d += LANES)
-        store(values + d, load_row(a->pass->kv, value + d, D - d, is_half));
+    total[1] = max_lanes(best);
+    for (int i = v.low / LANES * LANES; i < v.end; i += LANES) {
+        vf weight = vexp(load(scores + i) - total[1]);
+        sum += weight;
+        store(scores + i, weight);
+    }
+    total[0] = sum_lanes(sum);
+}
+
+// The nodes of a unit, of which m is the first: scores [G, COLUMNS] of each, and rows [Hq, width] of
+// part: weighted sum of the values, zeros up to `padded`, then `total`
+static void attend_nodes(const Split *s, int m, float *scores, float *part) {
+    const Call *a = s->a;
+    int D = a->block->head_size, Hq = a->block->n_head, G = Hq / a->block->n_kv_head, n;
+    int padded = a->width - LANES, nodes = a->nodes;
+    memset(scores, 0, (size_t)nodes * G * COLUMNS * sizeof *scores);
+    for (int at = 0; at < s->columns; at += WIDE)
+        for (int i = 0; i < nodes; i++) {
+            View v = view_of(s, m + i);
+            int is_seen = (at < v.end && at + WIDE > v.low) || at + WIDE > s->tree;
+            for (int h = 0; is_seen && h < G; h += n) {
+                n = sharing(G - h);
+                add_products(a->x + ((size_t)(m + i) * Hq + s->kv * G + h) * D, D, s->keys + at * padded,
+                             0, D, n, s->columns - at, scores + (i * G + h) * COLUMNS + at, COLUMNS);
+            }
+        }
+    for (int i = 0; i < nodes * G; i++) {
+        float *out = part + (i / G * Hq + i % G) * a->width;
+        memset(out, 0, padded * sizeof *out);
+        weigh(s, view_of(s, m + i / G), s->kv * G + i % G, scores + i * COLUMNS, out + padded);
+    }
+    for (int d = 0; d < D; d += WIDE)
+        for (int i = 0; i < nodes; i++)
+            for (int h = 0; h < G; h += n) {
+                View v = view_of(s, m + i);
+                const float *weights = scores + (i * G + h) * COLUMNS, *values = s->values + d * COLUMNS;
+                float *out = part + (i * Hq + h) * a->width + d;
+                n = sharing(G - h);
+                add_products(weights, COLUMNS, values, v.low, min(v.end, s->shared), n, D - d, out,
+                             a->width);
+                values += s->tree * WIDE;
+                for (int j = s->length; v.ancestors && j < v.end; j++, v.ancestors &= v.ancestors - 1)
+                    if (j >= v.low)
+                        add_products(weights + j, COLUMNS, values + __builtin_ctzll(v.ancestors) * WIDE,
+                                     0, 1, n, D - d, out, a->width);
+            }
 }
 
 static void attend_split(void *arguments, int unit) {
     const Call *a = arguments;
-    int Hkv = a->block->n_kv_head, G = a->block->n_head / Hkv, T = a->pass->T;
-    int start = unit % a->splits * SPLIT, kv = unit / a->splits % Hkv, b = unit / a->splits / Hkv;
-    int length = length_of(a->pass, b), padded = a->width - LANES;
-    float *keys = scratch(ROWS, 2 * SPLIT * padded * sizeof *keys), *values = keys + SPLIT * padded;
-    int rows = min(length + (a->pass->ancestors ? 0 : T) - start, SPLIT);
-    for (int i = 0; i < rows; i += LANES)
-        read_cache(a, b, kv, start + i, min(rows - i, LANES), keys + i, values + i * padded);
-    size_t row = ((size_t)unit % a->splits * a->pass->B + b) * a->nodes;
-    for (int m = b * T + a->first; m < b * T + a->first + a->nodes; m++, row++) {
-        uint64_t nodes = a->pass->ancestors ? a->pass->ancestors[m] : 0;
-        for (int i = length - start; nodes && i < SPLIT; i++, nodes &= nodes - 1)
-            if (i >= 0)
-                read_ancestor(a, b, kv, length + __builtin_ctzll(nodes), keys + i,
-                              values + i * padded);
-        for (int head = kv * G; head < (kv + 1) * G;) {
-            float *part = a->parts + (row * G * Hkv + head) * a->width;
-            int n = min((kv + 1) * G - head, HEADS);
-            switch (n) {
-                case 1: attend_heads(a, m, head, 1, start, keys, values, part); break;
-                case 2: attend_heads(a, m, head, 2, start, keys, values, part); break;
-                default: attend_heads(a, m, head, HEADS, start, keys, values, part);
-            }
-            head += n;
-        }
+    int Hkv = a->block->n_kv_head, Hq = a->block->n_head, is_tree = a->pass->ancestors != NULL;
+    Split s = {a, unit / a->splits / Hkv, unit / a->splits % Hkv, unit % a->splits * SPLIT};
+    int size = COLUMNS * (a->width - LANES), seen = a->first + a->nodes;
+    s.length = length_of(a->pass, s.b) - s.start;
+    s.keys = scratch(ROWS, (2 * size + a->nodes * Hq / Hkv * COLUMNS) * sizeof *s.keys);
+    s.values = s.keys + size;
+    s.shared = min(max(s.length + (is_tree ? 0 : seen), 0), SPLIT);
+    s.columns = s.tree = (s.shared + LANES - 1) / LANES * LANES;
+    read_columns(&s, s.start, s.shared, 0);
+    if (is_tree && s.length < SPLIT && s.length + a->pass->T > 0) {
+        s.columns += seen;
+        read_columns(&s, s.start + s.length, seen, s.tree);
     }
+    size_t row = ((size_t)unit % a->splits * a->pass->B + s.b) * a->nodes * Hq + s.kv * (Hq / Hkv);
+    attend_nodes(&s, s.b * a->pass->T + a->first, s.values + size, a->parts + row * a->width);
 }
 
 static void merge_splits(void *arguments, int unit) {
@@ -1377,17 +1441,20 @@ static void merge_splits(void *arguments, int unit) {
     size_t stride = (size_t)a->pass->B * a->nodes * Hq * a->width;
     size_t at = unit + ((size_t)b * (a->pass->T - a->nodes) + a->first) * Hq;  // in [M, Hq]
     const float *part = a->parts + (size_t)unit * a->width, *sum = part + a->width - LANES;
-    float *out = a->out + at * D, maximum = -INFINITY, total = 0, values[MAX_HEAD] = {0};
+    float maximum = -INFINITY;
+    vf values[MAX_HEAD / LANES + 1] = {{0}};
     for (int s = 0; s < a->splits; s++)
         maximum = sum[s * stride + 1] > maximum ? sum[s * stride + 1] : maximum;
     for (int s = 0; s < a->splits; s++) {
         float scale = sum[s * stride] == 0 ? 0 : expf(sum[s * stride + 1] - maximum);
-        total += scale * sum[s * stride];
-        for (int d = 0; d < D; d++)
-            values[d] += scale * part[s * stride + d];
+        for (int d = 0; d < a->width; d += LANES)
+            values[d / LANES] = fused(splat(scale), load(part + s * stride + d), values[d / LANES]);
     }
-    for (int d = 0; d < D; d++)
-        out[d] = total == 0 ? 0 : values[d] / total;
+    float total = values[a->width / LANES - 1][0];
+    for (int d = 0; d < D; d += LANES) {
+        vf v = total == 0 ? splat(0) : values[d / LANES] / total;
+        copy_n(a->out + at * D + d, &v, D - d, sizeof(float));
+    }
 }
 
 // q, out [M, Hq, D]
@@ -1397,7 +1464,7 @@ void attention(const BlockWeights *block, const Pass *pass, float *q, float *out
     for (int b = 0; b < pass->B; b++)
         longest = max(longest, length_of(pass, b) + pass->T);
     a.splits = (longest + SPLIT - 1) / SPLIT;
-    a.width = (D + SLICE - 1) / SLICE * SLICE + LANES;
+    a.width = (D + WIDE - 1) / WIDE * WIDE + LANES;
     int units = pass->B * block->n_kv_head * a.splits;
     size_t size = (size_t)pass->B * Hq * a.splits * a.width;  // per node
     int nodes = min(MAX_PARTS / (size + 1) + 1, min(pass->T, MAX_TREE));
