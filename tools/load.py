@@ -30,15 +30,17 @@ from hf.tokenizer import Encoding, encode_prompt, load_encoding
 from model import GPT, InputError, check, expect
 
 
-def load_model(args, group=None, packed=None, dtype=None):
+def load_model(args, group=None, packed=None, dtype=None, template=None):
     """Loads the GPT of --model, --device, --dtype and --quantize, and its tokenizer, whose chat
     template gets the variables of --template-kwargs. group, packed: as in `checkpoint.load`. dtype:
-    used without --dtype."""
+    used without --dtype. template: a file with another chat template."""
     device = pick_device((group and group.device) or args.device)
     if not threads_are_set():
         torch.set_num_threads(min(torch.get_num_threads(), available_cpus()))
     read_config(args.model)  # a path that is no model fails here, not for lack of a tokenizer
     encoding = load_encoding(args.model)
+    if template:
+        encoding.template = load_chat_template(args.model, template)
     if args.template_kwargs:
         expect(encoding.template, f"{args.model}: has no chat template; leave out "
                "--template-kwargs")
@@ -124,7 +126,7 @@ def load_alone(args, group):
     if ignored := not_applied(args.model):
         settings = ", ".join(f"{name} {value}" for name, value in ignored.items())
         warn(f"{args.model}: generation_config.json: not applied: {settings:.200}")
-    model, encoding = load_model(args, group)
+    model, encoding = load_model(args, group, template=args.chat_template)
     heads = None
     path = args.heads or default_heads(args.model) or "none"
     if drafts(args, "heads") and path != "none":
@@ -133,7 +135,7 @@ def load_alone(args, group):
         raise InputError(f"{args.model}: has no draft heads, but --draft "
                          f"{'+'.join(sorted(args.draft))} needs them; train them with "
                          "train_heads.py, give --heads, or use --draft lookup")
-    stop = [*stop_tokens(args.model, encoding), *filter(None, args.stop)]
+    stop = [*stop_tokens(args.model, encoding, args.chat_template), *filter(None, args.stop)]
     return Loaded(model, encoding, heads, sampling, stop, group)
 
 
@@ -204,8 +206,8 @@ def opening(args):
 def read_prompts(args):
     """The `Prompt`s of --prompt and --prompts; "-" is standard input. Raises InputError for --chat
     if the model has no chat template."""
-    expect(not args.chat or load_chat_template(args.model), f"{args.model}: has no chat template; "
-           "leave out --chat, or use a chat model")
+    expect(not args.chat or load_chat_template(args.model, args.chat_template), f"{args.model}: "
+           "has no chat template; leave out --chat, give --chat-template, or use a chat model")
     if args.prompts:
         found = read_prompt_file(args.prompts, None if args.chat else "--chat")
     else:
