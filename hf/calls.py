@@ -44,6 +44,7 @@ COMBINED = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}
 def functions_of(tools):
     """{name: JSON schema of the arguments} of tools in OpenAI's format. Raises InputError."""
     found = {}
+    expect(isinstance(tools, list), "tools must be a list of objects")
     for number, tool in enumerate(tools):
         place = f"tools[{number}]"
         expect(isinstance(tool, dict), f"{place} must be an object")
@@ -272,27 +273,31 @@ def message_of(parts, is_delta=False):
 
 
 class CallText:
-    """A `TextStream` of an output with calls as lines of JSON."""
+    """A `TextStream` of an output in which each call is a line of JSON. parts: all of its `Part`s
+    so far."""
 
     def __init__(self, tools, stop):
         self.stream = tools.encoding.output_stream(stop, tools.tokens.values())
         self.reader = CallReader(tools)
+        self.parts = []
 
     def feed(self, tokens):
-        return "".join(map(self.read, tokens))
-
-    def read(self, token):
-        return self.shown(self.reader.feed(self.stream.feed([token]), token))
+        return "".join(self.read(self.stream.feed([token]), token) for token in tokens)
 
     def finish(self):
-        return self.shown(self.reader.feed(self.stream.finish()) + self.reader.finish())
+        return self.read(self.stream.finish()) + self.shown(self.reader.finish())
+
+    def read(self, text, token=None):
+        return self.shown(self.reader.feed(text, token))
 
     def shown(self, parts):
-        return "".join(map(as_json, parts))
-
-
-def as_json(part):
-    """A part of an output as text: a call is a line of JSON."""
-    if part.kind == "name":
-        return f'{{"name": {json.dumps(part.text, ensure_ascii=False)}, "arguments": '
-    return "}\n" if part.kind == "end" else part.text
+        text = ""
+        for part in parts:
+            if part.kind == "name":
+                line = "\n" if self.parts else ""
+                name = json.dumps(part.text, ensure_ascii=False)
+                text += f'{line}{{"name": {name}, "arguments": '
+            else:
+                text += part.text
+            self.parts.append(part)
+        return text

@@ -20,6 +20,7 @@ from common.values import warn
 from engine.clock import seconds_between, timestamp
 from generate import Plan, Sampling, prepare
 from hf import checkpoint
+from hf.calls import CallText, Tools, message_of
 from hf.chat import SAMPLING_KEYS, load_chat_template, not_applied, sampling_defaults, stop_tokens
 from hf.files import part_file, read_config
 from hf.grammar import GrammarTokenizer
@@ -76,14 +77,19 @@ class Loaded:
         """The `GrammarTokenizer`."""
         return GrammarTokenizer(self.encoding, self.model.config.vocab_size, self.stop)
 
+    def tools(self, prompt):
+        """The `Tools` of a `Prompt`, or None."""
+        return Tools(self.encoding, **prompt.tools) if prompt.tools else None
+
     def encode(self, prompts, args):
         """Token ids of each `Prompt`, or without --chat of its last message. Runs on rank 0, since
         a template may read the clock."""
         def tokens(number, prompt):
-            messages, options, grammar = prompt
-            if grammar:
-                options = without_thinking(self.encoding.template) | options
+            messages, _, grammar = prompt
+            options = without_thinking(self.encoding.template) if grammar else {}
             try:
+                if tools := self.tools(prompt):
+                    options |= dict(tools=tools.for_template)
                 return (self.encoding.chat(messages, **options) if args.chat
                         else encode_prompt(self.encoding, messages[-1]["content"]))
             except InputError as error:
@@ -94,18 +100,32 @@ class Loaded:
     def compile(self, prompts, ids):
         """The `Grammar` or None of each `Prompt`. ids: the prompts' token ids."""
         def grammar(number, prompt, tokens):
-            if not prompt.grammar:
-                return None
             try:
-                return self.grammars.compile(*prompt.grammar).for_prompt(tokens)
+                source = ("tools", self.tools(prompt)) if prompt.tools else prompt.grammar
+                return source and self.grammars.compile(*source).for_prompt(tokens)
             except InputError as error:
                 raise InputError(f"prompt {number}: {error}") from None
         return list(map(grammar, itertools.count(1), prompts, ids))
 
-    def decode(self, tokens):
+    def stream(self, grammar=None):
+        """A `TextStream` of an output. If its grammar has tools, calls are JSON."""
+        if grammar and grammar.tools:
+            return CallText(grammar.tools, self.stop)
+        return self.encoding.output_stream(self.stop)
+
+    def decode(self, tokens, grammar=None):
         """The text of token ids, without control tokens and the stop string at its end."""
-        stream = self.encoding.output_stream(self.stop)
+        stream = self.stream(grammar)
         return stream.feed(tokens) + stream.finish()
+
+    def message(self, tokens, grammar):
+        """The message of an assistant that wrote these tokens."""
+        if not (grammar and grammar.tools):
+            return dict(role="assistant", content=self.decode(tokens))
+        stream = self.stream(grammar)
+        stream.feed(tokens)
+        stream.finish()
+        return dict(role="assistant") | message_of(stream.parts)
 
 
 def load(args, group):
@@ -214,8 +234,22 @@ def read_prompts(args):
         found = [from_user(decode(sys.stdin.buffer.read(), "standard input") if text == "-"
                            else text) for text in args.prompt or []]
     own = read_grammar(args)
-    return [Prompt([*opening(args), *messages], tools, grammar or own)
-            for messages, tools, grammar in found]
+    own_tools = read_tools(args)
+    prompts = [Prompt([*opening(args), *messages], tools or own_tools, grammar or own)
+               for messages, tools, grammar in found]
+    expect(not any(prompt.tools and prompt.grammar for prompt in prompts),
+           "a prompt has tools or a grammar, not both; leave out one")
+    return prompts
+
+
+def read_tools(args):
+    """The functions of --tools, as in `Prompt`."""
+    if args.tools is None:
+        return {}
+    try:
+        return tools_of(dict(tools=read_text(Path(args.tools))))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{args.tools}: expected a JSON list of functions, but: {error}") from None
 
 
 def read_grammar(args):

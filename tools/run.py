@@ -11,7 +11,7 @@ from hf.text import decode
 from model import InputError
 from tools import errors
 from tools.compare import against_plain
-from tools.load import Prompt, load, make_engine, opening, read_grammar, read_prompts
+from tools.load import Prompt, load, make_engine, opening, read_grammar, read_prompts, read_tools
 from tools.printer import Printer, speed
 
 
@@ -52,15 +52,18 @@ def converse(args, loaded):
             import readline  # noqa: F401  enables line editing
         print("/clear starts over; Ctrl-C ends a reply, Ctrl-D the program", file=sys.stderr)
     messages, engine = opening(args), None
-    grammar = loaded.group.on_first(lambda: read_grammar(args))
+    grammar, tools = loaded.group.on_first(lambda: (read_grammar(args), read_tools(args)))
     while (line := loaded.group.on_first(read_line)) is not None:
         if line.strip() == "/clear":
             messages = opening(args)
         if line.strip() in ("", "/clear"):
             continue
-        turn = [*messages, dict(role="user", content=line)]
+        turn = [*messages, answer_to(messages, line)]
+        if calls_without_result(turn):
+            messages = turn
+            continue
         try:
-            given = [Prompt(turn, grammar=grammar)]
+            given = [Prompt(turn, tools, grammar)]
             prompts = loaded.encode(given, args)
             check_prompt(loaded.model.config, prompts[0])
             grammars = loaded.compile(given, prompts)
@@ -82,8 +85,22 @@ def converse(args, loaded):
         if errors.received or (loaded.group.size > 1 and None in output.ended):
             raise KeyboardInterrupt
         if args.chat:
-            reply = loaded.decode(output.tokens[0])
-            messages = [*turn, dict(role="assistant", content=reply)]
+            messages = [*turn, loaded.message(output.tokens[0], grammars[0])]
+
+
+def calls_without_result(messages):
+    """The tool calls of a conversation that wait for their results."""
+    known = {message.get("tool_call_id") for message in messages}
+    return [call for message in messages for call in message.get("tool_calls", ())
+            if call["id"] not in known]
+
+
+def answer_to(messages, line):
+    """A line as a message: the result of the first call without one, or else the user's."""
+    if calls := calls_without_result(messages):
+        return dict(role="tool", tool_call_id=calls[0]["id"], name=calls[0]["function"]["name"],
+                    content=line)
+    return dict(role="user", content=line)
 
 
 def read_line():
