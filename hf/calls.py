@@ -27,8 +27,8 @@ class Format(NamedTuple):
 
 CALL = '{"name": "'
 FORMATS = (
-    Format("Hermes (Qwen 2.5 and 3, SmolLM)", r"<tool_call>(\\n|\s)*\{", "<tool_call>",
-           "<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
+    Format("Hermes (Qwen 2.5 and 3, SmolLM)", r"<tool_call>(\\n|\s)*\{\\*[\"']",
+           "<tool_call>", "<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
     Format("Mistral before [ARGS]", r"\[TOOL_CALLS\] \[", "[TOOL_CALLS]", "[TOOL_CALLS] [", ", ",
            "]"),
     Format("the same without a space", r"\[TOOL_CALLS\]\[", "[TOOL_CALLS]", "[TOOL_CALLS][", ", ",
