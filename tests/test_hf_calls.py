@@ -5,6 +5,7 @@ import json
 import random
 import re
 from importlib.util import find_spec
+from pathlib import Path
 
 import pytest
 
@@ -19,18 +20,7 @@ from hf.calls import CallReader, CallText, Tools, message_of  # noqa: E402
 from hf.grammar import GrammarTokenizer  # noqa: E402
 from test_hf_grammar import PROMPT, document_schema, load  # noqa: E402
 
-HERMES = """{% if tools %}<|im_start|>system
-You may call these functions:
-{% for tool in tools %}{{ tool.function | tojson }}
-{% endfor %}To call one, write <tool_call>
-{"name": ..., "arguments": ...}
-</tool_call><|im_end|>
-{% endif %}{% for m in messages %}<|im_start|>{{ "user" if m.role == "tool" else m.role }}
-{{ m.content }}{{ " Answer me in a sentence." if m.role == "tool" }}{% for call in m.tool_calls or [] %}<tool_call>
-{"name": {{ call.function.name | tojson }}, "arguments": {{ call.function.arguments | tojson }}}
-</tool_call>{% endfor %}<|im_end|>
-{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant
-{% endif %}"""
+HERMES = (Path(__file__).parent.parent / "bench" / "hermes.jinja").read_text()
 MISTRAL = '{{ tools }}{{- "[TOOL_CALLS] [" }}'
 LLAMA = """<|start_header_id|>{{ tools }}{{- 'Write {"name": function name, "parameters": its arguments}.' }}"""
 MARKERS = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>"

@@ -18,14 +18,17 @@ named = lambda name: dict(type="function", function=dict(name=name))
 ask = lambda **fields: dict(messages=SAID, tools=TOOLS, max_tokens=99, temperature=2.0, seed=1) | fields
 
 
-@pytest.fixture(scope="module")
-def agent(tmp_path_factory):
-    """A server of a model whose chat template takes tools, and which has tokens for their markers."""
-    path = tmp_path_factory.mktemp("agent") / "model"
+def serve_agent(path, *flags):
+    """A server of a random model whose chat template takes tools, and which has tokens for their markers."""
     toy_model(vocab_size=264, block_size=1024).save_pretrained(path)
     add_markers(path)
     (path / "chat_template.jinja").write_text(HERMES)
-    running = Running(path, "--batch-size", "4", "--queue", "20", context=1024)
+    return Running(path, "--batch-size", "4", "--queue", "20", *flags, context=1024)
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory):
+    running = serve_agent(tmp_path_factory.mktemp("agent") / "model")
     yield running
     until(running.idle)
     running.stop()

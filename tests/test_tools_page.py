@@ -90,3 +90,24 @@ def test_a_chat_beside_plain_decoding(model_folder, tmp_path, width):  # noqa: F
     finally:
         browser.close()
         served.stop()
+
+
+def test_calls_are_shown_and_answered(tmp_path_factory, tmp_path):
+    """Bug: a call is lost in its tokens, or the model does not get the result that was typed."""
+    pytest.importorskip("llguidance", reason="pip install llguidance")
+    from test_tools_calls import serve_agent
+    served = serve_agent(tmp_path_factory.mktemp("agent"), "--temperature", "2", "--seed", "1")
+    browser = Browser(served.url, tmp_path, 1000)
+    try:
+        until(lambda: browser["document.getElementById('name').textContent"] == "toy")
+        browser["max_tokens.value = 400; race.checked = false; tools.value = " + json.dumps(json.dumps(TOOLS))]
+        until(lambda: browser.type("ab") or until(lambda: browser["control === null"]) or browser["waiting().length"])
+        assert browser["document.querySelector('#chat').textContent"].count("write its result") == browser["waiting().length"]
+        while browser["waiting().length"]:
+            browser.type("5")
+        until(lambda: browser["control === null && messages.at(-1).role == 'assistant'"])
+        said = json.loads(browser["JSON.stringify(messages)"])
+        assert [message["content"] for message in said if message["role"] == "tool"].count("5") >= 1
+    finally:
+        browser.close()
+        served.stop()

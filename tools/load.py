@@ -29,6 +29,7 @@ from hf.paths import default_heads, find_model
 from hf.text import OBJECTS, decode, messages_of, read_lines, read_objects, read_text, tools_of
 from hf.tokenizer import Encoding, encode_prompt, load_encoding
 from model import GPT, InputError, check, expect
+from tools import fields
 
 
 def load_model(args, group=None, packed=None, dtype=None, template=None):
@@ -60,6 +61,7 @@ class Prompt(NamedTuple):
     messages: list
     tools: dict = {}              # as of `tools_of`
     grammar: tuple | None = None  # arguments of `GrammarTokenizer.compile`
+    choice: dict = {}             # other arguments of `Tools`
 
 
 @dataclass(eq=False)
@@ -79,17 +81,19 @@ class Loaded:
 
     def tools(self, prompt):
         """The `Tools` of a `Prompt`, or None."""
-        return Tools(self.encoding, **prompt.tools) if prompt.tools else None
+        tools = prompt.tools and Tools(self.encoding, **prompt.tools, **prompt.choice)
+        return tools or None
 
     def encode(self, prompts, args):
         """Token ids of each `Prompt`, or without --chat of its last message. Runs on rank 0, since
         a template may read the clock."""
         def tokens(number, prompt):
-            messages, _, grammar = prompt
-            options = without_thinking(self.encoding.template) if grammar else {}
+            messages = prompt.messages
             try:
-                if tools := self.tools(prompt):
-                    options |= dict(tools=tools.for_template)
+                tools = self.tools(prompt)
+                thinks = not (prompt.grammar or tools and tools.required)
+                options = {} if thinks else without_thinking(self.encoding.template)
+                options |= dict(tools=tools.for_template) if tools else {}
                 return (self.encoding.chat(messages, **options) if args.chat
                         else encode_prompt(self.encoding, messages[-1]["content"]))
             except InputError as error:
@@ -235,8 +239,8 @@ def read_prompts(args):
                            else text) for text in args.prompt or []]
     own = read_grammar(args)
     own_tools = read_tools(args)
-    prompts = [Prompt([*opening(args), *messages], tools or own_tools, grammar or own)
-               for messages, tools, grammar in found]
+    prompts = [Prompt([*opening(args), *messages], tools or own_tools, grammar or own, choice)
+               for messages, tools, grammar, choice in found]
     expect(not any(prompt.tools and prompt.grammar for prompt in prompts),
            "a prompt has tools or a grammar, not both; leave out one")
     return prompts
@@ -266,13 +270,16 @@ def read_grammar(args):
 
 def read_prompt_file(file, missing=None, template=None):
     """The `Prompt`s of a file: its lines, or the objects of a .jsonl or .json file with a "prompt"
-    or "messages", and maybe a "json_schema". missing: what messages and tools need and do not have.
-    template: renders each, so that an error names the line."""
+    or "messages", and maybe a "json_schema", or "tools" with a "tool_choice". missing: what messages
+    and tools need and do not have. template: renders each, so that an error names the line."""
     file = Path(file)
 
     def parse(value):
         tools = tools_of(value)
         schema = value.get("json_schema")
+        choice = fields.tool_choice("its tool_choice", value.get("tool_choice", "auto"))
+        expect(choice is not None, "its tool_choice is none; leave out the tools")
+        choice |= dict(parallel=value.get("parallel_tool_calls", True))
         expect(isinstance(schema, dict | None), "its json_schema is no object")
         is_text = isinstance(value.get("prompt"), str) and value.get("messages") is None
         messages = from_user(value["prompt"]).messages if is_text else messages_of(value)
@@ -280,7 +287,7 @@ def read_prompt_file(file, missing=None, template=None):
         expect(is_text and not tools or not missing, f"messages and tools need {missing}")
         if template:
             template.render(messages, **tools)
-        return Prompt(messages, tools, schema and ("json_schema", schema))
+        return Prompt(messages, tools, schema and ("json_schema", schema), choice)
     if file.name.endswith(OBJECTS):
         expected = 'an object with a "prompt" string or "messages"'
         found = [prompt for _, prompt in read_objects(file, parse, expected)]
