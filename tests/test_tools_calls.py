@@ -1,5 +1,6 @@
 """Tool calls through tools/serve.py: responses, streams, clients that are used to OpenAI's own endpoint."""
 
+import io
 import json
 from importlib.util import find_spec
 
@@ -10,7 +11,10 @@ for package in ("httpx", "starlette", "uvicorn", "llguidance"):
 
 from conftest import toy_model  # noqa: E402
 from test_hf_calls import HERMES, TOOLS, add_markers, tool  # noqa: E402
+from test_tools_cli import main  # noqa: E402
+from test_tools_cli import refusal as refused  # noqa: E402
 from test_tools_serve import Running, events, until  # noqa: E402
+from tools.run import answer_to, calls_without_result  # noqa: E402
 
 CHAT = "/v1/chat/completions"
 SAID = [dict(role="user", content="hi")]
@@ -18,11 +22,16 @@ named = lambda name: dict(type="function", function=dict(name=name))
 ask = lambda **fields: dict(messages=SAID, tools=TOOLS, max_tokens=99, temperature=2.0, seed=1) | fields
 
 
-def serve_agent(path, *flags):
-    """A server of a random model whose chat template takes tools, and which has tokens for their markers."""
+def save_agent(path):
+    """A random model whose chat template takes tools, and which has tokens for their markers."""
     toy_model(vocab_size=264, block_size=1024).save_pretrained(path)
     add_markers(path)
     (path / "chat_template.jinja").write_text(HERMES)
+    return path
+
+
+def serve_agent(path, *flags):
+    save_agent(path)
     return Running(path, "--batch-size", "4", "--queue", "20", *flags, context=1024)
 
 
@@ -118,6 +127,54 @@ def test_bad_requests_for_calls_get_a_line(agent, fields, says):
     answer = agent.post(ask(**fields), CHAT)
     message = answer.json()["error"]["message"]
     assert answer.status_code == 400 and message.startswith(says) and "\n" not in message
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On the command line
+
+def test_calls_on_the_command_line_are_lines_of_json(capsys, tmp_path, monkeypatch):
+    """Bug: a marker that is printed, a prompt without its tools, --compare without its grammar, a template that is not
+    replaced."""
+    folder, prompt = save_agent(tmp_path / "model"), dict(prompt="hi", tools=TOOLS)
+    (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
+    (tmp_path / "other.jinja").write_text("{{ tools }}[TOOL_CALLS][{% for m in messages %}{{ m.content }}{% endfor %}")
+    prompts = [prompt | dict(tool_choice="required", parallel_tool_calls=False), prompt,
+               prompt | dict(tool_choice=named("get.time"))]
+    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
+    flags = ["--model", folder, "--device", "cpu", "--chat", "--max-new-tokens", 90, "--temperature", 1, "--seed", 5]
+    main(*flags, "--prompts", tmp_path / "prompts.jsonl", "--json", "--compare")
+    out, err = capsys.readouterr()
+    texts = [json.loads(line)["text"] for line in out.splitlines()]
+    assert "output is identical" in err and json.loads(texts[0])["name"] in ("get", "get.time", 'größe-"x"')
+    assert "<tool_call>" not in "".join(texts) and json.loads(texts[2]) == dict(name="get.time", arguments={})
+    template = ["--chat-template", tmp_path / "other.jinja"]
+    main(*flags, *template, "--prompts", tmp_path / "prompts.jsonl", "--quiet")
+    assert '{"name": "get.time", "arguments": {}}\n---' in capsys.readouterr().out
+    lines = io.TextIOWrapper(io.BytesIO(b"a\nb\nc\nd\n"))
+    monkeypatch.setattr("sys.stdin", lines)
+    main(*flags, "--tools", tmp_path / "tools.json", "--quiet")
+    assert capsys.readouterr().out
+    (tmp_path / "plain.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
+    (tmp_path / "bad.json").write_text("[")
+    tools = ["--tools", tmp_path / "tools.json"]
+    for more, says in (([*tools, "--regex", "a"], "not allowed with argument"),
+                       (["--tools", tmp_path], "cannot be read"),
+                       (["--tools", tmp_path / "bad.json"], "expected a JSON list of functions, but: "),
+                       ([*tools, "--chat-template", tmp_path / "plain.jinja"], "the chat template takes no tools")):
+        assert says in refused(capsys, *flags, "--prompt", "a", *more)
+    assert "--tools needs --chat" in refused(capsys, "--prompt", "a", *tools)
+    both = refused(capsys, *flags, "--prompts", tmp_path / "prompts.jsonl", "--regex", "a")
+    assert "a prompt has tools or a grammar" in both
+
+
+def test_lines_after_calls_are_their_results():
+    """Bug: the user's next words are taken for a result, or the other way round."""
+    call = lambda name, number: dict(id=number, type="function", function=dict(name=name, arguments="{}"))
+    messages, roles = [*SAID, dict(role="assistant", content=None, tool_calls=[call("a", "1"), call("b", "2")])], []
+    for line in "xyz":
+        messages.append(answer_to(messages, line))
+        roles.append((messages[-1]["role"], messages[-1].get("tool_call_id"), len(calls_without_result(messages))))
+    assert roles == [("tool", "1", 1), ("tool", "2", 0), ("user", None, 0)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------
