@@ -42,57 +42,46 @@ COMBINED = {"$ref", "allOf", "anyOf", "oneOf", "patternProperties"}
 
 
 def functions_of(tools):
-    """{name: JSON schema of the arguments} of tools in OpenAI's format. Raises InputError."""
-    found = {}
+    """{name: JSON schema of the arguments} of tools in OpenAI's format. Arguments that a schema
+    does not name are not allowed, unless it says otherwise. Raises InputError."""
     expect(isinstance(tools, list), "tools must be a list of objects")
+    found = {}
     for number, tool in enumerate(tools):
         place = f"tools[{number}]"
         expect(isinstance(tool, dict), f"{place} must be an object")
-        expect(tool.get("type", "function") == "function",
-               f"{place}.type must be function, not {tool.get('type')!r}")
-        function = tool.get("function", tool)
-        name = isinstance(function, dict) and function.get("name")
+        expect(tool.get("type") == "function" and isinstance(tool.get("function"), dict),
+               f"{place} must be a function, not of type {tool.get('type')!r}")
+        name = tool["function"].get("name")
+        schema = tool["function"].get("parameters") or EMPTY
         expect(isinstance(name, str) and name, f"{place}.function.name must be a string")
         expect(name not in found, f"{place}: there is another tool named {name!r}; rename one")
-        found[name] = schema_of(f"{place}.function.parameters", function.get("parameters") or EMPTY)
+        style = isinstance(schema, dict) and schema.get("x-guidance", {})
+        expect(isinstance(style, dict) and schema.get("type", "object") == "object",
+               f"{place}.function.parameters must be a JSON schema of an object")
+        schema = (dict(type="object") if COMBINED & schema.keys() else EMPTY) | schema
+        found[name] = schema | {"x-guidance": JSON_STYLE | style}
     return found
 
 
-def schema_of(place, parameters):
-    """The JSON schema of a call's arguments. Arguments that the parameters do not name are not
-    allowed, unless they say otherwise."""
-    expect(isinstance(parameters, dict) and parameters.get("type", "object") == "object",
-           f"{place} must be a JSON schema of an object")
-    schema = without_annotations(parameters)
-    schema = (dict(type="object") if COMBINED & schema.keys() else EMPTY) | schema
-    return schema | {"x-guidance": JSON_STYLE | schema.get("x-guidance", {})}
-
-
-def without_nulls(tool):
-    """The function of a tool, with parameters."""
-    function = tool.get("function", tool)
-    return dict(parameters=dict(type="object", properties={})) | {
-        key: value for key, value in function.items() if value is not None}
-
-
 class Tools:
-    """Functions that a model may call. tools: in OpenAI's format. required: whether the output is
-    nothing but calls; otherwise it may also be text, before which there is no call. only: the name
-    of the one function that may be called, once. parallel: whether there may be several calls.
-    Raises InputError for tools that are wrong, and for a chat template that takes none."""
+    """Functions that a model may call. tools: in OpenAI's format. required: whether the output
+    begins with a call; else text may come first, or only text. only: the name of the one function
+    that may be called, once. parallel: whether several calls may follow each other. Raises
+    InputError for tools that are wrong, and for a chat template that takes none."""
 
     def __init__(self, encoding, tools, required=False, only=None, parallel=True):
-        template = encoding.template
         self.encoding = encoding
         self.functions = functions_of(tools)
+        template = encoding.template
         expect(template.takes_tools, f"{template.file}: the chat template takes no tools; give "
                "--chat-template a file with one that does")
-        self.for_template = [dict(type="function", function=without_nulls(tool)) for tool in tools]
+        self.for_template = [dict(type="function", function=dict(parameters=EMPTY) | {
+            key: x for key, x in tool["function"].items() if x is not None}) for tool in tools]
         self.required = required
         self.parallel = parallel and only is None
         if only is not None:
-            expect(only in self.functions, f"tool_choice names {only!r}, but the tools are "
-                   f"{', '.join(self.functions)}")
+            names = ", ".join(self.functions)
+            expect(only in self.functions, f"tool_choice is {only!r}, but the tools are {names}")
             self.functions = {only: self.functions[only]}
 
     @cached_property
@@ -102,10 +91,10 @@ class Tools:
         source = (template.with_tools or template).source
         known = [form for form in FORMATS if re.search(form.known_by, source)]
         expect(known, f"{template.file}: calls in the format of this chat template are not "
-               f"supported, only those of {', '.join(dict.fromkeys(f.name for f in FORMATS))}")
+               f"supported, only those of {', '.join(form.name for form in FORMATS)}")
         return known[0]
 
-    @property
+    @cached_property
     def tokens(self):
         """{marker: id} of the MARKERS that are tokens."""
         tokens = self.encoding.special_tokens
@@ -116,7 +105,7 @@ class Tools:
         names the function."""
         try:
             grammar = tokenizer.compile("lark", self.lark())
-        except InputError:
+        except (InputError, RecursionError):
             for name, schema in self.functions.items():
                 try:
                     tokenizer.compile("json_schema", schema)
@@ -138,7 +127,8 @@ class Tools:
                  f"call: {quoted(CALL)} ({' | '.join(names)})"]
         for rule, (name, schema) in zip(names, self.functions.items()):
             head = f"{json.dumps(name, ensure_ascii=False)[1:]}, \"{form.arguments}\": "
-            rules.append(f"{rule}: {quoted(head)} %json {json.dumps(schema)} \"}}\"")
+            schema = json.dumps(without_annotations(schema))
+            rules.append(f"{rule}: {quoted(head)} %json {schema} \"}}\"")
         return "\n".join([*self.start(form, trigger), *rules])
 
     def start(self, form, trigger):
@@ -164,53 +154,42 @@ def quoted(text):
     return json.dumps(text, ensure_ascii=False)
 
 
-class Part(NamedTuple):
-    """A part of an output. kind: "text" outside calls, a call's "name", a piece of its "arguments",
-    which are JSON, or its "end". number: of the call."""
-    kind: str
-    text: str
-    number: int = 0
-
-
 class CallReader:
-    """Finds the calls in an output while it arrives. is_complete: whether the output has calls and
-    ends with one."""
+    """Finds the calls in an output while it arrives, as parts (kind, text, number of the call):
+    "text" before calls, a call's "name", its "arguments", JSON in pieces, and its "end", a brace.
+    is_complete: whether the output has calls and ends with one."""
 
     def __init__(self, tools):
-        form = tools.format
-        self.trigger = form.trigger
-        self.trigger_id = tools.tokens.get(form.trigger)
-        self.head = re.compile(rf'[^{{]*\{{"name": ("(?:[^"\\]|\\.)*"), "{form.arguments}": ')
-        self.state = self.read_text if form.begin else self.read_start
+        self.tools = tools
+        self.trigger = tools.format.trigger
+        self.key = tools.format.arguments
+        self.read = self.read_text if tools.format.begin else self.read_start
         self.text = ""       # not read yet
         self.number = -1     # of the current call
         self.arguments = ""
         self.is_complete = False
 
     def feed(self, text, token=None):
-        """The `Part`s in the next text. token: its last one."""
+        """The parts in the next text. token: its last one."""
         self.text += text
         self.token = token
         parts = []
-        while self.text and (found := self.state()) is not None:
-            parts += [Part(kind, text, self.number) for kind, text in found if text]
+        while self.text and (found := self.read()) is not None:
+            parts += [(*part, self.number) for part in found if part[1]]
         return parts
 
     def finish(self):
-        """The `Part`s in text that was held back because it could begin a call."""
-        is_text = self.state in (self.read_text, self.read_start)
-        return [Part("text", self.text)] if is_text and self.text else []
+        """The parts in text that was held back because it could begin a call."""
+        is_text = self.read in (self.read_text, self.read_start)
+        return [("text", self.text, 0)] if is_text and self.text else []
 
-    # States: each reads from the front of `text` and returns what that is, or None if it needs more
+    # Each reads the front of `text`, or returns None if it needs more
 
     def read_start(self):
-        """The start of an output that is a call, or else text."""
-        if self.text.startswith(self.trigger):
-            self.state = self.read_head
-        elif self.trigger.startswith(self.text):
+        """An output that is a call, or else text."""
+        if len(self.text) < len(self.trigger) and self.trigger.startswith(self.text):
             return None
-        else:
-            self.state = self.read_rest
+        self.read = self.read_head if self.text.startswith(self.trigger) else self.read_rest
         return []
 
     def read_rest(self):
@@ -218,29 +197,28 @@ class CallReader:
         return [("text", text)]
 
     def read_text(self):
-        """Text before a call. The trigger may be a token; its text alone is then none."""
-        trigger = self.trigger
-        is_text = self.trigger_id is None
-        before, found, after = self.text.partition(trigger)
-        if found and (is_text or self.token == self.trigger_id):
+        """Text before a call. A trigger that is a token begins none where its text has others."""
+        trigger = self.tools.tokens.get(self.trigger)
+        before, found, after = self.text.partition(self.trigger)
+        if found and trigger in (None, self.token):
             self.text = after
-            self.state = self.read_head
+            self.read = self.read_head
             return [("text", before)]
-        held = is_text * max(n for n in range(len(trigger)) if self.text.endswith(trigger[:n]))
-        end = len(self.text) - held
+        ends = [n for n in range(len(self.trigger)) if self.text.endswith(self.trigger[:n])]
+        end = len(self.text) - (max(ends) if trigger is None else 0)
         before, self.text = self.text[:end], self.text[end:]
         return [("text", before)] if before else None
 
     def read_head(self):
         """A call up to its arguments."""
-        head = self.head.match(self.text)
+        head = re.match(rf'[^{{]*\{{"name": ("(?:[^"\\]|\\.)*"), "{self.key}": ', self.text)
         if head is None:
             return None
         self.text = self.text[head.end():]
         self.number += 1
         self.arguments = ""
         self.is_complete = False
-        self.state = self.read_arguments
+        self.read = self.read_arguments
         return [("name", json.loads(head[1]))]
 
     def read_arguments(self):
@@ -252,14 +230,36 @@ class CallReader:
                 _, end = json.JSONDecoder().raw_decode(self.arguments)
                 self.text = self.arguments[end:]
                 self.is_complete = True
-                self.state = self.read_head
+                self.read = self.read_head
                 return [("arguments", self.arguments[start:end]), ("end", "}")]
         return [("arguments", new)]
 
 
+class CallText:
+    """A `TextStream` of an output in which each call is a line of JSON."""
+
+    def __init__(self, tools, stop):
+        self.stream = tools.encoding.output_stream(stop, tools.tokens.values())
+        self.reader = CallReader(tools)
+        self.line = ""  # what ends the line before a call
+
+    def feed(self, tokens):
+        return "".join(self.shown(*part) for token in tokens
+                       for part in self.reader.feed(self.stream.feed([token]), token))
+
+    def finish(self):
+        rest = self.reader.feed(self.stream.finish()) + self.reader.finish()
+        return "".join(self.shown(*part) for part in rest)
+
+    def shown(self, kind, text, number):
+        line, self.line = self.line, "\n"
+        name = json.dumps(text, ensure_ascii=False)
+        return f'{line}{{"name": {name}, "arguments": ' if kind == "name" else text
+
+
 def message_of(parts, is_delta=False):
     """The content and tool_calls of a message in OpenAI's format, or of the next part of one."""
-    content = "".join(part.text for part in parts if part.kind == "text")
+    content = "".join(text for kind, text, _ in parts if kind == "text")
     calls = {}
     for kind, text, number in parts:
         if kind == "name":
@@ -270,34 +270,3 @@ def message_of(parts, is_delta=False):
             call["function"]["arguments"] += text
     calls = [(dict(index=number) if is_delta else {}) | call for number, call in calls.items()]
     return dict(content=content or None, tool_calls=calls) if calls else dict(content=content)
-
-
-class CallText:
-    """A `TextStream` of an output in which each call is a line of JSON. parts: all of its `Part`s
-    so far."""
-
-    def __init__(self, tools, stop):
-        self.stream = tools.encoding.output_stream(stop, tools.tokens.values())
-        self.reader = CallReader(tools)
-        self.parts = []
-
-    def feed(self, tokens):
-        return "".join(self.read(self.stream.feed([token]), token) for token in tokens)
-
-    def finish(self):
-        return self.read(self.stream.finish()) + self.shown(self.reader.finish())
-
-    def read(self, text, token=None):
-        return self.shown(self.reader.feed(text, token))
-
-    def shown(self, parts):
-        text = ""
-        for part in parts:
-            if part.kind == "name":
-                line = "\n" if self.parts else ""
-                name = json.dumps(part.text, ensure_ascii=False)
-                text += f'{line}{{"name": {name}, "arguments": '
-            else:
-                text += part.text
-            self.parts.append(part)
-        return text

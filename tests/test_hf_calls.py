@@ -23,17 +23,17 @@ from test_hf_grammar import PROMPT, document_schema, load  # noqa: E402
 HERMES = (Path(__file__).parent.parent / "bench" / "hermes.jinja").read_text()
 MISTRAL = '{{ tools }}{{- "[TOOL_CALLS] [" }}'
 LLAMA = """<|start_header_id|>{{ tools }}{{- 'Write {"name": function name, "parameters": its arguments}.' }}"""
-MARKERS = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>"
+ADDED = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>"
 CITY = dict(type="object", properties=dict(city=dict(type="string", maxLength=9)), required=["city"])
 tool = lambda name, **function: dict(type="function", function=dict(name=name) | function)
 TOOLS = [tool("get", parameters=CITY), tool("get.time"), tool('größe-"x"', parameters={}, description=None)]
 
 
 def add_markers(path):
-    """Adds MARKERS to a folder's tokenizer, with the ids from 258 on."""
+    """Adds tokens for markers to a folder's tokenizer, with the ids from 258 on."""
     write_tokenizer(path)
     spec = json.loads((path / "tokenizer.json").read_text())
-    tokens = [dict(id=258 + i, content=text, special="|" in text or "[" in text) for i, text in enumerate(MARKERS)]
+    tokens = [dict(id=258 + i, content=text, special="|" in text or "[" in text) for i, text in enumerate(ADDED)]
     edit_json(path / "tokenizer.json", added_tokens=spec["added_tokens"] + tokens)
 
 
@@ -45,11 +45,15 @@ def templated(encoding, source):
 
 @pytest.fixture(scope="module")
 def marked(tmp_path_factory):
-    """(an Encoding of bytes whose MARKERS are tokens, its GrammarTokenizer)"""
+    """(an Encoding of bytes whose markers are tokens, its GrammarTokenizer)"""
     path = tmp_path_factory.mktemp("marked")
     add_markers(path)
     encoding = load_encoding(path)
     return encoding, GrammarTokenizer(encoding, 264, [257])
+
+
+def calls_of(message):
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or []]
 
 
 def written(grammar, encoding, text):
@@ -95,16 +99,11 @@ def test_calls_are_allowed_and_read(marked, are_tokens, template, options, outpu
     stream, reader, parts = encoding.output_stream([], tools.tokens.values()), CallReader(tools), []
     for token in encoding.encode(output, allowed_special="all"):
         parts += reader.feed(stream.feed([token]), token)
-        said = message_of(parts)
-        done = [(call["function"]["name"], call["function"]["arguments"]) for call in said.get("tool_calls", ())]
-        assert text.startswith(said["content"] or "")
+        done = calls_of(message_of(parts))
         assert all(name == want and full.startswith(x) for (name, x), (want, full) in zip(done, calls))
     said = message_of(parts + reader.feed(stream.finish()) + reader.finish())
     assert (said["content"] or "", done) == (text, calls) and reader.is_complete == bool(calls)
     assert all(re.fullmatch("[a-z0-9]{9}", call["id"]) for call in said.get("tool_calls", ()))
-    lines = CallText(tools, [])
-    shown = lines.feed(encoding.encode(output, allowed_special="all")) + lines.finish()
-    assert not calls or [*json.loads(shown.splitlines()[-1]).values()] == [calls[-1][0], json.loads(calls[-1][1])]
 
 
 @pytest.mark.parametrize("template, options, output", [
@@ -157,17 +156,15 @@ def check_random_tools(model, heads, encoding, tokenizer, seeds, limit):
     for output in others:
         assert output.tokens == plain.tokens and output.ended == plain.ended
     for one, tokens, why in zip(tools * 2, plain.tokens, plain.ended):
-        text = encoding.decode([token for token in tokens if token not in tokenizer.stop])
         lines = CallText(one, tokenizer.stop)
-        lines.feed(tokens)
-        calls = message_of(lines.parts).get("tool_calls", [])
-        if why == "stop" and (calls or one.required):
-            found = [json.loads(call) for call in re.findall(r"<tool_call>\n(.*?)\n</tool_call>", text, re.S)]
-            assert found == [dict(name=call["function"]["name"], arguments=json.loads(call["function"]["arguments"]))
-                             for call in calls] and (one.parallel or len(calls) == 1)
-            for call in found:
+        shown = lines.feed(tokens) + lines.finish()
+        text = encoding.decode([token for token in tokens if token not in tokenizer.stop])
+        if why == "stop" and (one.required or lines.reader.is_complete):
+            found = re.findall(r"<tool_call>\n(.*?)\n</tool_call>", text, re.S)
+            assert shown.split("\n")[-len(found):] == found and (one.parallel or len(found) == 1)
+            for call in map(json.loads, found):
                 jsonschema.validate(call["arguments"], one.functions[call["name"]])
-            ended += bool(found)
+            ended += 1
         assert why in ("stop", "length")
     return ended / len(grammars)
 
@@ -199,13 +196,3 @@ def test_200_random_sets_of_tools(start):
 def test_other_formats_are_refused(source, says):
     encoding = templated(load()[2], source)
     refusal(lambda: load()[3].compile("tools", Tools(encoding, TOOLS)), "template: ", says)
-
-
-@pytest.mark.parametrize("tools, says", [
-    ([5], "tools[0] must be an object"), ([dict(type="web_search")], "tools[0].type must be function, not 'web_"),
-    ([tool("")], "tools[0].function.name must be"), ([tool("a"), tool("a")], "tools[1]: there is another tool"),
-    ([tool("a", parameters=dict(type="array"))], "tools[0].function.parameters must be a JSON schema of an object"),
-    ([tool("a"), tool("b", parameters=dict(properties=dict(x=dict(uniqueItems=True))))],
-     "tool 'b': the grammar cannot be used: ")])
-def test_wrong_tools_are_refused(tools, says):
-    refusal(lambda: load()[3].compile("tools", Tools(templated(load()[2], HERMES), tools)), says)

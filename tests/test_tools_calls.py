@@ -10,11 +10,10 @@ for package in ("httpx", "starlette", "uvicorn", "llguidance"):
     pytest.importorskip(package, reason=f"needs pip install {package}")
 
 from conftest import toy_model  # noqa: E402
-from test_hf_calls import HERMES, TOOLS, add_markers, tool  # noqa: E402
+from test_hf_calls import HERMES, TOOLS, add_markers, calls_of, tool  # noqa: E402
 from test_tools_cli import main  # noqa: E402
 from test_tools_cli import refusal as refused  # noqa: E402
 from test_tools_serve import Running, events, until  # noqa: E402
-from tools.run import answer_to, calls_without_result  # noqa: E402
 
 CHAT = "/v1/chat/completions"
 SAID = [dict(role="user", content="hi")]
@@ -43,10 +42,6 @@ def agent(tmp_path_factory):
     running.stop()
 
 
-def calls_of(message):
-    return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or []]
-
-
 def streamed(parts):
     """Of a stream's objects, a message for each choice, as a client puts it together, and the reasons. Asserts that
     an id and a name come first."""
@@ -68,7 +63,7 @@ def streamed(parts):
                                               ("required", False)])
 def test_responses_and_streams_have_the_same_calls(agent, choice, parallel):
     """Bug: a marker in the content, a call cut in another place, arguments that are no JSON, a wrong reason."""
-    body = ask(tool_choice=choice, parallel_tool_calls=parallel, n=12)
+    body = ask(tool_choice=choice, parallel_tool_calls=parallel, n=20)
     whole = agent.post(body, CHAT).json()["choices"]
     parts = events(agent.post(body | dict(stream=True, show_steps=True), CHAT).text.splitlines())
     messages, reasons = streamed(parts)
@@ -110,7 +105,7 @@ def test_a_client_that_disconnects_inside_a_call_frees_its_slot(agent):
 
 
 SCHEMA = dict(type="json_schema", json_schema=dict(name="a", schema=dict(type="object")))
-BAD = [(dict(tool_choice=named("x")), "tool_choice names 'x', but the tools are get, get.time, "),
+BAD = [(dict(tool_choice=named("x")), "tool_choice is 'x', but the tools are get, get.time, "),
        (dict(tool_choice="any"), "tool_choice must be none, auto, required or an object"),
        (dict(tool_choice="required", tools=[]), "tool_choice needs tools"),
        (dict(tool_choice=dict(type="custom")), "tool_choice.type"),
@@ -118,7 +113,9 @@ BAD = [(dict(tool_choice=named("x")), "tool_choice names 'x', but the tools are 
        (dict(tools=[tool("a"), tool("a")]), "tools[1]: there is another tool named 'a'; rename one"),
        (dict(tools=[tool("b", parameters=dict(properties=dict(x=dict(uniqueItems=True))))]),
         "tool 'b': the grammar cannot be used: Unimplemented keys"),
-       (dict(tools=["a"]), "tools must be a list of objects"),
+       (dict(tools=["a"]), "tools must be a list of objects"), (dict(tools=[tool("")]), "tools[0].function.name must"),
+       (dict(tools=[dict(type="web_search")]), "tools[0] must be a function, not of type 'web_search'"),
+       (dict(tools=[tool("a", parameters=dict(type="array"))]), "tools[0].function.parameters must be a JSON schema"),
        (dict(parallel_tool_calls="no"), "parallel_tool_calls must")]
 
 
@@ -135,46 +132,33 @@ def test_bad_requests_for_calls_get_a_line(agent, fields, says):
 def test_calls_on_the_command_line_are_lines_of_json(capsys, tmp_path, monkeypatch):
     """Bug: a marker that is printed, a prompt without its tools, --compare without its grammar, a template that is not
     replaced."""
-    folder, prompt = save_agent(tmp_path / "model"), dict(prompt="hi", tools=TOOLS)
-    (tmp_path / "tools.json").write_text(json.dumps(TOOLS))
-    (tmp_path / "other.jinja").write_text("{{ tools }}[TOOL_CALLS][{% for m in messages %}{{ m.content }}{% endfor %}")
-    prompts = [prompt | dict(tool_choice="required", parallel_tool_calls=False), prompt,
-               prompt | dict(tool_choice=named("get.time"))]
-    (tmp_path / "prompts.jsonl").write_text("\n".join(map(json.dumps, prompts)))
-    flags = ["--model", folder, "--device", "cpu", "--chat", "--max-new-tokens", 90, "--temperature", 1, "--seed", 5]
-    main(*flags, "--prompts", tmp_path / "prompts.jsonl", "--json", "--compare")
+    prompt = dict(prompt="hi", tools=TOOLS, parallel_tool_calls=False)
+    prompts = [prompt | dict(tool_choice="required"), prompt, prompt | dict(tool_choice=named("get.time"))]
+    files = {"tools.json": json.dumps(TOOLS), "prompts.jsonl": "\n".join(map(json.dumps, prompts)), "bad.json": "[",
+             "mistral.jinja": "{{ tools[0].function.name }}[TOOL_CALLS][", "plain.jinja": "{{ messages }}"}
+    paths = {name: tmp_path / name for name in files}
+    for name, text in files.items():
+        paths[name].write_text(text)
+    flags = ["--model", save_agent(tmp_path / "model"), "--device", "cpu", "--chat", "--max-new-tokens", 90,
+             "--temperature", 1, "--seed", 5]
+    main(*flags, "--prompts", paths["prompts.jsonl"], "--json", "--compare")
     out, err = capsys.readouterr()
     texts = [json.loads(line)["text"] for line in out.splitlines()]
     assert "output is identical" in err and json.loads(texts[0])["name"] in ("get", "get.time", 'größe-"x"')
     assert "<tool_call>" not in "".join(texts) and json.loads(texts[2]) == dict(name="get.time", arguments={})
-    template = ["--chat-template", tmp_path / "other.jinja"]
-    main(*flags, *template, "--prompts", tmp_path / "prompts.jsonl", "--quiet")
+    main(*flags, "--chat-template", paths["mistral.jinja"], "--prompts", paths["prompts.jsonl"], "--quiet")
     assert '{"name": "get.time", "arguments": {}}\n---' in capsys.readouterr().out
-    lines = io.TextIOWrapper(io.BytesIO(b"a\nb\nc\nd\n"))
-    monkeypatch.setattr("sys.stdin", lines)
-    main(*flags, "--tools", tmp_path / "tools.json", "--quiet")
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\nb\n")))
+    tools = ["--tools", paths["tools.json"]]
+    main(*flags, *tools, "--quiet")
     assert capsys.readouterr().out
-    (tmp_path / "plain.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    (tmp_path / "bad.json").write_text("[")
-    tools = ["--tools", tmp_path / "tools.json"]
     for more, says in (([*tools, "--regex", "a"], "not allowed with argument"),
-                       (["--tools", tmp_path], "cannot be read"),
-                       (["--tools", tmp_path / "bad.json"], "expected a JSON list of functions, but: "),
-                       ([*tools, "--chat-template", tmp_path / "plain.jinja"], "the chat template takes no tools")):
+                       (["--tools", paths["bad.json"]], "expected a JSON list of functions, but: "),
+                       ([*tools, "--chat-template", paths["plain.jinja"]], "the chat template takes no tools")):
         assert says in refused(capsys, *flags, "--prompt", "a", *more)
     assert "--tools needs --chat" in refused(capsys, "--prompt", "a", *tools)
-    both = refused(capsys, *flags, "--prompts", tmp_path / "prompts.jsonl", "--regex", "a")
+    both = refused(capsys, *flags, "--prompts", paths["prompts.jsonl"], "--regex", "a")
     assert "a prompt has tools or a grammar" in both
-
-
-def test_lines_after_calls_are_their_results():
-    """Bug: the user's next words are taken for a result, or the other way round."""
-    call = lambda name, number: dict(id=number, type="function", function=dict(name=name, arguments="{}"))
-    messages, roles = [*SAID, dict(role="assistant", content=None, tool_calls=[call("a", "1"), call("b", "2")])], []
-    for line in "xyz":
-        messages.append(answer_to(messages, line))
-        roles.append((messages[-1]["role"], messages[-1].get("tool_call_id"), len(calls_without_result(messages))))
-    assert roles == [("tool", "1", 1), ("tool", "2", 0), ("user", None, 0)]
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from common.values import warn
 from engine.clock import seconds_between, timestamp
 from generate import Plan, Sampling, prepare
 from hf import checkpoint
-from hf.calls import CallText, Tools, message_of
+from hf.calls import CallText, Tools
 from hf.chat import SAMPLING_KEYS, load_chat_template, not_applied, sampling_defaults, stop_tokens
 from hf.files import part_file, read_config
 from hf.grammar import GrammarTokenizer
@@ -121,15 +121,6 @@ class Loaded:
         """The text of token ids, without control tokens and the stop string at its end."""
         stream = self.stream(grammar)
         return stream.feed(tokens) + stream.finish()
-
-    def message(self, tokens, grammar):
-        """The message of an assistant that wrote these tokens."""
-        if not (grammar and grammar.tools):
-            return dict(role="assistant", content=self.decode(tokens))
-        stream = self.stream(grammar)
-        stream.feed(tokens)
-        stream.finish()
-        return dict(role="assistant") | message_of(stream.parts)
 
 
 def load(args, group):
@@ -270,7 +261,7 @@ def read_grammar(args):
 
 def read_prompt_file(file, missing=None, template=None):
     """The `Prompt`s of a file: its lines, or the objects of a .jsonl or .json file with a "prompt"
-    or "messages", and maybe a "json_schema", or "tools" with a "tool_choice". missing: what messages
+    or "messages", and maybe a "json_schema", or "tools" and a "tool_choice". missing: what messages
     and tools need and do not have. template: renders each, so that an error names the line."""
     file = Path(file)
 

@@ -58,10 +58,7 @@ def converse(args, loaded):
             messages = opening(args)
         if line.strip() in ("", "/clear"):
             continue
-        turn = [*messages, answer_to(messages, line)]
-        if calls_without_result(turn):
-            messages = turn
-            continue
+        turn = [*messages, dict(role="user", content=line)]
         try:
             given = [Prompt(turn, tools, grammar)]
             prompts = loaded.encode(given, args)
@@ -85,22 +82,8 @@ def converse(args, loaded):
         if errors.received or (loaded.group.size > 1 and None in output.ended):
             raise KeyboardInterrupt
         if args.chat:
-            messages = [*turn, loaded.message(output.tokens[0], grammars[0])]
-
-
-def calls_without_result(messages):
-    """The tool calls of a conversation that wait for their results."""
-    known = {message.get("tool_call_id") for message in messages}
-    return [call for message in messages for call in message.get("tool_calls", ())
-            if call["id"] not in known]
-
-
-def answer_to(messages, line):
-    """A line as a message: the result of the first call without one, or else the user's."""
-    if calls := calls_without_result(messages):
-        return dict(role="tool", tool_call_id=calls[0]["id"], name=calls[0]["function"]["name"],
-                    content=line)
-    return dict(role="user", content=line)
+            reply = loaded.decode(output.tokens[0])  # calls as the model wrote them
+            messages = [*turn, dict(role="assistant", content=reply)]
 
 
 def read_line():

@@ -41,7 +41,7 @@ from backends import cpu, tensor_parallel
 from backends.capture import capture_all
 from common.values import warn
 from generate import Sampling
-from hf.calls import CallReader, Part, Tools, message_of
+from hf.calls import CallReader, Tools, message_of
 from hf.paths import SMOLLM2, find_model
 from hf.tokenizer import encode_prompt
 from model import InputError, expect
@@ -134,7 +134,7 @@ class Job:
         """The parts of a choice's next text, as from `CallReader.feed`."""
         reader = self.readers[index]
         if not reader:
-            return [Part("text", "".join(pieces))]
+            return [("text", "".join(pieces), 0)]
         found = [part for piece, token in zip_longest(pieces, tokens)
                  for part in reader.feed(piece or "", token)]
         return found + reader.finish() if ended else found

@@ -189,7 +189,7 @@ class Writer:
         turn, i = divmod(number, len(self.prompts))
         if turn >= len(TEMPERATURES):  # the last file may have tasks to spare
             return []
-        messages, tools, source, _ = self.prompts[i]
+        messages, tools, source, *_ = self.prompts[i]
         answer, ids = yield from self.say("assistant", messages, number, TEMPERATURES[turn],
                                           tools=tools, source=source)
         if not answer:
