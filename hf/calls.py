@@ -31,7 +31,7 @@ FORMATS = (
            "<tool_call>", "<tool_call>\n", "\n</tool_call>\n<tool_call>\n", "\n</tool_call>"),
     Format("Mistral before [ARGS]", r"\[TOOL_CALLS\] \[", "[TOOL_CALLS]", "[TOOL_CALLS] [", ", ",
            "]"),
-    Format("the same without a space", r"\[TOOL_CALLS\]\[", "[TOOL_CALLS]", "[TOOL_CALLS][", ", ",
+    Format("Mistral before [ARGS]", r"\[TOOL_CALLS\]\[", "[TOOL_CALLS]", "[TOOL_CALLS][", ", ",
            "]"),
     Format("Llama 3", r'(?s)<\|start_header_id\|>.*\{\\?"name\\?": [^{}]*"parameters\\?": ', CALL,
            "", None, "", "parameters"))
@@ -90,8 +90,9 @@ class Tools:
         template = self.encoding.template
         source = (template.with_tools or template).source
         known = [form for form in FORMATS if re.search(form.known_by, source)]
+        names = ", ".join(dict.fromkeys(form.name for form in FORMATS))
         expect(known, f"{template.file}: calls in the format of this chat template are not "
-               f"supported, only those of {', '.join(form.name for form in FORMATS)}")
+               f"supported, only those of {names}")
         return known[0]
 
     @cached_property

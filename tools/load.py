@@ -81,8 +81,7 @@ class Loaded:
 
     def tools(self, prompt):
         """The `Tools` of a `Prompt`, or None."""
-        tools = prompt.tools and Tools(self.encoding, **prompt.tools, **prompt.choice)
-        return tools or None
+        return Tools(self.encoding, **prompt.tools, **prompt.choice) if prompt.tools else None
 
     def encode(self, prompts, args):
         """Token ids of each `Prompt`, or without --chat of its last message. Runs on rank 0, since
