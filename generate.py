@@ -172,13 +172,13 @@ class StepResult(NamedTuple):
     sources: list      # of these nodes, as in `Tree`
     tree_size: int     # T
     tree: Tree = None  # as lists, if `step` was called with trees
+    logprobs: list = None  # of the new tokens, if requested: see engine/logprobs.py
 
 
 # --------------------------------------------------------------------------------------------------
 # How many nodes a step verifies
 
-# (accepted, proposed) tokens assumed at the start, of lookup by match length 0 to 4, and of guides
-CHAIN_PRIOR = (0, 1), (0.5, 2.5), (1, 3), (1.5, 3.5), (2, 4), (9, 10)
+CHAIN_CHANCES = 0, 0.2, 1 / 3, 3 / 7, 0.5, 0.9  # of lookup by match length, and of a guide's text
 
 
 class Fixed:
@@ -198,9 +198,8 @@ class Fixed:
         self.heads = heads if self.tree_size > 1 else None
         self.lookup = lookup and self.tree_size > 1
         self.depth = heads.config.n_draft if self.heads else 0
-        known = known_counts(self.heads)
-        self.chances = (known[..., 0] / known[..., 1]).to(model.device)
-        self.counts = known.new_zeros(known.shape, dtype=torch.float64, device=model.device)
+        self.chances = prior_chances().to(model.device)
+        self.counts = torch.zeros(2, SOURCES, 2, dtype=torch.float64, device=model.device)
 
     def select(self, B, behind, unread=(), chains=()):
         """(T, `Plan.depths`) for a step of B sequences. behind(): how many committed rows the heads
@@ -214,16 +213,11 @@ class Fixed:
         """Learns from a finished `Step` and its `StepResult`s."""
 
 
-def known_counts(heads):
-    """The initial counts, float32 [2, SOURCES, 2]: (accepted, proposed). Heads: 4 proposals in each
-    bin, accepted with its probability, plus the counts in heads.json. Chains: CHAIN_PRIOR."""
-    counts = torch.zeros(2, SOURCES, 2)
-    counts[:, :BINS, 1] = 4.0
-    counts[:, :BINS, 0] = 4.0 * torch.exp(-(torch.arange(BINS) + 0.5) / 4)
-    counts[:, BINS:] = torch.tensor(CHAIN_PRIOR)
-    if heads and (tables := heads.info.get("acceptance")):
-        counts[:, :BINS] += torch.tensor([tables["greedy"], tables["sampled"]])
-    return counts
+def prior_chances():
+    """Acceptance probabilities before anything is known, float32 [2, SOURCES]: of heads, their own
+    probability; of lookup by match length 0 to 4, and of guides."""
+    heads = torch.exp(-(torch.arange(BINS) + 0.5) / 4)
+    return torch.cat((heads, torch.tensor(CHAIN_CHANCES))).expand(2, -1).contiguous()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -348,6 +342,7 @@ class Decoder:
     ngram_lookup = staticmethod(ngram_lookup)
     advance = staticmethod(advance)
     guide = None  # restricts the tokens of the next step: see engine/guide.py
+    observer = None  # reads the hidden states of the next step: see engine/logprobs.py
 
     @torch.inference_mode()
     def __init__(self, model, *, policy, batch_size=1, capacity=None, beams=None, sampling=None,
@@ -396,19 +391,20 @@ class Decoder:
     # Fixed shapes, state changed in place; only a guide and FILTERED sampling wait for the device
 
     def step(self, plan):
-        """Runs a step -> (`Accepted`, `Tree`). With a guide it has three parts, between which the
-        host computes the guide's masks while a GPU verifies the tree."""
+        """Runs a step -> (`Accepted`, `Tree`, normed). With a guide it has three parts, between
+        which the host computes the guide's masks while a GPU verifies the tree."""
         if self.guide is None:
             return self.run(self.whole_step, plan)
         draft = self.run(self.draft, plan)
         self.guide.read(draft.tree)
         verified = self.run(self.verify, plan, draft)
         self.guide.fill_masks()
-        return self.run(self.finish, plan, draft, *verified), draft.tree
+        return self.run(self.finish, plan, draft, *verified), draft.tree, verified[0]
 
     def whole_step(self, plan):
         draft = self.draft(plan)
-        return self.finish(plan, draft, *self.verify(plan, draft)), draft.tree
+        normed, hidden = self.verify(plan, draft)
+        return self.finish(plan, draft, normed, hidden), draft.tree, normed
 
     def finish(self, plan, draft, normed, hidden):
         target = self.sample(plan, draft, normed)    # [B, T]: the model's own next tokens
@@ -477,13 +473,9 @@ class Decoder:
         """Runs the model on the tree -> the final norm's output and its input, [B, T, C]. Keys and
         values of node j go to cache row lengths + j."""
         model = self.model
-        positions = draft.positions
-        if model.config.positions == "learned":
-            # nodes beyond the context's end are never emitted, but have no position embedding
-            positions = positions.clamp(max=model.config.block_size - 1)
         cache = self.slots.cache.select(draft.batch.slots)
-        hidden = model.embeddings(draft.tree.tokens, positions)
-        return model.norm.add_and_norm(*model.blocks(hidden, model.tables, positions, cache,
+        hidden = model.embeddings(draft.tree.tokens, draft.positions)
+        return model.norm.add_and_norm(*model.blocks(hidden, model.tables, draft.positions, cache,
                                                      draft.tree.ancestors))
 
     def sample(self, plan, draft, normed):
@@ -554,7 +546,9 @@ class Decoder:
         """Starts a step and returns it as a `Step`."""
         n_graphs = len(self.graphs)
         with self.inference_mode:
-            accepted, tree = self.step(plan)
+            accepted, tree, normed = self.step(plan)
+            if self.observer is not None:
+                self.observer.read(normed, accepted)
             tree_size = tree.tokens.shape[1]
             accepted = self.to_host(accepted)
             tree = Tree(*map(to_host, tree)) if with_trees else None
@@ -646,9 +640,11 @@ class Sequence:
     activity = 1  # `Slots.active`
     error = ""    # why it ended with an error
 
-    def __init__(self, config, prompt, max_new_tokens, sampling, stop=(), encoding=None, index=0,
+    def __init__(self, config, prompt, max_new_tokens, sampling, stop=(), index=0, encoding=None,
                  grammar=None):
-        expect(grammar is None, "a grammar needs the folder engine/; copy it beside generate.py")
+        self.stop_tokens = {stop} if isinstance(stop, int) else {*stop}
+        expect(grammar is None and all(type(token) is int for token in self.stop_tokens),
+               "stop texts and grammars need the folder engine/; copy it beside generate.py")
         check_prompt(config, prompt, index)
         check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
         check("index", index, -2**63, 2**63 - 1, whole=True)
@@ -660,37 +656,18 @@ class Sequence:
         self.ended = None
         self.limit = min(max_new_tokens, config.block_size - len(prompt))
         self.at_limit = "length" if self.limit == max_new_tokens else "context"
-        stop = [stop] if isinstance(stop, (int, str)) else stop
-        stop = [s for s in stop if s != ""]
-        for s in stop:
-            expect(type(s) in (int, str), f"stop must be token ids and strings, not {s!r}")
-        texts = [s for s in stop if isinstance(s, str)]
-        if texts and not hasattr(encoding, "stream"):
-            raise InputError(f"stop text {texts[0]!r} needs a tokenizer; give encoding=, from "
-                             "hf.tokenizer.load_encoding")
-        self.stop_tokens = set(stop).difference(texts)
-        self.stream = encoding.stream(texts) if texts else None
 
     def take(self, tokens):
         """Appends a step's tokens, up to the end of the sequence; returns those appended."""
-        left = self.limit - len(self.tokens)
-        new = tokens if len(tokens) <= left else tokens[:left]
-        if self.stream or not self.stop_tokens.isdisjoint(new):
-            new = self.until_stop(new)
+        new = tokens[:self.limit - len(self.tokens)]
+        if not self.stop_tokens.isdisjoint(new):
+            last = next(i for i, token in enumerate(new) if token in self.stop_tokens)
+            new = new[:last + 1]
+            self.ended = "stop"
         self.tokens += new
         if not self.ended and len(self.tokens) == self.limit:
             self.ended = self.at_limit
         return new
-
-    def until_stop(self, tokens):
-        """The tokens up to the first that ends the sequence."""
-        for number, token in enumerate(tokens, start=1):
-            if self.stream:
-                self.stream.feed([token])
-            if token in self.stop_tokens or (self.stream and self.stream.stopped):
-                self.ended = "stop"
-                return tokens[:number]
-        return tokens
 
 
 def check_prompt(config, prompt, index=0):
@@ -766,14 +743,14 @@ class Engine:
     def busy(self):
         return bool(self.waiting or self.running)
 
-    def add(self, prompt, max_new_tokens, sampling=None, stop=(), encoding=None, index=0,
+    def add(self, prompt, max_new_tokens, sampling=None, stop=(), index=0, encoding=None,
             grammar=None):
         """Queues a prompt (token ids) and returns its `Sequence`, which steps extend. sampling:
         default the Decoder's. index: an argument of the noise. stop, encoding, grammar: as in
         `generate`."""
         sequence = self.sequence_class(
             self.decoder.model.config, prompt, max_new_tokens, sampling or self.decoder.sampling,
-            stop, encoding, index, grammar)
+            stop, index, encoding, grammar)
         self.queue(sequence)
         return sequence
 
@@ -861,7 +838,7 @@ class Engine:
         try:
             for index, (prompt, own, grammar) in enumerate(zip(prompts, sampling, grammars)):
                 output.sequences.append(
-                    self.add(prompt, max_new_tokens, own, stop, encoding, index, grammar))
+                    self.add(prompt, max_new_tokens, own, stop, index, encoding, grammar))
             while self.busy:
                 results = self.step(with_trees)
                 output.batch_steps += len(results) > 0

@@ -491,12 +491,12 @@ class GPT(nn.Module):
         return hidden if residual is None else residual + hidden.to(residual.dtype)
 
     def embeddings(self, tokens, positions):
-        """tokens [B, T] -> the first block's input [B, T, C]."""
+        """tokens [B, T] -> the first block's input [B, T, C]. A tree may exceed the context."""
         hidden = self.embed(tokens)
         if self.embed_scale is not None:
             hidden = hidden * self.embed_scale
         if self.embed_positions is not None:
-            hidden = hidden + self.embed_positions(positions)
+            hidden = hidden + self.embed_positions(positions.clamp(max=self.config.block_size - 1))
         return hidden
 
     def lm_head(self, hidden):

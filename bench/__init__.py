@@ -59,11 +59,16 @@ def cell(value):
 def finish(args, result, file):
     """Prints the flags, the result and the machine as one line of JSON, and writes it to file."""
     from common.files import atomic_write  # loads torch
-    flags = {flag: public(value) for flag, value in vars(args).items() if flag != "out"}
-    line = json.dumps(flags | result | dict(machine=machine()))
+    line = json.dumps(record(args, result))
     print(line, flush=True)
     if file:
         atomic_write(file, lambda tmp: Path(tmp).write_text(line + "\n"))
+
+
+def record(args, result):
+    """A result with its flags and the machine."""
+    flags = {flag: public(value) for flag, value in vars(args).items() if flag != "out"}
+    return flags | result | dict(machine=machine())
 
 
 def public(value):

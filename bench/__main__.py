@@ -13,6 +13,7 @@ def parse(argv=None):
     parser = flags.Parser(__doc__, prog="python -m bench")
     add = parser.add_subparsers(dest="command", required=True).add_parser
     add_decode_flags(add("decode", help="compare drafters with plain decoding"))
+    add_cpu_flags(add("cpu", help="measure the CPU figures of README.md and docs/results.md"))
     add_gpu_flags(add("gpu", help="measure everything that needs a GPU"))
     add_kinds_flags(add("kinds", help="train kinds of draft heads side by side"))
     add("draw", help="draw the pictures of README.md and docs/results.md")
@@ -68,6 +69,13 @@ def check_decode_flags(parser, args):
         parser.error("--llama-cpp needs a GGUF file; give one as --model")
 
 
+def add_cpu_flags(parser):
+    add = parser.add_argument
+    add("--out", type=flags.home, required=True, metavar="FILE", help="a JSON line for each part")
+    add("--chats", type=flags.home, metavar="FILE", help="also answer these, such as Spec-Bench's")
+    add("--llama-cpp", action="store_true", help="beside llama.cpp; needs llama-cpp-python")
+
+
 def add_gpu_flags(parser):
     add = parser.add_argument
     add("--out", type=flags.home, required=True, metavar="DIR", help="adds to results.jsonl there")
@@ -97,7 +105,7 @@ def add_kinds_flags(parser):
 
 
 def main(args):
-    from bench import decoding, draw, finish, gpu, kinds, operations
+    from bench import cpu, decoding, draw, finish, gpu, kinds, operations
     from generate import Sampling
     from model import MAX_TREE, check
     if args.command == "decode":
@@ -106,6 +114,8 @@ def main(args):
         for size in filter(None, args.tree_sizes):
             check("tree size", size, 1, MAX_TREE, whole=True)
         finish(args, (operations if args.random_weights else decoding).bench(args), args.out)
+    elif args.command == "cpu":
+        cpu.bench(args, parse)
     elif args.command == "gpu":
         gpu.bench(args)
     elif args.command == "kinds":

@@ -1,5 +1,6 @@
 """Continuous batching: chunked prefill, prefixes that a slot's cache still holds, prompts that
-steps read, grammars, cancelled sequences, and the durations of steps for the policy."""
+steps read, grammars, log-probabilities, cancelled sequences, and the durations of steps for the
+policy."""
 
 from dataclasses import dataclass, field
 
@@ -7,6 +8,7 @@ from clover import Tree
 from common.memory import check_caches
 from engine.clock import seconds_between, timestamp
 from engine.guide import Guide, GuidedSequence
+from engine.logprobs import LogProbs
 from engine.policy import PERIOD, READ_SIZES, Policy, long_prompt
 from generate import Engine as FifoEngine
 from generate import StepResult, decoder_class, to_host
@@ -24,15 +26,19 @@ class Notes:
     pause: tuple | None           # timestamps around the wait for masks
     counts: object                # the policy's `counts` on the host, every PERIOD steps; or None
     grammars: int                 # sequences with a grammar
+    logprobs: LogProbs | None     # of the sequences that ask
     # sequence -> prompt tokens, of those that read the end of their prompt and begin to generate
     reading: dict = field(default_factory=dict)
-    seconds: float | None = None  # without the wait for masks; None if it compiled or captured
+    # without the wait for masks and the log-probabilities; None if it compiled or captured
+    seconds: float | None = None
     mask_seconds: float = 0.0
 
     def measure(self, is_first):
         """Fills in the durations of a step that has ended."""
         self.mask_seconds = seconds_between(*self.pause) if self.pause else 0.0
         seconds = seconds_between(*self.times) - self.mask_seconds
+        if self.logprobs:
+            seconds -= seconds_between(*self.logprobs.span)
         self.seconds = None if is_first else seconds
 
 
@@ -123,6 +129,9 @@ class Engine(FifoEngine):
         if self.is_guided:
             decoder.guide = self.use_guide()
             decoder.guide.begin(sequences, self.policy.schema and self.policy.tree_size != 1)
+        top = {row: sequence.top_logprobs for row, sequence in enumerate(sequences)
+               if sequence and sequence.top_logprobs is not None}
+        decoder.observer = LogProbs(decoder.head, top) if top else None
         unread = [sequence.unread for sequence in self.running.values()]
         chains = decoder.guide.chains if decoder.guide else ()
         return super().plan(slots, unread, chains)
@@ -141,7 +150,8 @@ class Engine(FifoEngine):
         counts = self.copied_counts()  # filled by the time that the next line notes
         times = start, timestamp(decoder.device)
         pause = decoder.guide.pause if decoder.guide else None
-        step.notes = Notes(times, pause, counts, len(decoder.guide.chains) if decoder.guide else 0)
+        grammars = len(decoder.guide.chains) if decoder.guide else 0
+        step.notes = Notes(times, pause, counts, grammars, decoder.observer)
         for row, sequence in self.rows(slots).items():
             unread = sequence.unread
             sequence.unread -= min(unread, step.tree_size)
@@ -162,11 +172,17 @@ class Engine(FifoEngine):
 
     def result(self, step, row, sequence, tokens, path, sources):
         read = step.notes.reading.get(sequence, 0)  # known tokens, which the step accepted
-        if not read:
-            return super().result(step, row, sequence, tokens, path, sources)
-        tree = step.tree and Tree([sequence.prompt[-1]], [0], [0], [1], [-1], [1.0])
-        return StepResult(sequence, sequence.take(tokens[read:]), path[read:], sources[read:], 1,
-                          tree)
+        if read:
+            tree = step.tree and Tree([sequence.prompt[-1]], [0], [0], [1], [-1], [1.0])
+            result = StepResult(sequence, sequence.take(tokens[read:]), path[read:], sources[read:],
+                                1, tree)
+        else:
+            result = super().result(step, row, sequence, tokens, path, sources)
+        if sequence.top_logprobs is None:
+            return result
+        logprobs = step.notes.logprobs.of(row, slice(read, read + len(result.tokens)))
+        sequence.logprobs += logprobs
+        return result._replace(logprobs=logprobs)
 
     def free(self, sequence):
         """Frees a slot, whose cache keeps the sequence except for the last token."""

@@ -10,17 +10,27 @@ from clover import SCHEMA, is_allowed
 from engine.clock import seconds_between, timestamp
 from engine.policy import GUIDED
 from generate import MAX_CHAIN, Sequence
+from model import InputError, expect
 
 
 class GuidedSequence(Sequence):
-    """A `Sequence` whose output matches a grammar, or any if that is None. It also ends with "stop"
-    where the grammar does, and with "error" if that got too complex, see `error`. unread: prompt
-    tokens that the steps launched so far leave unread."""
+    """A `Sequence` that may also end at a text, for which it needs an encoding, and whose output
+    matches a grammar, or any if that is None. It ends with "stop" where the grammar does, and with
+    "error" if that got too complex, see `error`. unread: prompt tokens that the steps launched so
+    far leave unread. top_logprobs: None, or that `logprobs` of its tokens are wanted, with so many
+    of the likeliest."""
 
-    def __init__(self, config, prompt, max_new_tokens, sampling, stop=(), encoding=None, index=0,
-                 grammar=None):
-        super().__init__(config, prompt, max_new_tokens, sampling, stop, encoding, index)
+    def __init__(self, config, prompt, max_new_tokens, sampling, stop=(), index=0, encoding=None,
+                 grammar=None, top_logprobs=None):
+        tokens, texts = split_stop(stop)
+        super().__init__(config, prompt, max_new_tokens, sampling, tokens, index)
+        if texts and not hasattr(encoding, "stream"):
+            raise InputError(f"stop text {texts[0]!r} needs a tokenizer; give encoding=, from "
+                             "hf.tokenizer.load_encoding")
+        self.stream = encoding.stream(texts) if texts else None
         self.unread = 0
+        self.top_logprobs = top_logprobs
+        self.logprobs = []  # of `tokens`: see `LogProbs.of`
         self.grammar = grammar
         self.matcher = None
         if grammar:
@@ -33,13 +43,36 @@ class GuidedSequence(Sequence):
         return self.matcher.error if self.matcher else ""
 
     def take(self, tokens):
-        if not self.matcher:
+        if not self.matcher and not self.stream:
             return super().take(tokens)
         tokens = tokens[:self.limit - len(self.tokens)]
-        new = super().take(tokens[:self.matcher.take(tokens)])
-        if self.matcher.ended and self.ended != "stop":
+        if self.matcher:
+            tokens = tokens[:self.matcher.take(tokens)]
+        if self.stream:
+            tokens = self.until_text(tokens)
+        new = super().take(tokens)
+        if self.stream and self.stream.stopped:
+            self.ended = "stop"
+        if self.matcher and self.matcher.ended and self.ended != "stop":
             self.ended = self.matcher.ended
         return new
+
+    def until_text(self, tokens):
+        """The tokens up to the one that completes a stop text."""
+        for number, token in enumerate(tokens, start=1):
+            self.stream.feed([token])
+            if self.stream.stopped:
+                return tokens[:number]
+        return tokens
+
+
+def split_stop(stop):
+    """Token ids and strings, or a single one -> (the ids, the strings that are not empty)."""
+    stop = [stop] if isinstance(stop, (int, str)) else stop
+    for value in stop:
+        expect(type(value) in (int, str), f"stop must be token ids and strings, not {value!r}")
+    tokens = [value for value in stop if isinstance(value, int)]
+    return tokens, [value for value in stop if isinstance(value, str) and value]
 
 
 class Guide:

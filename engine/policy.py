@@ -10,7 +10,7 @@ from itertools import accumulate, product
 import torch
 
 from clover import BINS, DEFAULT_BEAMS, SCHEMA, SOURCES
-from generate import MAX_CHAIN, decoder_class, known_counts
+from generate import MAX_CHAIN, decoder_class, prior_chances
 from model import MAX_TREE, check
 
 # While a prompt is unread, a fixed T competes with READ_SIZES, where steps read prompts
@@ -28,6 +28,7 @@ UNUSED = 64     # steps after which an option is tried for two steps
 TRIAL_TIME = 0.01  # largest share of the time that trials may take
 WINDOW = 64     # of running means, in steps
 PRIOR = 2       # weight of an option's rate before its first use, in steps
+PROPOSED = [1.0, 2.5, 3.0, 3.5, 4.0, 10.0]  # assumed at the start, in place of counts of chains
 MEMORY = 256, 64  # window of the acceptance counts: head nodes per bin, lookup tokens per length
 ROW = 0.15      # cost of a further row on a CPU, relative to a step of one row: an initial guess
 # Initial guesses for a GPU, measured on an H100 by `bench gpu`
@@ -321,6 +322,16 @@ def extended(means, n):
     """n means; those beyond the last known one fall as rank ** -1.4."""
     last = len(means)
     return means[:n] + [means[-1] * (last / rank) ** 1.4 for rank in range(last + 1, n + 1)]
+
+
+def known_counts(heads):
+    """The initial counts, float32 [2, SOURCES, 2]: (accepted, proposed). PROPOSED tokens, accepted
+    with their prior probability, plus the counts in heads.json."""
+    proposed = torch.tensor([4.0] * BINS + PROPOSED).expand(2, -1)
+    counts = torch.stack((prior_chances() * proposed, proposed), dim=2)
+    if heads and (tables := heads.info.get("acceptance")):
+        counts[:, :BINS] += torch.tensor([tables["greedy"], tables["sampled"]])
+    return counts
 
 
 def falling(bins):

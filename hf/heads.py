@@ -1,35 +1,48 @@
-"""Loads draft heads with all checks of their record, and their hash."""
+"""Loads draft heads with all checks of their files, and their hash."""
 
+import json
 import math
 from dataclasses import fields
 from pathlib import Path
 
-import clover
+from safetensors import SafetensorError
+
 from clover import BINS, CloverConfig, CloverHeads
 from common.files import files_hash
-from model import expect
+from model import InputError, expect
 
 
 def load_heads(path, model, tokenizer=""):
-    """`CloverHeads.from_pretrained`, but checks the record's types too and sets `hash`."""
+    """`CloverHeads.from_pretrained`, but raises InputError for a missing or broken folder, too, and
+    sets `hash`."""
     read_record(path)
-    heads = CloverHeads.from_pretrained(path, model, tokenizer)
+    try:
+        heads = CloverHeads.from_pretrained(path, model, tokenizer)
+    except (OSError, SafetensorError, RuntimeError, TypeError) as error:
+        raise InputError(
+            f"{path}/heads.safetensors: missing, truncated, or not the weights of these heads "
+            f"({' '.join(str(error).split()):.300}); fetch or train them again") from None
     heads.hash = files_hash([Path(path, "heads.safetensors")])
     return heads
 
 
 def read_record(path):
-    """`clover.read_record`, which also checks the types of all values."""
-    config, record = clover.read_record(Path(path))
+    """heads.json of a folder -> (`CloverConfig`, the record). Raises InputError if it is missing or
+    malformed."""
+    path = Path(path)
+    expect(path.is_dir(), f"{path}: no such folder; expected heads from train_heads.py")
     types = {field.name: type(field.default) for field in fields(CloverConfig)}
-    modes = ("greedy", "sampled") if "acceptance" in record else ()
     try:
+        record = json.loads((path / "heads.json").read_bytes())
+        config = CloverConfig(**record["config"]).check()
+        modes = ("greedy", "sampled") if "acceptance" in record else ()
         tables = [record["acceptance"][mode] for mode in modes]  # [accepted, proposed] by bin
         valid = ({name: type(value) for name, value in record["config"].items()} == types
+                 and {"sizes", "tokenizer"} <= set(record["base"])
                  and all(len(rows) == BINS and all(0 <= right <= n < math.inf for right, n in rows)
                          for rows in tables))
-    except (KeyError, TypeError, ValueError):
+    except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError):
         valid = False
-    expect(valid, f"{path}/heads.json: a value is missing or has the wrong type; fetch or train "
-           "these heads again")
+    expect(valid, f"{path}/heads.json: missing, or not a record that this version of "
+           "train_heads.py writes; fetch or train these heads again")
     return config, record

@@ -4,13 +4,14 @@ where it gives the same ids (bpe.py), tokenizers elsewhere."""
 import hashlib
 import importlib
 import json
+import re
 from functools import cached_property
 
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
 from common.values import one_line
-from hf.bpe import byte_level_bpe
+from hf.bpe import BYTES, byte_level_bpe
 from hf.chat import load_chat_template
 from hf.files import part_file, read_part
 from hf.paths import find_model
@@ -43,6 +44,7 @@ class Encoding:
                             if token["special"] and "think" not in token["content"].lower()}
         self.ids = set(vocab.values())
         self.n_vocab = max(self.ids) + 1
+        self.decoder = json.dumps(spec.get("decoder"), ensure_ascii=False)
         encoded = self.package.encode("a")
         self.prefix = encoded.ids[:(encoded.special_tokens_mask + [0]).index(0)]
         expect(not spec["model"].get("dropout"), f"{file}: BPE dropout is not supported; remove it")
@@ -88,6 +90,17 @@ class Encoding:
     def decode(self, ids):
         """Decodes token ids to text, skipping unknown ids. Some decoders drop a leading space."""
         return self.package.decode([i for i in ids if i in self.ids], skip_special_tokens=False)
+
+    def token_bytes(self, token):
+        """The bytes of a token id; None for an unknown id or a decoder that is no table of them."""
+        text = self.package.id_to_token(token)
+        if text is None or text in self.special_tokens:
+            return text and text.encode()
+        if "ByteLevel" in self.decoder:
+            return bytes(map(BYTES.get, text)) if BYTES.keys() >= set(text) else None
+        if "ByteFallback" in self.decoder and re.fullmatch("<0x[0-9A-F]{2}>", text):
+            return bytes.fromhex(text[3:5])
+        return text.replace("▁", " ").encode() if "▁" in self.decoder else None
 
     @cached_property
     def template(self):

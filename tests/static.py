@@ -90,12 +90,12 @@ class Launches(TorchDispatchMode):
 
 
 @torch.inference_mode()
-def step_launches(model, heads=None, lookup=False, tree_size=1, **options):
+def step_launches(model, heads=None, lookup=False, tree_size=1, kind=gpu.GraphDecoder, policy=Policy, **options):
     """Counts the launches of a Decoder's step by operation. The modules must be on the meta device."""
-    policy = Policy(model, heads, lookup, tree_size)
+    policy = policy(model, heads, lookup, tree_size)
     with recorded() as launches:
-        decoder = gpu.GraphDecoder(model, policy=policy, graph=False, **options)
-        step = partial(decoder.step, Plan(1, *policy.select(1), decoder.sampling.mode))
+        decoder = kind(model, policy=policy, graph=False, **options)
+        step = partial(decoder.step, Plan(1, *policy.select(1, lambda: 0), decoder.sampling.mode))
         step()  # also does what only the first step does
         launches.clear()
         with Launches() as operations:
@@ -103,12 +103,12 @@ def step_launches(model, heads=None, lookup=False, tree_size=1, **options):
     return operations.counts + Counter(name.strip("_").removesuffix("_kernel") for name, *_ in launches)
 
 
-def demo():
+def demo(apply=gpu.apply):
     """demo/ and its heads on the meta device, in bfloat16, the default on CUDA."""
     model = GPT.from_pretrained(DEMO, BF16, "cpu", packed=False)
     heads = CloverHeads.from_pretrained(DEMO / "clover", model)
     for module in (model, heads):
-        gpu.apply(module.to("meta"))
+        apply(module.to("meta"))
     return model, heads
 
 
@@ -259,13 +259,24 @@ GATE = dict(  # every shape class that kernels.py chooses; lists are alternative
     teacher_targets=[dict(present=["", "drafted"], dtype=[BF16, FP32])], cross_entropy=[dict(dtype=[BF16, FP32])])
 
 
-def all_launches(sample=False):
-    """The signatures of the launches in `GATE`. sample: only the last choices of each operation's first entry."""
+def last(*lists):
+    """The last choices."""
+    return [[x[-1] for x in lists]]
+
+
+def covering(*lists):
+    """Few combinations in which each choice occurs."""
+    return [[x[i % len(x)] for x in lists] for i in range(max(map(len, lists)))] + last(*lists)
+
+
+def all_launches(combine=product):
+    """The signatures of the launches in `GATE`. combine: lists of choices -> combinations. `last`: only those of each
+    operation's first entry."""
     launches = []
     for name, group in GATE.items():
-        for choices in group[:1] if sample else group:
+        for choices in group[:1] if combine is last else group:
             lists = [x if isinstance(x, list) else [x] for x in choices.values()]
-            for values in product(*(x[-1:] if sample else x for x in lists)):
+            for values in combine(*lists):
                 launches += launches_of(name, **dict(zip(choices, values)))
     return list(dict.fromkeys(signature(name, args, named) for name, _, args, named in launches))
 

@@ -188,7 +188,7 @@ def test_trees_are_the_front_of_a_plain_search(pool, table, device):
         want = plain_trees(root, candidates, lookup, chances, temperature, 64)
         on_device = [None if x is None else every_second(x.to(device)) for x in (root, lookup, chances, temperature)]
         heads = candidates and Candidates(*(x.to(device) for x in candidates))
-        for T in (2, 15, 64):
+        for T in (64,) if INTERPRETED and pool[-1] > 15 else (2, 15, 64):  # the interpreter takes seconds
             got = triton_tree.build_tree(on_device[0], heads, *on_device[1:], T)
             assert all(torch.equal(x.cpu(), y[:, :T]) for x, y in zip(got, want, strict=True)), T
 

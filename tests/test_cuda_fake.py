@@ -29,6 +29,7 @@ from backends.quantized import round_weight
 from bench import timing
 from conftest import SHAPES, Operations, ToyGrammar, toy_model
 from engine.batching import Engine
+from engine.guide import GuidedSequence
 from engine.policy import TREE_SIZES, Policy
 from generate import GREEDY, NOISE, Decoder, Fixed, Sampling, capture
 from generate import Engine as FifoEngine
@@ -425,6 +426,33 @@ def test_steps_with_grammars_are_three_graphs_on_a_fake_gpu(start):
         assert [len(tokens) for tokens in output.tokens] == [20] * 3 and not world.launches
         is_guided = grammars[0] is not None
         assert any(after[plain:]) == is_guided == ((True, 0) in ahead) and (True, 1) not in ahead
+
+
+@pytest.mark.parametrize("bits", [None, 4])
+def test_log_probabilities_are_enqueued_beside_the_graphs_on_a_fake_gpu(bits, start):
+    """Bug: a wait or a capture for a request that asks, one step in flight less, more rows than a quantised head
+    multiplies."""
+    world, model, heads = start(kind=None, bits=bits)
+    engine = Engine(model, policy=Policy(model, None, True, 5, schema=True), batch_size=4, capacity=200)
+    warm_up(engine)
+    warm_up(engine, guided=True)
+    graphs = len(world.graphs)
+    launch, ahead, rows = engine.decoder.launch, [], []
+    note = lambda: ahead.append((engine.decoder.observer is not None, len(engine.in_flight)))
+    engine.decoder.launch = lambda *arguments: note() or launch(*arguments)
+    logits = engine.decoder.head.logits
+    engine.decoder.head.logits = lambda hidden: rows.append(len(hidden)) or logits(hidden)
+    for grammars in ([None] * 4, [ToyGrammar(), None, None, None]):
+        add = partial(GuidedSequence, model.config, max_new_tokens=20, sampling=Sampling())
+        sequences = [add([*range(30 * n + 1)], grammar=grammar, top_logprobs=top)
+                     for n, (grammar, top) in enumerate(zip(grammars, (3, None, 0, 20)))]
+        for sequence in sequences:
+            engine.queue(sequence)
+        with patch.object(ToyGrammar, "take", lambda _, tokens: len(tokens)):
+            while engine.busy:
+                engine.step()
+        assert [len(sequence.logprobs) for sequence in sequences] == [20, 0, 20, 20]
+    assert (True, 1) in ahead and (True, 0) in ahead and len(world.graphs) == graphs and max(rows) == 64
 
 
 def test_steps_and_stages_are_timed_on_a_fake_gpu(start):

@@ -17,8 +17,8 @@ ORDER = ["kernels", "model", "clover", "generate", "train_heads", "common", "eng
          "training", "bench"]
 FOLDERS = [name for name in ORDER if (ROOT / name).is_dir()]
 FILES = [name for name in ORDER if name not in FOLDERS and "." not in name]
-LINES = dict(library=14586, tests=11115)  # at most: all Python without tests, and tests
-CEILINGS = dict(kernels=1250, model=540, clover=571, generate=944, train_heads=274)  # lines of the root's files
+LINES = dict(library=15199, tests=11817)  # at most: all Python without tests, and tests
+CEILINGS = dict(kernels=1250, model=540, clover=549, generate=921, train_heads=274)  # lines of the root's files
 MODULES = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
            for pattern in ("*.py", *(f"{folder}/*.py" for folder in FOLDERS)) for file in sorted(ROOT.glob(pattern))}
 LOADERS = dict(model=("GPT.from_pretrained", "GPT.save_pretrained"),  # functions that import from folders
@@ -137,7 +137,8 @@ def test_the_five_files_alone_give_the_same_tokens(tmp_path, capsys):
     assert done.stdout.startswith(tokens) and len({*tokens.splitlines()}) == 3, done.stderr
     missing = "this needs the folder {}, which is not beside model.py: copy it here too".format
     assert done.stdout.removeprefix(tokens).splitlines() == [
-        "generate 8 Fixed", *[missing("hf/")] * 2, "a grammar needs the folder engine/; copy it beside generate.py"]
+        "generate 8 Fixed", *[missing("hf/")] * 2,
+        "stop texts and grammars need the folder engine/; copy it beside generate.py"]
 
 
 @pytest.mark.parametrize("command", ["generate.py --prmpt x", "generate.py --top-p x", "generate.py --help",

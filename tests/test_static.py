@@ -1,5 +1,5 @@
 """tests/static.py: what every kernel passes without a GPU, and how many launches a step needs. `pytest` compiles a
-sample, `pytest -m static` every shape class."""
+sample, `pytest -m static` every choice, `pytest -m slow` all combinations of choices."""
 
 import re
 
@@ -7,7 +7,7 @@ import pytest
 
 import static
 from bench.operations import quantize_randomly
-from generate import Sampling
+from generate import Decoder, Fixed, Sampling
 from static import launches_of, step_launches
 from test_kernels import records
 
@@ -30,15 +30,17 @@ def check_figures(launches, figures):
 @pytest.mark.parametrize("target", ["cuda:90", pytest.param("cuda:80", marks=pytest.mark.slow)])
 def test_a_launch_of_every_kernel_compiles_without_spills(target):
     """Bug: a kernel compiles only in the interpreter, spills, or needs too much shared memory."""
-    launches = static.all_launches(sample=True)
+    launches = static.all_launches(static.last)
     assert {launch[0] for launch in launches} == {
         name for module in static.MODULES for name in vars(module) if name.endswith("_kernel")}
     check_figures(launches, (static.usage(target, launch) for launch in launches))
 
 
-@pytest.mark.static
-def test_every_launch_compiles_without_spills():
-    launches = static.all_launches()
+@pytest.mark.parametrize("combine", [pytest.param(static.covering, marks=pytest.mark.static),
+                                     pytest.param(static.product, marks=pytest.mark.slow)])
+def test_every_choice_compiles_without_spills(combine):
+    """Bug: as above. slow: every combination of choices."""
+    launches = static.all_launches(combine)
     check_figures(launches, static.compile_all("cuda:90", launches))
 
 
@@ -75,7 +77,7 @@ def test_register_counts_and_spills_are_read_from_the_binary():
 # ---------------------------------------------------------------------------------------------------------------------
 # The launches of a step
 
-demo = pytest.fixture(scope="module")(static.demo)
+demo = pytest.fixture(scope="module")(lambda: static.demo())
 
 
 @pytest.mark.parametrize("tree_size, drafters, sampling, most", [
@@ -93,6 +95,15 @@ def test_a_step_needs_few_launches(demo, tree_size, drafters, sampling, most):
     assert found["project"] == found["merge_lists"] == (sampling != TOP_P) + found["extend_candidates"]
     assert found["accept_path"] == 1 and found["build_tree"] == (tree_size > 1)
     assert found["commit_path"] == uses_heads and found["ngram_lookup"] == looks_up
+
+
+@pytest.mark.parametrize("drafters, most", [("", 160), ("lookup", 314), ("heads", 367), ("heads+lookup", 487)])
+def test_the_launches_of_the_five_files_alone(drafters, most):
+    """Bug: docs/kernels.md, which says what the Triton trees and fused blocks of backends/ save."""
+    model, heads = static.demo(apply=lambda module: None)
+    uses_heads = heads if "heads" in drafters else None
+    found = step_launches(model, uses_heads, "lookup" in drafters, 16, Decoder, Fixed, capacity=512)
+    assert found.total() == most and found["linear_rows"] == found["build_tree"] == 0
 
 
 @pytest.mark.parametrize("size, bits, most", [("135m", 16, 225), ("8b", 4, 240), ("8b", 16, 330)])

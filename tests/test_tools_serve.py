@@ -183,12 +183,58 @@ def test_the_openai_package_is_a_client(served):
         ask = dict(model="toy", messages=CHAT, max_tokens=20, temperature=0.8, seed=3, n=2)
         want = served.want(ask | dict(messages=[CHAT[0], SAID]), chat=True)[:2]
         whole = client.chat.completions.create(**ask)
+        first = client.chat.completions.create(**ask, logprobs=True, top_logprobs=2).choices[0].logprobs.content[0]
+        assert len(first.top_logprobs) == 2 and first.logprob <= first.top_logprobs[0].logprob < 0
         assert ([c.message.content for c in whole.choices], [c.finish_reason for c in whole.choices]) == want
         parts = [part.model_dump() for part in client.chat.completions.create(**ask, stream=True)]
         assert joined(parts, chat=True) == want
         with pytest.raises(openai.BadRequestError) as long:
             client.completions.create(model="toy", prompt="a " * 100)
         assert long.value.code == "context_length_exceeded" and client.models.retrieve("toy").id == "toy"
+
+
+@pytest.mark.parametrize("top", [0, 4])
+@pytest.mark.parametrize("chat", [False, True], ids=["completions", "chat"])
+def test_log_probabilities(served, chat, top):
+    """Bug: entries of another choice or step, bytes that do not add up to the text, offsets of other characters, a
+    stream that differs, log-probabilities that depend on drafts."""
+    path, body = ("/v1/chat/completions", dict(messages=CHAT, logprobs=True, top_logprobs=top)) if chat else (
+        "/v1/completions", dict(prompt="abcé", logprobs=top))
+    body |= dict(max_tokens=30, temperature=1.2, seed=2, n=8, stop=["q"])
+    whole = served.post(body, path).json()
+    plain = served.post(body | dict(draft="none"), path).json()["choices"]
+    stream = [defaultdict(list) for _ in range(8)]
+    for part in events(served.post(body | dict(stream=True), path).text.splitlines()):
+        for name, values in part["choices"][0]["logprobs"].items():
+            stream[part["choices"][0]["index"]][name] += values or []
+    count, begins = 0, []
+    for choice, other, parts in zip(whole["choices"], plain, stream):
+        said = choice["logprobs"]
+        assert parts == {name: values or [] for name, values in said.items()}
+        if chat:
+            text, entries = choice["message"]["content"], said["content"]
+            assert [[dict(one, logprob=0) for one in entry["top_logprobs"]] for entry in entries] == [
+                [dict(one, logprob=0) for one in entry["top_logprobs"]] for entry in other["logprobs"]["content"]]
+            values = [entry["logprob"] for entry in entries]
+            assert values == pytest.approx([entry["logprob"] for entry in other["logprobs"]["content"]], abs=1e-4)
+            assert all(len(entry["top_logprobs"]) == top for entry in entries) and said["refusal"] is None
+            raw = b"".join(bytes(entry["bytes"]) for entry in entries)
+            best = [[one["logprob"] for one in entry["top_logprobs"]] for entry in entries]
+        else:
+            text, values, entries = choice["text"], said["token_logprobs"], said["tokens"]
+            raw = b"".join(bytes.fromhex(token[6:].replace("\\x", "")) if token.startswith("bytes:") else token.encode()
+                           for token in entries)
+            assert {len(column) for column in said.values()} == {len(entries)}
+            begins += [text.startswith(token, offset) for token, offset in zip(entries, said["text_offset"])
+                       if "\ufffd" not in text[:offset + 1] and not re.match("q|<.+|bytes:", token)]
+            assert all(found[token] == value for found, token, value in zip(said["top_logprobs"], entries, values))
+            best = [[*found.values()][:top] for found in said["top_logprobs"]]
+        assert raw.decode(errors="replace").startswith(text) and max(values) < 0
+        assert all(row == sorted(row, reverse=True) and (not row or row[0] >= x) for row, x in zip(best, values))
+        count += len(entries)
+    assert count == whole["usage"]["completion_tokens"] and all(begins) and (chat or sum(begins) > 3)
+    assert served.post({name: body[name] for name in body if "logprobs" not in name}, path).json()["choices"] == [
+        choice | dict(logprobs=None) for choice in whole["choices"]]
 
 
 PAIR = dict(type="object", properties=dict(n=dict(type="integer", minimum=0, maximum=99), kind=dict(enum=["a", "b"])),
@@ -270,7 +316,7 @@ def test_a_grammar_that_explodes_fails_alone(thinker):
 FUNCTION = dict(name="sum", arguments='{"a": 1}')
 CALL = dict(role="assistant", tool_calls=[dict(id="c1", type="function", function=FUNCTION)])
 ask = lambda **fields: dict(prompt="a", max_tokens=4) | fields
-say = lambda *messages: ("/v1/chat/completions", dict(messages=list(messages), max_tokens=4))
+say = lambda *messages, **more: ("/v1/chat/completions", dict(messages=list(messages), max_tokens=4) | more)
 BAD = {
     "broken JSON": ('{"prompt": "a"', 400, "not valid JSON"), "no UTF-8": (b'{"prompt": "\xff"}', 400, "not valid"),
     "NaN": ('{"prompt": "a", "temperature": NaN}', 400, "not valid JSON: NaN"), "a list": ([], 400, "a JSON object"),
@@ -291,6 +337,9 @@ BAD = {
     "no content": (say(dict(role="user", content=None)), 400, "messages[0] needs a role and a content"),
     "nothing to continue": (("/v1/chat/completions", dict(messages=[CALL], continue_final_message=True)), 400,
                             "continue_final_message needs a text"),
+    "top_logprobs": (say(SAID, logprobs=True, top_logprobs=21), 400, "top_logprobs must be a whole number from 0 to 2"),
+    "top_logprobs alone": (say(SAID, top_logprobs=2), 400, "top_logprobs needs logprobs: true"),
+    "logprobs": (ask(logprobs=6), 400, "logprobs must be a whole number from 0 to 5"),
     "roles": (say(dict(role="dog", content="w")), 400, "toy/chat_template.jinja: cannot render messages: no dogs")}
 
 
@@ -327,7 +376,7 @@ def test_a_large_body_is_refused_before_it_is_encoded_or_checked_on_the_event_lo
 REFUSED = dict(
     ignore_eos=True, min_tokens=3, repetition_penalty=1.1, guided_json=5, guided_choice=[], bad_words=["a"],
     structured_outputs=dict(structural_tag="a"), response_format=dict(type="xml"), guided_regex=["a"],
-    prompt_logprobs=0, logprobs=0, tool_choice="required", best_of=2,
+    prompt_logprobs=0, logprobs="5", tool_choice="required", best_of=2,
     skip_special_tokens=False, include_stop_str_in_output=True, typical_p=0.9,
     tools=[dict(type="function")], logit_bias={"1": 5}, presence_penalty=0.5, suffix="a", echo=True, x="é",
     continue_final_message="yes", top_logprobs=False, stop_token_ids="a", stream_options=dict(include=True))

@@ -286,17 +286,17 @@ def test_a_loss_that_is_no_number_ends_the_run(checkpoint, texts, tmp_path, monk
 def test_a_full_disk_ends_the_run(file, saved, advice, checkpoint, texts, tmp_path, monkeypatch, unmeasured):
     """Catches a traceback, a partly written state, and leftovers that make the next run fail."""
     monkeypatch.setattr(runs, "SAVE_EVERY", 0.0)
-    chmod, path = os.chmod, tmp_path / "train_state.pt"
+    replace, path = os.replace, tmp_path / "train_state.pt"
 
     def full(name):
         return file in str(name) and saved <= (torch.load(path)["step"] if path.exists() else -1)
 
-    def full_chmod(name, *mode):
+    def full_replace(name, target):
         if full(name):
             raise OSError(28, "No space left on device")
-        chmod(name, *mode)
+        replace(name, target)
     with monkeypatch.context() as patch:
-        patch.setattr(os, "chmod", full_chmod)
+        patch.setattr(os, "replace", full_replace)
         patch.setattr(runs, "open", lambda name, mode: open("/dev/full" if full(name) else name, mode), raising=False)
         said = refusal(lambda: run(checkpoint, texts, tmp_path, "--steps", "4"))
         assert said.endswith(f" (No space left on device); make room and {advice}")

@@ -172,6 +172,18 @@ GRAMMARS = dict(response_format=response_format, structured_outputs=structured_o
     f"guided_{kind}": STRUCTURED[kind] for kind in ("json", "regex", "choice", "grammar")}
 
 
+def number_of_logprobs(name, value):
+    return None if value is False else whole(0, 5)(name, value)
+
+
+def how_many_top(values, chat):
+    """How many of the likeliest tokens to list with each token, from the fields of a request; None
+    if it does not ask for log-probabilities."""
+    asked, top = values.get("logprobs"), values.get("top_logprobs", 0)
+    expect(asked or not top, "top_logprobs needs logprobs: true")
+    return (top if asked else None) if chat else asked
+
+
 # --------------------------------------------------------------------------------------------------
 # The table
 
@@ -187,7 +199,7 @@ NEUTRAL = {  # unsupported fields, each with the values that have no effect
     "repetition_penalty repeat_penalty length_penalty typical_p best_of": only(1, 1.0),
     "skip_special_tokens detokenize": only(True),
     "spaces_between_special_tokens": only(True, False),
-    "logprobs echo ignore_eos use_beam_search include_stop_str_in_output": only(False)}
+    "echo ignore_eos use_beam_search include_stop_str_in_output": only(False)}
 COMMON = GRAMMARS | dict(
     model=any_value, stream=flag, stream_options=object_of(STREAM_OPTIONS), show_steps=flag,
     n=whole(1, 128), max_tokens=whole(1, 2**31), max_completion_tokens=whole(1, 2**31),
@@ -197,8 +209,10 @@ for names, reader in NEUTRAL.items():
     COMMON |= dict.fromkeys(names.split(), reader)
 CHAT = COMMON | dict(messages=messages, chat_template_kwargs=variables, add_generation_prompt=flag,
                      continue_final_message=flag, tools=list_of(dict, "a list of objects"),
-                     tool_choice=tool_choice, parallel_tool_calls=flag)
-COMPLETION = COMMON | dict(prompt=prompts, parallel_tool_calls=any_value)
+                     tool_choice=tool_choice, parallel_tool_calls=flag, logprobs=flag,
+                     top_logprobs=whole(0, 20))
+COMPLETION = COMMON | dict(prompt=prompts, parallel_tool_calls=any_value,
+                           logprobs=number_of_logprobs)
 DEFAULTS = dict(stream=False, stream_options={}, show_steps=False, n=1, stop=[], stop_token_ids=[],
                 chat_template_kwargs={}, tools=[], tool_choice={}, parallel_tool_calls=True)
 
@@ -214,4 +228,5 @@ def read(body, chat):
            f"a request takes tools or one of {', '.join(GRAMMARS)}")
     expect(not chat or values.get("tools") or not values.get("tool_choice"),
            "tool_choice needs tools")
-    return DEFAULTS | values | dict(grammar=grammars[0] if grammars else None)
+    return DEFAULTS | values | dict(grammar=grammars[0] if grammars else None,
+                                    top_logprobs=how_many_top(values, chat))

@@ -48,6 +48,7 @@ from model import InputError, expect
 from tools import fields
 from tools.errors import command, error_line
 from tools.load import load, make_engine, without_thinking
+from tools.logprobs import chat_logprobs, completion_logprobs
 from tools.metrics import Metrics
 from tools.printer import step_record
 from tools.statistics import Statistics
@@ -108,27 +109,33 @@ class Job:
 
     async def parts(self):
         """Yields the results of steps: (index of the choice, text of each new token, the same as
-        parts of text and calls, why the sequence ended or None, `step_record` or None)."""
+        parts of text and calls, why the sequence ended or None, `step_record` or None, the field
+        logprobs)."""
         shown = self.tools.tokens.values() if self.tools else ()
         streams = [self.encoding.output_stream(self.stop, shown) for _ in range(self.count)]
         hidden = [sequence.grammar and sequence.grammar.begin  # text up to this token
                   for sequence in self.sequences]
+        lengths = [0] * self.count  # of the texts so far
         left = self.count
         while left:
             event = await self.events.get()
             if isinstance(event, Exception):
                 raise event
-            index, tokens, ended, record = event
+            index, tokens, ended, record, values = event
             pieces = []
+            offsets = []
             for token in tokens:
+                offsets.append(lengths[index] + len(streams[index].held))
                 is_hidden = hidden[index] is not None
                 pieces.append("" if is_hidden else streams[index].feed([token]))
+                lengths[index] += len(pieces[-1])
                 if token == hidden[index]:
                     hidden[index] = None
             if ended:
                 pieces[-1:] = ["".join(pieces[-1:]) + streams[index].finish()]
                 left -= 1
-            yield index, pieces, self.read(index, pieces, tokens, ended), ended, record
+            parts = self.read(index, pieces, tokens, ended)
+            yield index, pieces, parts, ended, record, self.logprobs(tokens, values, offsets)
 
     def read(self, index, pieces, tokens, ended):
         """The parts of a choice's next text, as from `CallReader.feed`."""
@@ -139,7 +146,15 @@ class Job:
                  for part in reader.feed(piece or "", token)]
         return found + reader.finish() if ended else found
 
-    def choice(self, index, parts, ended, first=True):
+    def logprobs(self, tokens, values, offsets):
+        """The field logprobs of a choice, or None. offsets: of the tokens in its text."""
+        if self.body["top_logprobs"] is None:
+            return None
+        if self.chat:
+            return chat_logprobs(self.encoding, tokens, values)
+        return completion_logprobs(self.encoding, tokens, values, offsets)
+
+    def choice(self, index, parts, ended, logprobs, first=True):
         role = dict(role="assistant") if first else {}
         said = message_of(parts, self.body["stream"])
         text = said["content"]
@@ -147,7 +162,7 @@ class Job:
         if ended == "stop" and self.tools and self.readers[index].is_complete:
             ended = "tool_calls"
         error = dict(error=self.sequences[index].error) if ended == "error" else {}
-        return dict(index=index, finish_reason=ended, logprobs=None) | error | (
+        return dict(index=index, finish_reason=ended, logprobs=logprobs) | error | (
             message if self.chat else dict(text=text))
 
     def usage(self):
@@ -223,8 +238,8 @@ class Worker(threading.Thread):
             record = step_record(step, job.encoding.decode) if job.body["show_steps"] else None
             streams = job.body["stream"]
             if streams or sequence.ended:  # otherwise there is no need to wake the event loop
-                tokens = step.tokens if streams else sequence.tokens
-                self.send(job, (sequence.index, tokens, sequence.ended, record))
+                new = step if streams else sequence
+                self.send(job, (sequence.index, new.tokens, sequence.ended, record, new.logprobs))
             if sequence.ended:
                 del self.jobs[sequence]
 
@@ -386,11 +401,9 @@ class App:
             response = StreamingResponse(self.events(job), headers=STREAM_HEADERS,
                                          media_type="text/event-stream")
         else:
-            said = [[] for _ in range(job.count)]
-            async for index, _, parts, *_ in job.parts():
-                said[index] += parts
-            ended = [sequence.ended for sequence in job.sequences]
-            choices = list(map(job.choice, range(job.count), said, ended))
+            choices = [None] * job.count
+            async for index, _, parts, ended, _, values in job.parts():  # once for each choice
+                choices[index] = job.choice(index, parts, ended, values)
             response = JSONResponse(job.head | dict(choices=choices) | job.usage())
         self.worker.metrics.responses[200] += 1
         await response(*asgi)
@@ -412,8 +425,8 @@ class App:
             limit = min(job.limit, self.engine.decoder.capacity - len(value))
             for _ in range(job.body["n"]):
                 job.sequences.append(self.engine.sequence_class(
-                    self.loaded.model.config, value, limit, job.sampling, job.stop, encoding,
-                    len(job.sequences), own))
+                    self.loaded.model.config, value, limit, job.sampling, job.stop,
+                    len(job.sequences), encoding, own, job.body["top_logprobs"]))
 
     def check_length(self, tokens, or_more=""):
         longest = self.engine.decoder.capacity - 1
@@ -428,8 +441,8 @@ class App:
         line = lambda value: f"data: {json.dumps(value)}\n\n"
         started = set()
         try:
-            async for index, pieces, parts, ended, record in job.parts():
-                choice = job.choice(index, parts, ended, index not in started)
+            async for index, pieces, parts, ended, record, values in job.parts():
+                choice = job.choice(index, parts, ended, values, index not in started)
                 started.add(index)
                 steps = dict(clover=dict(tokens=pieces) | record) if record else {}
                 yield line(job.head | dict(choices=[choice]) | steps)

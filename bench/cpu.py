@@ -1,0 +1,78 @@
+"""`python -m bench cpu`: the CPU figures of README.md and docs/results.md, in one run."""
+
+import json
+from pathlib import Path
+
+import gguf
+import numpy as np
+
+from bench import ROOT, decoding, operations, record
+from common.files import atomic_write
+from hf.paths import default_heads, find_model
+
+CHATS = str(ROOT / "bench" / "prompts.jsonl")
+FORMATS = "Q4_1", "Q4_0", "Q8_0"  # of SmolLM2: the published file, and two made from it
+
+
+def bench(args, parse):
+    """Runs `parts` and appends a line to args.out for each. parse: flags of `bench` -> Namespace"""
+    rows = []
+    files = {name: requantized(find_model("smollm2"), name, args.out) for name in FORMATS}
+    for part, flags in parts(args, files).items():
+        own = parse(["decode", *map(str, flags)])
+        print(f"\n{part}: python -m bench decode {' '.join(map(str, flags))}", flush=True)
+        measure = operations.bench if own.random_weights else decoding.bench
+        rows.append(dict(part=part) | record(own, measure(own)))
+        atomic_write(args.out, lambda tmp: Path(tmp).write_text(
+            "".join(json.dumps(row) + "\n" for row in rows)))
+
+
+def parts(args, files):
+    """{name: flags of `bench decode`}. files: {format: a GGUF file of SmolLM2}."""
+    both = ["--drafters", f"{default_heads('smollm2')}+lookup", "--tree-sizes", "auto"]
+    plain = ["--drafters", "lookup", "--tree-sizes", 1]
+    once = ["--model", "smollm2", "--temperatures", 0, 0.8, "--runs", 1]
+    rival = ["--llama-cpp"] if args.llama_cpp else []
+    found = {"prompts": [*once, *both, "--chats", CHATS]}
+    if args.chats:
+        found["spec bench"] = [*once, "--tree-sizes", "auto", "--chats", args.chats]
+    for name, file in files.items():
+        model = ["--model", file, *rival]
+        drafters = plain if name == "Q4_0" else both  # its output repeats itself: easy to guess
+        found |= {
+            f"{name}, one sequence": [*model, *drafters, "--chats", CHATS, "--prompts", 18,
+                                      "--runs", 2],
+            f"{name}, batches": [*model, *plain, "--batch-sizes", 8, 32, "--prompts", 32,
+                                 "--max-new-tokens", 64, "--runs", 1],
+            f"{name}, prefill": [*model, *plain, "--prompts", 3, "--prompt-tokens", 512,
+                                 "--max-new-tokens", 4, "--runs", 2]}
+    found["steps"] = ["--random-weights", "135m", "360m", "1.2b", "--quantize", "int4"]
+    return found
+
+
+def requantized(source, name, out):
+    """A copy of a GGUF file in another format, beside `out`, made by the gguf package."""
+    target = Path(out).absolute().with_name(source.name.replace("Q4_1", name))
+    if name in source.name or target.exists():
+        return source if name in source.name else target
+    kind = gguf.GGMLQuantizationType[name]
+    reader = gguf.GGUFReader(source)
+    value = lambda key: reader.fields[key].contents()
+
+    def write(tmp):
+        writer = gguf.GGUFWriter(tmp, value("general.architecture"))
+        for field in reader.fields.values():
+            if not field.name.startswith("GGUF.") and field.name != "general.architecture":
+                item = field.types[-1] if field.types[0] == gguf.GGUFValueType.ARRAY else None
+                writer.add_key_value(field.name, field.contents(), field.types[0], item)
+        for tensor in reader.tensors:
+            data, stored = tensor.data, tensor.tensor_type
+            if stored == gguf.GGMLQuantizationType.Q4_1:  # not the embedding, which has 8 bits
+                data, stored = gguf.quantize(gguf.dequantize(data, stored), kind), kind
+            writer.add_tensor(tensor.name, np.ascontiguousarray(data), raw_dtype=stored)
+        writer.write_header_to_file()
+        writer.write_kv_data_to_file()
+        writer.write_tensors_to_file()
+        writer.close()
+    atomic_write(target, write)
+    return target
