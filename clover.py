@@ -317,6 +317,12 @@ def likeliest(pool, tree_size):
 
 # --------------------------------------------------------------------------------------------------
 # The heads
+#
+# `Decoder` runs any that have info, hash, new_cache, augment and draft of `CloverHeads`, and
+#   n_draft, max_beams   the largest K and W
+#   hidden_layers        which states they read, as `layers` of `GPT.forward`; (): the last
+#   draft_rows           how many rows of their cache `draft` may write after the committed ones
+#   cost                 (weights that drafting a token reads, blocks that a committed row runs)
 
 def is_allowed(masks, tokens):
     """Whether masks, int32 [B, ceil(V / 32)] with a bit for each token, allow tokens [B, n]."""
@@ -366,11 +372,14 @@ class CloverHeads(nn.Module):
     States and embeddings are scaled to a root mean square of 1 before the heads read them, since
     large hidden states would swamp the embeddings. The final norm, before the LM head, does not
     depend on that scale."""
+    hidden_layers = ()
+    draft_rows = 0
 
     def __init__(self, config, model):
         super().__init__()
         object.__setattr__(self, "model", model)  # nn.Module's would register it as a submodule
         self.config = config
+        self.n_draft = config.n_draft
         self.info = {}    # heads.json
         self.hash = None  # 16 hex digits of the file of weights, if `hf.heads` has loaded them
         base = model.config
@@ -420,6 +429,12 @@ class CloverHeads(nn.Module):
         return self.config.mix != "none" or self.config.projector == "linear"
 
     @property
+    def cost(self):
+        vocabulary = self.config.vocabulary or self.model.config.vocab_size
+        weights = vocabulary * self.model.config.n_embd + linear_weights(self.draft_head(0))
+        return weights, len(self.augment_blocks)
+
+    @property
     def max_beams(self):
         """The largest W, at most the draft vocabulary's size."""
         return min(MAX_BEAMS, self.config.vocabulary or self.model.config.vocab_size)
@@ -444,23 +459,23 @@ class CloverHeads(nn.Module):
         rows = base.embed if base.config.tied else base.head.embedding
         return rows(tokens).to(base.dtype) * self.embedding_scale
 
-    def new_cache(self, batch, capacity):
-        """A `KVCache` for the augmenting block."""
-        return self.model.new_cache(batch, capacity, self.augment_blocks)
+    def new_cache(self, batch, capacity, device=None):
+        """A `KVCache` for the augmenting block. device: as in `GPT.new_cache`."""
+        return self.model.new_cache(batch, capacity, self.augment_blocks, device)
 
     def augment(self, hidden, tokens, positions=None, cache=None, ancestors=None, start=0,
                 documents=None):
         """The Augmenting Block (arXiv 2405.00263): the model's hidden [B, T, C] and the next tokens
         [B, T] -> the states [B, T, C] that the first head reads, with a root mean square of 1. The
-        rest as in `GPT.forward`."""
+        rest as in `GPT.forward`. Other heads may return None: then `draft` gets no new state."""
         if positions is None:
             positions = token_positions(hidden, start, documents)
         if self.mix_in is not None:
             hidden = self.mix_in(hidden, self.embedding(tokens))
         residual = None
         if self.augment_blocks:
-            hidden, residual = self.augment_blocks(hidden, self.model.tables, positions, cache,
-                                                   ancestors, start, documents)
+            hidden, residual, _ = self.augment_blocks(hidden, self.model.tables, positions, cache,
+                                                      ancestors, start, documents)
         eps = torch.finfo(torch.float32).eps  # F.rms_norm's default
         if residual is None:
             return add_norm(hidden, None, None, eps=eps)[0]
@@ -479,7 +494,7 @@ class CloverHeads(nn.Module):
         return outputs
 
     def draft(self, state, root, tree_size, beams, sampling=None, masks=None,
-              extend=extend_candidates):
+              extend=extend_candidates, cache=None):
         """Beam search (arXiv 2406.16858, section 4): at each depth, the W = beams candidates of
         highest joint log-probability propose their W best tokens. A child's joint probability never
         exceeds its parent's, so the best candidates are a tree.
@@ -488,7 +503,7 @@ class CloverHeads(nn.Module):
         tree_size > 1 nodes. sampling: (temperature, seed, sequence, position) of the roots, each
         [B]. Where the temperature is above 0, the sampler's noise is added to the logits. masks: of
         the tokens that may follow the roots, as in `is_allowed`; others come last. extend: a
-        backend's `extend_candidates`."""
+        backend's `extend_candidates`. cache: the heads' own, which these do not read."""
         return self.heads.draft(self, state, root, tree_size, beams, sampling, masks, extend)
 
     # ----------------------------------------------------------------------------------------------
@@ -532,6 +547,12 @@ class CloverHeads(nn.Module):
         heads.to(device=model.device, dtype=model.dtype).requires_grad_(False).eval()
         model.blocks.prepare(heads)
         return heads
+
+
+def linear_weights(module):
+    """How many numbers the weights of its linear layers have."""
+    return sum(layer.in_features * layer.out_features for layer in module.modules()
+               if hasattr(layer, "in_features"))
 
 
 def sizes_of(model):

@@ -197,7 +197,7 @@ class Fixed:
         self.tree_size = self.largest = tree_size if heads or lookup else 1
         self.heads = heads if self.tree_size > 1 else None
         self.lookup = lookup and self.tree_size > 1
-        self.depth = heads.config.n_draft if self.heads else 0
+        self.depth = heads.n_draft if self.heads else 0
         self.chances = prior_chances().to(model.device)
         self.counts = torch.zeros(2, SOURCES, 2, dtype=torch.float64, device=model.device)
 
@@ -245,9 +245,10 @@ class Slots:
     def __init__(self, model, heads, batch_size, capacity, max_tree, max_path):
         zeros = partial(torch.zeros, device=model.device)
         self.cache = model.new_cache(batch_size, capacity + max_path + max_tree)
-        # heads only write paths to their cache, on a CPU up to MAX_CHAIN + 1 rows at once
-        rows = capacity + max_path + max(max_path, MAX_CHAIN + 1)
-        heads_kv = heads.new_cache(batch_size, rows).kv if heads else self.cache.kv[:0]
+        heads_kv = self.cache.kv[:0]
+        if heads:  # they write drafts or paths, which on a CPU have up to MAX_CHAIN + 1 rows
+            rows = capacity + max_path + max(max_path, MAX_CHAIN + 1, heads.draft_rows)
+            heads_kv = heads.new_cache(batch_size, rows).kv
         self.heads_cache = KVCache(heads_kv, self.cache.lengths)  # of the augmenting block
         self.integers = zeros(len(INTEGER_FIELDS), batch_size, dtype=torch.int64)
         self.floats = zeros(len(FLOAT_FIELDS), batch_size)
@@ -356,6 +357,7 @@ class Decoder:
         self.head = model.head  # each attribute lookup in a module takes 5 us of a step
         self.device = model.device
         self.heads = heads
+        self.hidden_layers = heads.hidden_layers if heads else ()
         self.policy = policy
         self.batch_size = batch_size
         self.sampling = sampling or Sampling()
@@ -451,7 +453,8 @@ class Decoder:
             state = self.slots.state if batch.slots is None else self.slots.state[batch.slots]
             masks = self.guide and self.guide.first_masks(plan.B)
             candidates = self.heads.draft(state, batch.root, T, self.beams, noise, masks,
-                                          self.extend_candidates)
+                                          self.extend_candidates,
+                                          self.slots.heads_cache.select(batch.slots))
         chain = self.chain(plan, batch)
         tree = self.build_tree(batch, candidates, chain, T)
         return Draft(batch, tree, batch.lengths[:, None] + tree.depths, chain)
@@ -470,13 +473,15 @@ class Decoder:
                           batch.sampling["temperature"], tree_size)
 
     def verify(self, plan, draft):
-        """Runs the model on the tree -> the final norm's output and its input, [B, T, C]. Keys and
-        values of node j go to cache row lengths + j."""
+        """Runs the model on the tree -> the final norm's output [B, T, C], and its input or what
+        the heads read instead. Keys and values of node j go to cache row lengths + j."""
         model = self.model
         cache = self.slots.cache.select(draft.batch.slots)
         hidden = model.embeddings(draft.tree.tokens, draft.positions)
-        return model.norm.add_and_norm(*model.blocks(hidden, model.tables, draft.positions, cache,
-                                                     draft.tree.ancestors))
+        *last, states = model.blocks(hidden, model.tables, draft.positions, cache,
+                                     draft.tree.ancestors, layers=self.hidden_layers)
+        normed, hidden = model.norm.add_and_norm(*last)
+        return normed, states if self.hidden_layers else hidden
 
     def sample(self, plan, draft, normed):
         """The model's own next token at each node, int64 [B, T]."""
@@ -569,7 +574,8 @@ class Decoder:
         their trees where the next call will write."""
         tokens = pinned([prompt[start:end + 1]], self.device)  # (1, end + 1 - start)
         tokens = tokens.to(self.device, non_blocking=True)
-        hidden = self.model.prefill(tokens[:, :-1], self.slots.cache.one(slot), start)
+        hidden = self.model.prefill(tokens[:, :-1], self.slots.cache.one(slot), start,
+                                    self.hidden_layers)
         if self.heads:
             self.read_prompt(slot, hidden, tokens[:, 1:], start)
 
@@ -577,7 +583,8 @@ class Decoder:
         """Lets the heads read hidden states of a prompt [1, T, C]. tokens: those that follow."""
         states = self.heads.augment(hidden, tokens, cache=self.slots.heads_cache.one(slot),
                                     start=start)
-        self.slots.state[slot:slot + 1] = states[:, -1]
+        if states is not None:
+            self.slots.state[slot:slot + 1] = states[:, -1]
 
     @torch.inference_mode()
     def begin(self, slot, sequence, start):

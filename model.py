@@ -199,8 +199,13 @@ class NoNorm(nn.Identity):
     """Takes the place of a norm that the model does not have."""
 
     def add_and_norm(self, hidden, residual):
-        total = hidden if residual is None else residual + hidden.to(residual.dtype)
+        total = add(hidden, residual)
         return total, total
+
+
+def add(hidden, residual):
+    """The residual stream, whose two terms a `Block` returns. residual: None for 0."""
+    return hidden if residual is None else residual + hidden.to(residual.dtype)
 
 
 def rope_frequencies(theta, size):
@@ -358,9 +363,9 @@ class Blocks(nn.ModuleList):
     decoding_context = contextlib.nullcontext  # entered around steps and prefill
 
     def forward(self, hidden, tables, positions, cache=None, ancestors=None, start=0,
-                documents=None):
-        """hidden [B, T, C] -> (hidden, residual), as in `Block`. tables: `GPT.tables`. The rest as
-        in `GPT.forward`."""
+                documents=None, layers=()):
+        """hidden [B, T, C] -> (hidden, residual), as in `Block`, and the states of `layers`, None
+        without. tables: `GPT.tables`. The rest as in `GPT.forward`."""
         *rotations, slopes = tables
         ropes = {kind: table if table is None else table[positions]
                  for kind, table in zip(("global", "window"), rotations)}
@@ -375,13 +380,17 @@ class Blocks(nn.ModuleList):
                 lengths = cache.lengths.new_full(hidden.shape[:1], start)
                 cache = KVCache(cache.kv[..., :start + hidden.shape[1], :], lengths)
         residual = None
+        states = {0: hidden}  # by the number of blocks before
         with sdpa_kernel(CUDA_ATTENTION) if hidden.is_cuda else contextlib.nullcontext():
             for layer, block in enumerate(self):
                 attn = block.attn
                 rope = ropes[attn.rope] if attn.rope else None
                 own_cache = cache and KVCache(cache.kv[layer], cache.lengths, cache.slots)
                 hidden, residual = block(hidden, residual, rope, masks[attn.window], own_cache)
-        return hidden, residual
+                if layer + 1 in layers:
+                    states[layer + 1] = add(hidden, residual)
+        states = torch.cat([states[n] for n in layers], dim=-1) if layers else None
+        return hidden, residual, states
 
     def prepare(self, module):
         """Applies the backend of these blocks to another module, such as draft heads."""
@@ -477,8 +486,10 @@ class GPT(nn.Module):
         return KVCache(torch.zeros(shape, dtype=self.dtype, device=device),
                        torch.zeros(batch, dtype=torch.int32, device=device))
 
-    def forward(self, tokens, positions=None, cache=None, ancestors=None, start=0, documents=None):
+    def forward(self, tokens, positions=None, cache=None, ancestors=None, start=0, documents=None,
+                layers=()):
         """tokens int64 [B, T] -> hidden [B, T, C], the last block's output, before the final norm.
+        layers: instead the states after this many blocks each, 0 to L, side by side [B, T, n C].
 
         Without a cache: a causal pass over whole sequences, as in training; tokens attend only
         within their document (documents: ids, int64 [B, T]). With a cache: keys and values are
@@ -486,9 +497,10 @@ class GPT(nn.Module):
         sequence, or are tree nodes after `lengths` rows (positions, ancestors: int64 [B, T])."""
         if positions is None:
             positions = token_positions(tokens, start, documents)
-        hidden, residual = self.blocks(self.embeddings(tokens, positions), self.tables, positions,
-                                       cache, ancestors, start, documents)
-        return hidden if residual is None else residual + hidden.to(residual.dtype)
+        hidden, residual, states = self.blocks(self.embeddings(tokens, positions), self.tables,
+                                               positions, cache, ancestors, start, documents,
+                                               layers)
+        return states if layers else add(hidden, residual)
 
     def embeddings(self, tokens, positions):
         """tokens [B, T] -> the first block's input [B, T, C]. A tree may exceed the context."""
@@ -504,10 +516,10 @@ class GPT(nn.Module):
         return self.head(self.norm(hidden))
 
     @torch.no_grad()
-    def prefill(self, tokens, cache, start=0):
-        """Appends tokens [B, T] to a cache whose sequences have `start` rows -> hidden [B, T, C].
+    def prefill(self, tokens, cache, start=0, layers=()):
+        """Appends tokens [B, T] to a cache whose sequences have `start` rows -> as `forward`.
         Memory: each attention head may compute T x (start + T) scores, so chunks take less."""
-        hidden = self(tokens, cache=cache, start=start)
+        hidden = self(tokens, cache=cache, start=start, layers=layers)
         cache.lengths.fill_(start + tokens.shape[1])
         return hidden
 

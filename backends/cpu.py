@@ -93,8 +93,8 @@ def is_usable(device):
 
 
 def pack(module):
-    """Replaces a module's layers and blocks by packed ones: a `GPT`'s in their own dtype, those of
-    `CloverHeads` in 4 bits, which cannot change the output."""
+    """Replaces a module's layers and blocks by packed ones, in their own dtype; `CloverHeads`' in 4
+    bits, which cannot change the output."""
     is_heads = isinstance(module, CloverHeads)
     pack_weight = pack_rounded if is_heads else pack_floats
     for dtype in {layer.weight.dtype for layer in module.modules() if type(layer) in LAYERS}:
@@ -109,7 +109,7 @@ def pack(module):
             module.set_submodule(name, PackedBlocks(blocks))
     if is_heads and can_run_heads(module):
         module.heads = PackedHeads(module)
-    if not is_heads and isinstance(module.blocks, PackedBlocks):
+    if isinstance(module, models.GPT) and isinstance(module.blocks, PackedBlocks):
         module.decoder = CompiledDecoder
 
 
@@ -604,9 +604,9 @@ class PackedBlocks(Packed, Blocks):
                                                for block in blocks))
 
     def forward(self, hidden, tables, positions, cache=None, ancestors=None, start=0,
-                documents=None):
+                documents=None, layers=()):
         if cache is None:
-            return super().forward(hidden, tables, positions, None, None, start, documents)
+            return super().forward(hidden, tables, positions, None, None, start, documents, layers)
         x = hidden.to(torch.float32, copy=True).contiguous()
         lengths = cache.lengths
         if ancestors is None:  # a prompt's tokens, which follow `start` rows
@@ -614,13 +614,18 @@ class PackedBlocks(Packed, Blocks):
         positions = positions.contiguous()
         ancestors = None if ancestors is None else ancestors.contiguous()
         slots = None if cache.slots is None else cache.slots.int()
-        a_pass = pass_struct(hidden.shape, tables, cache.kv, lengths, ancestors, positions)
-        a_pass.slots = pointer(slots)
         normed = torch.empty_like(x)
-        failed = library().run_blocks(self.structs, len(self), header.NormWeights(), a_pass,
-                                      x.data_ptr(), normed.data_ptr())
-        check_room(failed, a_pass)
-        return x.to(hidden.dtype), None
+        states = {0: hidden}
+        stops = sorted({0, *layers, len(self)})  # cpu.c stops after each layer that is read
+        for first, last in itertools.pairwise(stops):
+            a_pass = pass_struct(hidden.shape, tables, cache.kv[first:], lengths, ancestors,
+                                 positions)
+            a_pass.slots = pointer(slots)
+            failed = library().run_blocks(self.structs[first], last - first, header.NormWeights(),
+                                          a_pass, x.data_ptr(), normed.data_ptr())
+            check_room(failed, a_pass)
+            states[last] = x.to(hidden.dtype, copy=last < len(self))
+        return states[last], None, torch.cat([states[n] for n in layers], -1) if layers else None
 
     def prepare(self, module):
         pack(module)
@@ -728,8 +733,8 @@ class CompiledDecoder(Decoder):
 
     @staticmethod
     def runs(heads):
-        """Whether heads are None, or packed too."""
-        return heads is None or isinstance(heads.heads, PackedHeads)
+        """Whether heads are None, or `CloverHeads` that are packed too."""
+        return heads is None or isinstance(getattr(heads, "heads", None), PackedHeads)
 
     @torch.inference_mode()
     def __init__(self, model, **options):

@@ -24,8 +24,8 @@ def check_caches(model, batch, capacity, heads=None):
     free = free_memory(model.device)
     if group := getattr(model.head, "group", None):  # of backends/tensor_parallel.py
         free = group.min(free)
-    parts = [model.blocks, heads.augment_blocks] if heads else [model.blocks]
-    size = sum(model.new_cache(batch, capacity, blocks, "meta").kv.nbytes for blocks in parts)
+    parts = [model, heads] if heads else [model]
+    size = sum(part.new_cache(batch, capacity, device="meta").kv.nbytes for part in parts)
     check_memory(f"a cache of {batch} sequences of {capacity} tokens takes", size, free,
                  model.device, "use a smaller batch size or fewer new tokens")
 

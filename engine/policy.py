@@ -9,7 +9,7 @@ from itertools import accumulate, product
 
 import torch
 
-from clover import BINS, DEFAULT_BEAMS, SCHEMA, SOURCES
+from clover import BINS, DEFAULT_BEAMS, SCHEMA, SOURCES, linear_weights
 from generate import MAX_CHAIN, decoder_class, prior_chances
 from model import MAX_TREE, check
 
@@ -60,7 +60,7 @@ class Policy:
         self.heads = None if self.tree_size == 1 else heads
         self.lookup = lookup and self.tree_size != 1
         self.schema = schema and self.tree_size != 1
-        self.depth = K = heads.config.n_draft if self.heads else 0
+        self.depth = K = heads.n_draft if self.heads else 0
         chain = self.lookup or self.schema
         if self.tree_size:
             self.options = [(self.tree_size, min(K, self.tree_size - 1))]
@@ -97,7 +97,7 @@ class Policy:
         self.step_seconds = torch.ones(LARGEST + 1)  # of T nodes, for the next step's heads and B
         self.tables = {}  # heads that draft -> `step_seconds`, until the next update
         # share of the model's blocks that heads run over each committed row
-        self.augmenting = len(heads.augment_blocks) / model.config.n_layer if self.heads else 0
+        self.augmenting = heads.cost[1] / model.config.n_layer if self.heads else 0
         # (B, *option) that backends/capture.py captured, by `guided`; none: any will do
         self.captured = {False: set(), True: set()}
         self.steps = 0
@@ -411,19 +411,12 @@ def guessed_costs(model, heads):
     if is_cuda:
         bound = 2 * linear_weights(model) / FLOPS / guessed_seconds(model)
         row = bound / 2
-    if heads:  # reads its weights and the (draft) vocabulary's rows
-        numbers = (heads.config.vocabulary or model.config.vocab_size) * model.config.n_embd
-        numbers += linear_weights(heads.draft_head(0))
+    if heads:
+        numbers, _ = heads.cost
         size = model.dtype.itemsize if is_cuda else 0.625  # packed in 4 bits, and scales
         launches = LAUNCH_SECONDS if is_cuda else 0.0
         head = (numbers * size / BANDWIDTH + launches) / guessed_seconds(model)
     return row, bound, head
-
-
-def linear_weights(module):
-    """How many numbers the weights of its linear layers have."""
-    return sum(layer.in_features * layer.out_features for layer in module.modules()
-               if hasattr(layer, "in_features"))
 
 
 def guessed_seconds(model):

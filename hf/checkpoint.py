@@ -65,11 +65,14 @@ def read_headers(path):
     return model, match_tensors(path, model, family, tensors)
 
 
+def short(name):
+    """A tensor's name without the prefix that some checkpoints omit."""
+    return name.removeprefix("model.").removeprefix("transformer.")
+
+
 def match_tensors(path, model, family, tensors):
     """Maps {name: StoredTensor} to {parameter name: [(first row it fills, tensor)]}. Unties the
     LM head if the checkpoint stores one that differs from the embeddings."""
-    # some checkpoints omit the prefix
-    short = lambda name: name.removeprefix("model.").removeprefix("transformer.")
     stored = {short(name): tensor for name, tensor in tensors.items() if not name.endswith(BUFFERS)}
     if model.config.tied and "lm_head.weight" in stored:  # alone, or beside the embeddings
         head = stored["lm_head.weight"]
@@ -81,8 +84,13 @@ def match_tensors(path, model, family, tensors):
             warn(f"{path}: config.json ties the LM head to the embeddings, but the stored LM head "
                  "differs; using the stored one, like transformers")
             untie(model)
+    return match_parameters(path, model, family, stored)
+
+
+def match_parameters(path, module, family, stored):
+    """`match_tensors` for any module. stored: {name without a prefix: StoredTensor}."""
     expected = {}  # {tensor name: (parameter name, first row, shape)}
-    for name, parameter in model.named_parameters():
+    for name, parameter in module.named_parameters():
         for key, start, size in family.stacked(name, len(parameter)):
             shape = (size, *parameter.shape[1:])
             is_transposed = name.endswith(family.transposed)

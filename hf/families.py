@@ -196,9 +196,9 @@ class Family:
         the parameter's."""
         c = self.config
         stem, _, kind = name.rpartition(".")
-        layer = re.search(r"\d+|$", stem).group()
+        layer = re.search(r"(?<=\.)\d+|$", stem).group()
         stored = [f"{pattern}.{kind}".replace(".N.", f".{layer}.")
-                  for pattern in self.names[re.sub(r"\d+", "N", stem)]]
+                  for pattern in self.names[re.sub(r"(?<=\.)\d+", "N", stem)]]
         counts = [rows // len(stored)] * len(stored)
         if len(stored) == 3:
             counts = [n * c.head_size for n in (c.n_head, c.n_kv_head, c.n_kv_head)]

@@ -1,4 +1,4 @@
-"""Loads draft heads with all checks of their files, and their hash."""
+"""Loads draft heads of any format, with all checks of their files, and their hash."""
 
 import json
 import math
@@ -9,12 +9,21 @@ from safetensors import SafetensorError
 
 from clover import BINS, CloverConfig, CloverHeads
 from common.files import files_hash
+from hf.paths import is_repository
+from hf.published import load_published
 from model import InputError, expect
 
 
 def load_heads(path, model, tokenizer=""):
-    """`CloverHeads.from_pretrained`, but raises InputError for a missing or broken folder, too, and
-    sets `hash`."""
+    """The draft heads in a folder or a Hugging Face repository, with their `hash`: `CloverHeads` or
+    those of `load_published`. Raises InputError for a missing or broken folder, and for heads of
+    another model or tokenizer."""
+    if is_repository(path):
+        from hf import hub
+        path = hub.fetch(path, is_heads=True)
+    path = Path(path)
+    if (path / "config.json").exists() and not (path / "heads.json").exists():
+        return load_published(path, model)
     read_record(path)
     try:
         heads = CloverHeads.from_pretrained(path, model, tokenizer)

@@ -14,16 +14,20 @@ PARTS = ["config.json", "generation_config.json", "tokenizer*", "vocab.json", "m
          "added_tokens.json", "special_tokens_map.json", "chat_template.*",
          "additional_chat_templates/*.jinja"]
 SAFETENSORS = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
+HEADS = ["config.json", "heads.json", "heads.safetensors"]
 NO_MODEL = "mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-"  # in names of GGUF files
 BIN = ["pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json"]
 
 
 @cache
-def fetch(name):
-    """The Path of a model's folder or GGUF file, without a connection from huggingface_hub's cache.
-    Raises InputError if it is not there either, or if several GGUF files have this TYPE."""
+def fetch(name, is_heads=False):
+    """The Path of a model's folder or GGUF file, or of draft heads' folder, without a connection
+    from huggingface_hub's cache. Raises InputError if it is not there either, or if several GGUF
+    files have this TYPE."""
     repo, _, kind = name.partition(":")
     try:
+        if is_heads:
+            return download(repo, [*HEADS, *SAFETENSORS])
         return fetch_gguf(repo, kind) if kind else fetch_folder(repo)
     except InputError:
         raise

@@ -35,6 +35,7 @@ from generate import GREEDY, NOISE, Decoder, Fixed, Sampling, capture
 from generate import Engine as FifoEngine
 from static import h200
 from test_clover import random_heads
+from test_drafters import KINDS
 from test_generate import Cycling
 from train_heads import Trainer
 from training.loss import ROWS
@@ -256,7 +257,8 @@ def start(request):
     a fake GPU: returns (world, model, heads). bits: quantises the layers."""
     def make(name="llama", kind="clover", dtype=torch.bfloat16, bits=None, **switches):
         model = toy_model(block_size=2048, **SHAPES[name])
-        heads = random_heads(model, kind, **switches) if kind else None
+        make_heads = KINDS.get(kind) or partial(random_heads, name=kind)
+        heads = make_heads(model, **switches) if kind else None
         modules = [module.to(dtype) for module in (model, heads) if module is not None]
         weights = {} if bits is None else {layer: round_weight(model.get_parameter(f"{layer}.weight"), bits, 32)
                                            for layer in ("embed", *LAYERS)}
@@ -296,7 +298,9 @@ slow = partial(pytest.param, marks=pytest.mark.slow)
 
 @pytest.mark.parametrize("name, dtype, kind, switches", [
     ("llama", FP32, "clover", {}), ("alibi", FP16, "clover2", {}), ("gemma", BF16, "hydra", {}),
-    ("llama", BF16, "medusa", {}), ("llama", BF16, None, {}), ("llama", BF16, "clover", dict(vocabulary=20)),
+    ("llama", BF16, "medusa", {}), ("llama", BF16, "eagle3 of 33 tokens", {}), ("alibi", FP16, "eagle3", {}),
+    ("llama", BF16, "dspark", dict(bits=4)),
+    ("llama", BF16, None, {}), ("llama", BF16, "clover", dict(vocabulary=20)),
     ("llama", BF16, "clover", dict(bits=4, vocabulary=20)), slow("untied-biased", FP16, "clover2", dict(bits=8)),
     slow("alibi", FP32, "clover", {}), slow("gpt2", BF16, "clover", {}), slow("qk-norm", FP16, "clover", {}),
     slow("olmo", FP32, "clover", {})], ids=str)

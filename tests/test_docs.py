@@ -127,10 +127,12 @@ def check_command(program, *argv):
 def sandbox(folder, tmp_path, monkeypatch):
     """A working directory with the models, heads and texts that the pages name. Measurements are small."""
     (tmp_path / "demo").symlink_to(ROOT / "demo")
-    for path in ("smollm2", "path/to/model", "path/to/large", "path/to/model.gguf", "out/base", "Qwen/Qwen3-0.6B"):
+    for path in ("smollm2", "path/to/model", "path/to/large", "path/to/model.gguf", "out/base", "Qwen/Qwen3-0.6B",
+                 "Qwen/Qwen3-8B"):
         shutil.copytree(folder, tmp_path / path)
         (tmp_path / path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
-    shutil.copytree(folder / "clover", tmp_path / "out" / "clover")
+    for path in ("out/clover", *re.findall("--heads (\\S+/\\S+)", PAGES["docs/published.md"])):
+        shutil.copytree(folder / "clover", tmp_path / path)
     (tmp_path / "docs" / "img").mkdir(parents=True)
     lines = [json.dumps(dict(text=f"line {i} of a text " * 20)) for i in range(200)]
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))

@@ -11,6 +11,7 @@ from conftest import refusal
 from hf import hub
 from hf.chat import stop_tokens
 from hf.files import read_config
+from hf.heads import load_heads
 from hf.paths import default_heads, find_model
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
@@ -99,6 +100,18 @@ def test_a_repository_is_fetched_once_and_only_what_is_read(site, monkeypatch, c
     run = run_config(parse_heads(["--model", "org/model"]), site.cache)
     assert run.model == "org/model"  # so that --resume works in any directory
     assert site.downloads == [READ]
+
+
+def test_heads_are_fetched_by_name(site, folder, tmp_path):
+    """Bug: heads that only load from a folder, a download of their other formats."""
+    site.repositories["org/heads"] = shutil.copytree(folder / "clover", tmp_path / "heads")
+    for name in OTHERS:
+        (tmp_path / "heads" / name).parent.mkdir(exist_ok=True)
+        (tmp_path / "heads" / name).write_text(name)
+    model = GPT.from_pretrained(folder, device="cpu")
+    args = parse_generate(["--heads", "org/heads"])
+    assert load_heads(args.heads, model).hash == load_heads(folder / "clover", model).hash
+    assert site.downloads == [["heads.json", "heads.safetensors"]]
 
 
 def test_a_local_path_wins(site, tmp_path, monkeypatch):

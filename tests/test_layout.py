@@ -13,12 +13,12 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 # each imports only from itself and from those before it
-ORDER = ["kernels", "model", "clover", "generate", "train_heads", "common", "engine", "backends", "hf", "tools",
-         "training", "bench"]
+ORDER = ["kernels", "model", "clover", "generate", "train_heads", "common", "engine", "backends", "drafters", "hf",
+         "tools", "training", "bench"]
 FOLDERS = [name for name in ORDER if (ROOT / name).is_dir()]
 FILES = [name for name in ORDER if name not in FOLDERS and "." not in name]
-LINES = dict(library=15199, tests=11817)  # at most: all Python without tests, and tests
-CEILINGS = dict(kernels=1250, model=540, clover=549, generate=921, train_heads=274)  # lines of the root's files
+LINES = dict(library=15787, tests=12939)  # at most: all Python without tests, and tests
+CEILINGS = dict(kernels=1250, model=552, clover=570, generate=928, train_heads=274)  # lines of the root's files
 MODULES = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
            for pattern in ("*.py", *(f"{folder}/*.py" for folder in FOLDERS)) for file in sorted(ROOT.glob(pattern))}
 LOADERS = dict(model=("GPT.from_pretrained", "GPT.save_pretrained"),  # functions that import from folders

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from bench import size_config
-from clover import BINS, SOURCES, CloverConfig, CloverHeads, Head, preset
+from clover import BINS, SOURCES, CloverConfig, CloverHeads, Head, linear_weights, preset
 from conftest import needs_compiler, random_prompts, toy_model
 from engine.batching import Notes
 from engine.policy import MEMORY, TREE_SIZES, Policy, StepTimes, guessed_costs
@@ -80,7 +80,7 @@ def test_costs_on_a_gpu_are_guessed_as_they_were_measured(record, size, weights,
     model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, config=base,
                             weight_bytes=lambda: weights,
                             modules=lambda: [SimpleNamespace(in_features=1, out_features=weights / 2)])
-    heads = SimpleNamespace(config=CloverConfig(vocabulary=8192), draft_head=lambda i: head)
+    heads = SimpleNamespace(cost=(8192 * base.n_embd + linear_weights(head), 1))
     times = StepTimes(*guessed_costs(model, heads))
     rows = [json.loads(line) for line in (RESULTS / f"{record}.jsonl").read_text().splitlines()]
     rows = [row for row in rows if row["part"] == "steps" and row.get("model") == size and row["prefix"] == 256

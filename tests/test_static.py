@@ -2,11 +2,17 @@
 sample, `pytest -m static` every choice, `pytest -m slow` all combinations of choices."""
 
 import re
+from dataclasses import replace
+from functools import partial
 
 import pytest
+import torch
 
 import static
 from bench.operations import quantize_randomly
+from drafters.block import BlockHeads
+from drafters.eagle3 import Eagle3Heads
+from drafters.published import BlockConfig, Eagle3Config
 from generate import Decoder, Fixed, Sampling
 from static import launches_of, step_launches
 from test_kernels import records
@@ -104,6 +110,18 @@ def test_the_launches_of_the_five_files_alone(drafters, most):
     uses_heads = heads if "heads" in drafters else None
     found = step_launches(model, uses_heads, "lookup" in drafters, 16, Decoder, Fixed, capacity=512)
     assert found.total() == most and found["linear_rows"] == found["build_tree"] == 0
+
+
+@pytest.mark.parametrize("make, config, n_layer, most", [
+    (Eagle3Heads, partial(Eagle3Config, vocabulary=32000, own_head=True), 1, 541),
+    (BlockHeads, partial(BlockConfig, first=0, markov_rank=256), 5, 488)])
+def test_the_launches_of_published_heads(make, config, n_layer, most):
+    """Bug: as above. EAGLE-3 and DSpark for 8b draft 7 tokens; a plain step has 329 launches."""
+    model = static.sized("8b")
+    with torch.device("meta"):
+        heads = make(config(replace(model.config, n_layer=n_layer), 7, (2, 16, 29)), model).place()
+    found = step_launches(model, heads, tree_size=16, capacity=512)
+    assert found.total() <= most and found["tree_attention"] == 32 + (7 if n_layer == 1 else 5), found
 
 
 @pytest.mark.parametrize("size, bits, most", [("135m", 16, 225), ("8b", 4, 240), ("8b", 16, 330)])

@@ -175,8 +175,8 @@ def add_sampling_flags(parser, new_tokens, seed=0):
 
 def add_drafting_flags(parser):
     add = parser.add_argument_group("drafting").add_argument
-    add("--heads", type=home, metavar="FOLDER",
-        help="draft heads, or none; default: clover in the model's folder")
+    add("--heads", type=home, metavar="HEADS",
+        help="draft heads: a folder, ORG/REPO, or none; default: clover in the model's folder")
     add("--draft", type=drafters, metavar="DRAFTERS", help="none, or some of heads, lookup and "
         "schema, joined by +; default: all that there are")
     add("--tree-size", type=at_least(1, auto=True), metavar="N|auto",

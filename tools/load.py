@@ -13,7 +13,6 @@ import torch
 
 from backends import cpu, tensor_parallel
 from backends.capture import warm_up
-from clover import CloverHeads
 from common.devices import pick_device
 from common.memory import available_cpus
 from common.values import warn
@@ -69,7 +68,7 @@ class Loaded:
     """What the flags name, the same on all ranks."""
     model: GPT
     encoding: Encoding
-    heads: CloverHeads | None
+    heads: torch.nn.Module | None  # from `load_heads`
     sampling: dict  # fields of a `Sampling`
     stop: list      # token ids and strings that end a sequence
     group: tensor_parallel.Group

@@ -1,0 +1,159 @@
+"""Loads draft heads in other projects' formats: EAGLE-3 by speculators, SpecForge and AngelSlim,
+DFlash by speculators, z-lab and JetSpec, DSpark by speculators and DeepSpec."""
+
+from dataclasses import replace
+
+import torch
+
+from backends.tensor_parallel import VocabParallelHead
+from clover import MAX_DRAFT
+from common.files import files_hash, read_json
+from common.values import one_of
+from drafters.block import BlockHeads
+from drafters.eagle3 import Eagle3Heads
+from drafters.published import BlockConfig, Eagle3Config
+from hf.checkpoint import BUFFERS, match_parameters, short, weight_files
+from hf.families import LLAMA_NAMES, Family, family_of, value_of
+from hf.tensors import open_tensors
+from model import InputError, check, expect
+
+NAMES = LLAMA_NAMES | {  # our parameters -> tensors, as in hf/families.py
+    **{name: (name,) for name in ("fc", "fc_norm.N", "input_norm", "hidden_norm")},
+    "blocks.N.hidden_norm": ("layers.N.hidden_norm",),
+    "markov_w1": ("markov_head.markov_w1",),
+    "markov_w2": ("markov_head.markov_w2",),
+    "gate": ("markov_head.gate_proj",),
+}
+UNREAD = "confidence_head.", "verifier_norm.", "verifier_lm_head.", "t2d"  # tensors
+CLASSES = {Eagle3Config: Eagle3Heads, BlockConfig: BlockHeads}
+# in config.json, speculators_model_type or else the architecture
+EAGLE3 = "eagle3", "LlamaForCausalLMEagle3"
+DSPARK = "dspark", "Qwen3DSparkModel"
+FORMATS = *EAGLE3, *DSPARK, "dflash", "DFlashDraftModel"
+SWITCHES = "norm_before_fc", "fc_norm", "norm_output"  # of EAGLE-3 by speculators
+EAGLE3_DEPTH = 7  # K, where config.json does not say
+
+
+def load_published(path, model):
+    """The heads in a folder, for a `GPT`, which may be packed. Raises InputError for heads of
+    another model, for formats and options that are not supported, and for broken files."""
+    expect(not isinstance(model.head, VocabParallelHead),
+           f"{path}: these heads only run in one process; start without torchrun")
+    raw = read_json(path / "config.json")
+    try:
+        config = read_config(raw, model.config)
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        what = "" if isinstance(error, InputError) else "a value is missing or has the wrong type: "
+        raise InputError(f"{path}/config.json: {what}{error}") from None
+    tensors, tokens = read_tensors(path, model)
+    n = config.vocabulary
+    expect(n == 0 or len(tokens) == n, f"{path}: expected the {n} tokens of a draft vocabulary, as "
+           f"config.json says, got {len(tokens)} in d2t; download the heads again")
+    config = replace(config, own_embed="embed_tokens.weight" in tensors,
+                     own_head="lm_head.weight" in tensors or n > 0)
+    with torch.device("meta"):  # without memory and random numbers: weights follow
+        heads = CLASSES[type(config)](config, model)
+    family = Family(names=NAMES, **vars(config.layers))
+    weights = {name: torch.cat([tensor.load() for _, tensor in parts]) for name, parts
+               in match_parameters(path, heads, family, tensors).items()}
+    heads.load_state_dict(weights, strict=False, assign=True)
+    heads.vocabulary = tokens if n else None
+    heads.hash = files_hash(weight_files(path))
+    return heads.place()
+
+
+def read_config(raw, base):
+    """config.json and the model's `GPTConfig` -> `Eagle3Config` or `BlockConfig`."""
+    is_speculators = raw.get("speculators_model_type") is not None
+    name = raw["speculators_model_type"] if is_speculators else raw["architectures"][0]
+    kind = one_of("draft heads of type", name, FORMATS)
+    layers = raw["transformer_layer_config"] if is_speculators else raw
+    one_of("model_type", layers["model_type"], ("llama", "qwen3"))
+    own = family_of(layers).config
+    for key in ("vocab_size", "n_embd"):
+        theirs, ours = getattr(own, key), getattr(base, key)
+        expect(theirs == ours, f"these heads belong to a model of {key} {theirs}, not {ours}")
+    expect(not own.windows and "sliding_attention" not in (layers.get("layer_types") or ()),
+           "layers with sliding windows are not supported")
+    own = replace(own, block_size=base.block_size)
+    config = (read_eagle3 if kind in EAGLE3 else read_block)(raw, kind, own, base.n_layer)
+    check("draft tokens", config.n_draft, 1, MAX_DRAFT, whole=True)
+    for layer in config.hidden_layers:
+        check("layers that are read", layer, 0, base.n_layer, whole=True)
+    rows = value_of(raw, "draft_vocab_size", int, own.vocab_size)
+    return replace(config, vocabulary=rows if rows < own.vocab_size else 0)
+
+
+def layers_read(ids, is_speculators, default):
+    """Layer ids in config.json -> how many blocks run before each state that heads read. An id is
+    this number in speculators, elsewhere the index of the last of these blocks."""
+    if not ids:
+        return default
+    return tuple(i if is_speculators else i + 1 for i in ids)
+
+
+def read_eagle3(raw, kind, layers, n):
+    is_speculators = kind == "eagle3"
+    switches = {name: value_of(raw, name, bool, False) for name in SWITCHES}
+    expect(is_speculators or not any(switches.values()),
+           f"{', '.join(SWITCHES)}: only supported in the format of speculators")
+    own = raw if is_speculators else raw.get("eagle_config") or {}
+    expect(layers.n_layer == 1 and own.get("use_aux_hidden_state", True),
+           "only EAGLE-3 with one layer that reads several of the model's states is supported")
+    ids = own.get("eagle_aux_hidden_state_layer_ids")
+    methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
+    return Eagle3Config(
+        layers, methods[0].get("speculative_tokens", EAGLE3_DEPTH),
+        layers_read(ids, is_speculators, (2, n // 2, n - 3)),
+        norm_before_residual=value_of(raw, "norm_before_residual", bool, False), **switches)
+
+
+def read_block(raw, kind, layers, n):
+    is_speculators = kind in ("dflash", "dspark")
+    own = raw | (raw.get("dflash_config") or {})
+    d = layers.n_layer
+    if is_speculators:
+        ids = own.get("aux_hidden_state_layer_ids")
+        default = 2, n // 2, n - 3
+    else:  # z-lab's: evenly spaced
+        ids = own.get("target_layer_ids")
+        step = (n - 4) / max(d - 1, 1)
+        default = tuple(1 + round(1 + k * step) for k in range(d)) if d > 1 else (1 + n // 2,)
+    first = int(not value_of(own, "sample_from_anchor", bool, kind in DSPARK))
+    check("mask_token_id", own["mask_token_id"], 0, layers.vocab_size - 1, whole=True)
+    rank = own.get("markov_rank") or 0
+    check("markov_rank", rank, 0, 2**16, whole=True)
+    markov = one_of("markov_head_type", own.get("markov_head_type") or "vanilla",
+                    ("vanilla", "gated"))
+    return BlockConfig(
+        replace(layers, qk_norm="head"), value_of(own, "block_size", int) - first,
+        layers_read(ids, is_speculators, default), mask_token=own["mask_token_id"], first=first,
+        causal=value_of(own, "causal_head", bool, False), markov_rank=rank,
+        markov_gated=markov == "gated")
+
+
+def read_tensors(path, model):
+    """-> ({name: StoredTensor} of the weights, the tokens of a draft vocabulary int32 [n] or []).
+    Leaves out embeddings and an LM head that are the model's."""
+    files = weight_files(path)
+    expect(all(file.suffix == ".safetensors" for file in files),
+           f"{path}: these heads are only read from safetensors; convert them")
+    tensors = {short(name).replace("midlayer.", "layers.0."): tensor
+               for file in files for name, tensor in open_tensors(file).items()}
+    tensors = {name: tensor for name, tensor in tensors.items()
+               if not name.startswith(UNREAD) and not name.endswith(BUFFERS)}
+    tokens = torch.empty(0, dtype=torch.int64)
+    if "d2t" in tensors:  # token - row
+        tokens = tensors.pop("d2t").load()
+        tokens = tokens + torch.arange(len(tokens))
+    V, C = model.config.vocab_size, model.config.n_embd
+    expect(((tokens >= 0) & (tokens < V)).all() and len(tokens.unique()) == len(tokens),
+           f"{path}: d2t has token ids outside 0..{V - 1}, or one twice; download the heads again")
+    for name, rows in (("embed_tokens.weight", model.embed),
+                       ("lm_head.weight", model.head.embedding)):
+        if name in tensors and tensors[name].shape == (V, C):
+            values = tensors[name].load()
+            same = lambda ids: torch.equal(rows(ids.to(model.device)).to(values), values[ids])
+            if all(map(same, torch.arange(V).split(4096))):
+                del tensors[name]
+    return tensors, tokens.int()

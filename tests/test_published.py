@@ -1,0 +1,252 @@
+"""Draft heads of other projects against what `speculators` computed with them (record_published.py)."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+
+import record_published as recorded
+from backends import cpu
+from conftest import random_prompts, toy_model
+from drafters.block import BlockHeads
+from drafters.published import BlockConfig
+from engine.batching import Engine
+from generate import Fixed, generate
+from hf.heads import load_heads
+from kernels import gumbel
+from model import GPTConfig, LMHead
+from record_published import ANCHORS, BLOCK, BLOCKS, CASES, COMMITTED, MASK, ROWS, STEPS, SWITCHES, V
+
+RESULTS = load_file(Path(__file__).with_name("published.safetensors"))
+
+
+def all_rows(x, ids):
+    """Rows of a draft vocabulary -> those of all tokens, 0 for the others."""
+    return torch.zeros(V, *x.shape[1:]).index_copy(0, ids, x)
+
+
+def base_of(weights, ids):
+    """A toy model with a case's embeddings and LM head."""
+    model = toy_model(vocab_size=V, tied=False, n_layer=4)
+    model.embed.weight.copy_(weights["embed_tokens.weight"])
+    model.head.weight.copy_(all_rows(weights["lm_head.weight"], ids))
+    return model
+
+
+# Formats: (case, weights as speculators names them, token ids of the draft vocabulary) -> config.json, weights
+
+def speculators(case, weights, ids):
+    is_eagle = case in SWITCHES
+    states = [*range(recorded.STATES)]
+    kind = "eagle3" if is_eagle else "dspark" if "dspark" in case else "dflash"
+    config = dict(speculators_model_type=kind, transformer_layer_config=recorded.layers_of(case), architectures=["Any"],
+                  draft_vocab_size=recorded.DRAFT_V, **SWITCHES.get(case, BLOCKS.get(case)))
+    if is_eagle:
+        methods = [dict(proposal_type="greedy", speculative_tokens=STEPS)]
+        return config | dict(eagle_aux_hidden_state_layer_ids=states,
+                             speculators_config=dict(proposal_methods=methods)), weights
+    return config | dict(aux_hidden_state_layer_ids=states, block_size=BLOCK, mask_token_id=MASK), {
+        name: x for name, x in weights.items() if name != "embed_tokens.weight"}
+
+
+def specforge(case, weights, ids):
+    config = recorded.layers_of(case) | SWITCHES[case] | dict(
+        architectures=["LlamaForCausalLMEagle3"], draft_vocab_size=len(ids),
+        eagle_config=dict(eagle_aux_hidden_state_layer_ids=[0, 1, 2]))
+    return config, {name.replace("layers.0.", "midlayer."): x for name, x in weights.items() if "embed" not in name}
+
+
+def angelslim(case, weights, ids):
+    config, weights = specforge(case, weights, ids)
+    return config | dict(eagle_config=None), {f"model.{name}": x for name, x in weights.items()}
+
+
+def zlab(case, weights, ids):
+    config = recorded.layers_of(case) | dict(architectures=["DFlashDraftModel"], block_size=BLOCK, dflash_config=dict(
+        mask_token_id=MASK, target_layer_ids=[0, 1, 2]))
+    return config, {name: x for name, x in weights.items() if name not in (
+        "embed_tokens.weight", "lm_head.weight", "d2t", "t2d")}
+
+
+def jetspec(case, weights, ids):
+    config, weights = zlab(case, weights, ids)
+    return config | dict(block_size=None, dflash_config=config["dflash_config"] | dict(
+        block_size=BLOCK, causal_head=True)), weights
+
+
+def deepspec(case, weights, ids):
+    config = recorded.layers_of(case) | BLOCKS[case] | dict(
+        architectures=["Qwen3DSparkModel"], block_size=BLOCK, mask_token_id=MASK, target_layer_ids=[0, 1, 2])
+    full = {name: all_rows(weights[name], ids) for name in ("lm_head.weight", "markov_head.markov_w2.weight")}
+    confidence = {"confidence_head.proj.weight": torch.ones(1, 72), "confidence_head.proj.bias": torch.ones(1)}
+    return config, {name: x for name, x in (weights | full | confidence).items() if name not in ("d2t", "t2d")}
+
+
+PAIRS = [*((case, speculators) for case in CASES if case != "causal"), ("eagle3", specforge),
+         ("eagle3-residual", specforge), ("eagle3", angelslim), ("dflash", zlab), ("causal", jetspec),
+         ("dspark", deepspec), ("dspark-gated", deepspec)]
+by_format = pytest.mark.parametrize("case, form", PAIRS, ids=[f"{case}-{form.__name__}" for case, form in PAIRS])
+
+
+class Loaded:
+    """Heads loaded from a format, and the inputs and results of their case."""
+
+    def __init__(self, path, case, form, packed=False):
+        weights = recorded.weights_of(case)
+        self.states, self.tokens = recorded.inputs_of(case)
+        sums = torch.stack([x.double().sum() for x in (*weights.values(), self.states, self.tokens)])
+        assert torch.equal(sums, RESULTS[f"{case}.checksum"]), "torch draws other integers: record again"
+        self.ids = weights["d2t"] + torch.arange(len(weights["d2t"]))
+        config, tensors = form(case, weights, self.ids)
+        (path / "config.json").write_text(json.dumps(config))
+        save_file({name: x.contiguous() for name, x in tensors.items()}, path / "model.safetensors")
+        self.model = base_of(weights, self.ids)
+        if packed and cpu.library():
+            cpu.apply(self.model)
+        self.heads = load_heads(path, self.model)
+        self.case = case
+
+    def result(self, name):
+        return RESULTS[f"{self.case}.{name}"]
+
+    def rows(self, logits):
+        """Logits of the draft vocabulary."""
+        return logits if self.heads.vocabulary is not None else logits[..., self.ids]
+
+    def read(self, lengths):
+        """Sequences with these committed rows -> (h of the last ones or None, their roots, the cache)."""
+        heads = self.heads
+        cache = heads.new_cache(len(lengths), 99)
+        cache.kv.fill_(9)  # rows that nothing wrote
+        h = []
+        for slot, n in enumerate(lengths):
+            out = heads.augment(self.states[:, :n], self.tokens[None, 1:n + 1], cache=cache.one(slot))
+            h.append(torch.zeros(1, recorded.C) if out is None else out[:, -1])
+            cache.lengths[slot] = n
+        return torch.cat(h), self.tokens[torch.tensor(lengths)], cache
+
+
+class NotingHead(LMHead):
+    """Notes the logits of each call."""
+
+    def __init__(self, head):
+        super().__init__(head.in_features, head.out_features, bias=False, device="meta")
+        self.weight = head.weight
+        self.noted = []
+
+    def topk(self, hidden, *rest):
+        self.noted.append(self.logits(hidden))
+        return super().topk(hidden, *rest)
+
+
+@by_format
+def test_logits_are_those_recorded(case, form, tmp_path):
+    """Bug: a norm, residual, position, mask or weight that differs from the one that the heads were trained with.
+    Sequences of different lengths in one batch."""
+    loaded = Loaded(tmp_path, case, form)
+    heads = loaded.heads
+    if case in SWITCHES:
+        heads.head = NotingHead(heads.head)
+        teacher = torch.nn.functional.pad(loaded.tokens[1:], (0, STEPS))
+
+        def extend(logprobs, tokens, candidates, depth):
+            candidates.tokens[:, depth, 0] = teacher[depth + 1:][:ROWS]
+            candidates.parents[:, depth] = 0
+        h, root, cache = loaded.read([*range(1, ROWS + 1)])
+        heads.draft(h, root, STEPS + 1, 1, extend=extend, cache=cache)
+        torch.testing.assert_close(torch.stack(heads.head.noted), loaded.result("logits"), rtol=0, atol=1e-5)
+        return
+    _, root, cache = loaded.read(ANCHORS)
+    normed = heads.block_rows(root, cache)
+    first = heads.config.first
+    logits = loaded.rows(heads.lm_head.logits(normed.flatten(0, 1)).unflatten(0, normed.shape[:2]))
+    torch.testing.assert_close(logits, loaded.result("logits")[:, first:], rtol=0, atol=1e-5)
+    if heads.config.markov_rank:
+        previous = loaded.tokens[torch.tensor(ANCHORS)[:, None] + torch.arange(first, BLOCK)]
+        bias = torch.cat([heads.bias(previous[:, k, None], normed[:, k]) for k in range(heads.n_draft)], dim=1)
+        torch.testing.assert_close(loaded.rows(bias), loaded.result("bias")[:, first:], rtol=0, atol=1e-5)
+
+
+@by_format
+def test_chains_are_those_recorded(case, form, tmp_path):
+    """Bug: a row of the draft vocabulary for a token, a row of the block one place off, a bias by another token."""
+    loaded = Loaded(tmp_path, case, form, packed=True)
+    h, root, cache = loaded.read([COMMITTED])
+    candidates = loaded.heads.draft(h, root, len(loaded.result("chain")) + 1, 1, cache=cache)
+    assert torch.equal(candidates.tokens[0, :, 0], loaded.result("chain"))
+    if case in SWITCHES:
+        want = loaded.result("chain_logits").log_softmax(-1).amax(-1).cumsum(0)
+        torch.testing.assert_close(candidates.joint[0, :, 0], want, rtol=0, atol=1e-4)
+
+
+@pytest.mark.parametrize("case", ["dflash", "dspark", "dspark-masks"])
+def test_block_heads_draft_a_beam_search(case, tmp_path):
+    """Bug: a beam with the bias of another one's token."""
+    loaded = Loaded(tmp_path, case, speculators, packed=True)
+    _, root, cache = loaded.read([COMMITTED])
+    candidates = loaded.heads.draft(None, root, 64, 4, cache=cache)
+    weights = recorded.weights_of(case)
+    logits = loaded.result("logits")[-1, loaded.heads.config.first:]
+    paths = [((root.item(),), 0.0)]
+    for depth in range(loaded.heads.n_draft):
+        options = {}
+        for path, joint in paths[:4]:
+            row = logits[depth]
+            if "dspark" in case:
+                w1, w2 = (weights[f"markov_head.markov_w{i}.weight"] for i in (1, 2))
+                row = row + w2 @ w1[path[-1]]
+            logprobs = row.log_softmax(-1).tolist()
+            options |= {(*path, token): joint + x for token, x in zip(loaded.ids.tolist(), logprobs)}
+        got = []
+        for joint, token, parent in zip(*(column[0, depth].tolist() for column in candidates)):
+            if parent >= 0:
+                got.append(((*paths[parent][0], token), joint))
+                assert joint == pytest.approx(options[got[-1][0]], abs=1e-4)
+        best = sorted(options.values(), reverse=True)
+        assert [joint for _, joint in got[:4]] == pytest.approx(best[:4], abs=1e-4)
+        paths = got
+
+
+@pytest.mark.parametrize("case", ["eagle3", "dflash", "dspark"])
+def test_the_noise_is_the_samplers(case, tmp_path):
+    """Bug: the noise of another position, sequence or token, which only costs acceptance."""
+    loaded = Loaded(tmp_path, case, speculators)
+    h, root, cache = loaded.read([3, COMMITTED])
+    key = torch.tensor([7, 9]), torch.tensor([4, 1])
+    sampling = torch.full((2,), 1e6), *key, cache.lengths  # so hot that only the noise counts
+    candidates = loaded.heads.draft(h, root, STEPS + 1, 1, sampling, cache=cache)
+    for depth in range(STEPS):
+        noise = gumbel(*key, cache.lengths + depth + 1, loaded.ids)
+        assert torch.equal(candidates.tokens[:, depth, 0], loaded.ids[noise.argmax(-1)])
+
+
+@pytest.mark.parametrize("packed", [False, True])
+def test_block_heads_read_accepted_paths(packed):
+    """Bug: keys of a rejected node, or of a draft's MASK, left in a committed row. DSpark's bias has learnt which token
+    follows which, so that many guesses are accepted."""
+    model = toy_model()
+    if packed and cpu.library():
+        cpu.apply(model)
+    prompts = random_prompts([9, 30, 1])
+    texts = [prompt + text for prompt, text in zip(prompts, generate(model, prompts, 40).tokens)]
+    layers = GPTConfig(vocab_size=97, n_embd=64, n_layer=2, n_inner=80, qk_norm="head", block_size=256)
+    heads = BlockHeads(BlockConfig(layers, 5, (0, 2), first=0, markov_rank=97), model)
+    heads.markov_w1.weight.data.copy_(torch.eye(97))
+    heads.markov_w2.weight.data.zero_()
+    for text in texts:
+        heads.markov_w2.weight.data[text[1:], text[:-1]] += 10
+    heads.place()
+    engine = Engine(model, policy=Fixed(model, heads, False, 9), batch_size=3, capacity=120)
+    sequences = [engine.add(prompt, 40) for prompt in prompts]
+    for _ in range(8):
+        engine.step()
+    slots = engine.decoder.slots
+    for sequence, text in zip(sequences, texts):
+        n = slots.cache.lengths[sequence.slot]
+        assert text[:n + 1] == sequence.prompt + sequence.tokens and len(sequence.tokens) >= 16
+        cache = heads.new_cache(1, 100)
+        heads.augment(model(torch.tensor([text[:n]]), layers=(0, 2)), None, cache=cache)
+        kept = slots.heads_cache.kv[:, :, sequence.slot, :, :n]
+        torch.testing.assert_close(kept, cache.kv[:, :, 0, :, :n], rtol=1e-4, atol=1e-4)
