@@ -35,15 +35,17 @@
 #define LANES 4
 #endif
 #if LANES == 16 || defined(__aarch64__)  // there are 32 vector registers, else 16
-#define TILE 8               // most rows multiplied at once
-#define SLICE (4 * LANES)    // dimensions of a head that are accumulated in registers
+#define FLOAT_TILE (16 / SUMS)  // most rows multiplied at once by floats
 #else
-#define TILE 6
-#define SLICE (2 * LANES)
+#define FLOAT_TILE (12 / SUMS)
 #endif
+#define TILE 8               // most rows multiplied at once
+#define PAIRED (LANES == 4 ? 0 : 6)  // most rows multiplied by two blocks at once
 #define SUMS (LANES == 16 ? 2 : 4)  // sums of floats per row, which hide the additions' latency
-#define HEADS 3              // heads that share loads of keys and values
 #define SPLIT 128            // cache positions per unit of attention
+#define COLUMNS (SPLIT + MAX_TREE)  // its rows in memory: of committed tokens, then of nodes
+#define SHARING 3            // heads that share loads of keys and values
+#define WIDE (4 * LANES)     // columns, or dimensions, whose sums are in registers
 #define WORD (4 * LANES)     // bytes of a vector
 #define MAX_CANDIDATES 2048  // most candidates of a tree: K * n, and a chain
 #define MAX_PARTS (1 << 23)  // numbers in the partial results of an attention
@@ -52,6 +54,7 @@
 #define UNIT (1 << 19)       // numbers of a weight per unit, within 2 to 8 units per thread
 #define MIN_WORK 4096        // with fewer numbers a function stays on one thread
 #define FETCH 2048           // prefetch distance in bytes
+#define AHEAD 16384          // of pairs of blocks up to this size each, the next pair is prefetched
 #define SPINS 4000           // polls before a thread sleeps: about 0.1 ms
 #define INLINE static inline __attribute__((always_inline))
 #ifdef __clang__
@@ -68,6 +71,7 @@ typedef int16_t vs __attribute__((vector_size(4 * LANES)));
 typedef uint16_t vh __attribute__((vector_size(2 * LANES)));
 typedef int8_t vb __attribute__((vector_size(LANES)));
 typedef float vf_anywhere __attribute__((vector_size(4 * LANES), aligned(1), may_alias));
+typedef uint16_t vh_anywhere __attribute__((vector_size(2 * LANES), aligned(1), may_alias));
 
 const int32_t lanes = LANES;
 const char *const instructions =  // that these kernels were compiled for
@@ -327,6 +331,7 @@ static void *scratch(int which, size_t size) {
         buffers[which].data = aligned_alloc(64, buffers[which].size);
         if (!buffers[which].data)
             abort();
+        memset(buffers[which].data, 0, buffers[which].size);  // denormal numbers would be slow
     }
     return buffers[which].data;
 }
@@ -340,6 +345,23 @@ INLINE void fetch(const char *from, int bytes) {
 }
 
 INLINE vf splat(float x) { return x - (vf){0}; }
+
+// a b + c, rounded once. Where it is written as such, compilers round once in some loops and twice in
+// others, and a row's bits would depend on the rows beside it. Without fused instructions: twice.
+INLINE vf fused(vf a, vf b, vf c) {
+#if defined(X86) && (LANES == 16 || defined(__FMA__))
+    return (vf)X86(fmadd_ps)(a, b, c);
+#elif !defined(PLAIN) && defined(__aarch64__)
+    return (vf)vfmaq_f32((float32x4_t)c, (float32x4_t)a, (float32x4_t)b);
+#elif defined(__FMA__) || defined(__aarch64__) || defined(FP_FAST_FMAF)
+    for (int i = 0; i < LANES; i++)
+        c[i] = __builtin_fmaf(a[i], b[i], c[i]);
+    return c;
+#else
+    return a * b + c;
+#endif
+}
+
 INLINE vf load(const void *x) { return *(const vf_anywhere *)x; }
 INLINE void store(float *x, vf v) { *(vf_anywhere *)x = v; }
 
@@ -359,9 +381,19 @@ INLINE vf load_n(const float *x, int n) {
     return v;
 }
 
+INLINE vf load_bytes(const char *x, int n) {
+    vf v = {0};
+    if (n >= WORD)
+        return load(x);
+    memcpy(&v, x, max(n, 0));
+    return v;
+}
+
 INLINE vh load_halves(const uint16_t *x, int n) {
     vh halves = {0};
-    copy_n(&halves, x, n, sizeof *x);
+    if (n >= LANES)
+        return *(const vh_anywhere *)x;
+    memcpy(&halves, x, max(n, 0) * sizeof *x);
     return halves;
 }
 
@@ -459,33 +491,19 @@ INLINE float reduce(Combine *f, vf v) {
 INLINE float sum_lanes(vf v) { return reduce(add, v); }
 INLINE float max_lanes(vf v) { return reduce(larger, v); }
 
-INLINE void fold_pairs(Combine *f, vf *v, int s) {
-    vi odd = (NUMBERS & s) != 0;
-    for (int i = 0; i < LANES; i += 2 * s) {
-        vf stay = select_lanes(odd, v[i + s], v[i]), move = select_lanes(odd, v[i], v[i + s]);
-        v[i] = f(stay, swap(move, s));
-    }
-}
-
-// f over all lanes of v[i] in lane i; neighbours are combined first
-INLINE vf fold(Combine *f, vf *v) {
-    fold_pairs(f, v, 1);
-    fold_pairs(f, v, 2);
-    if (LANES > 4)
-        fold_pairs(f, v, 4);
-    if (LANES > 8)
-        fold_pairs(f, v, 8);
-    return v[0];
-}
-
 INLINE void exchange(vf *v, int s) {
-    vi odd = (NUMBERS & s) != 0;
+    vi odd = NUMBERS & s;
     UNROLL
     for (int i = 0; i < LANES; i++)
         if (!(i & s)) {
             vf a = v[i], b = v[i + s];
-            v[i] = select_lanes(odd, swap(b, s), a);
-            v[i + s] = select_lanes(odd, b, swap(a, s));
+#ifdef __clang__
+            v[i] = select_lanes(odd != 0, swap(b, s), a);
+            v[i + s] = select_lanes(odd != 0, b, swap(a, s));
+#else                            // gcc does not join the shuffles
+            v[i] = __builtin_shuffle(a, b, NUMBERS - odd + odd * (LANES / s));
+            v[i + s] = __builtin_shuffle(a, b, (NUMBERS | s) + odd * (LANES / s));
+#endif
         }
 }
 
@@ -502,20 +520,19 @@ INLINE void transpose(vf *v) {
 INLINE vf polynomial(vf x, int n, const float *c) {  // c[0] x^(n - 1) + ... + c[n - 1]
     vf y = splat(c[0]);
     for (int i = 1; i < n; i++)
-        y = y * x + c[i];
+        y = fused(y, x, splat(c[i]));
     return y;
 }
 
 INLINE vf vexp(vf x) {           // 2^n e^r, |r| <= ln(2) / 2; 0 below 2^-126
     static const float c[] = {1.9875691500e-4f, 1.3981999507e-3f, 8.3334519073e-3f,
                               4.1665795894e-2f, 1.6666665459e-1f, 5.0000001201e-1f};
-    vf n = x * 1.44269504f + 12582912.0f;  // rounds to an integer, held in the low bits
-    vi exponent = (vi)n << 23;
+    vf n = fused(x, splat(1.44269504f), splat(12582912.0f));  // its low bits hold an integer
+    vf power = (vf)(((vi)n << 23) + 0x3f800000);
     n -= 12582912.0f;
-    vf r = x - n * 0.693359375f + n * 2.12194440e-4f;
-    vf p = polynomial(r, 6, c) * r * r + r + 1.0f;
-    vf result = select_lanes(x > 88.0f, splat(INFINITY), (vf)((vi)p + exponent));
-    return select_lanes(x == x, select_lanes(x < -87.0f, splat(0), result), x);
+    vf r = fused(n, splat(2.12194440e-4f), fused(n, splat(-0.693359375f), x));
+    vf p = fused(polynomial(r, 6, c) * r, r, r) + 1.0f;
+    return select_lanes(x > 88.0f, splat(INFINITY), select_lanes(x < -87.0f, splat(0), p * power));
 }
 
 INLINE vf vlog(vf x) {           // n ln(2) + log(1 + f), sqrt(1/2) <= 1 + f < sqrt(2); normal x > 0
@@ -571,48 +588,45 @@ typedef struct {
     const float *x;              // [M, k]
     float *out;                  // [M, n]
     Group *groups;               // [tiles][n_groups][rows of a tile]
-    int M, n, tiles, n_groups, blocks, per_unit;  // n, blocks: of all outputs
+    int M, n, tiles, n_groups, width;  // n: all outputs; width: blocks that are multiplied together,
+    int steps, per_unit;         // in so many steps
 } Product;
 
 INLINE int inputs_of(int kind) { return kind >= INT8 ? GROUP : kind == BFLOAT16 && IN_PAIRS ? 16 : 8; }
 
-INLINE int tile_start(const Product *p, int tile) { return (int64_t)tile * p->M / p->tiles; }
+INLINE int blocks_of(const Linear *w) { return (w->n + LANES - 1) / LANES; }
 
-// Rounds x [n], up to LANES groups, to groups that are `stride` apart
-static void round_groups(const float *x, int n, Group *group, int stride) {
-    vf part[LANES], first[LANES];
-    for (int i = 0; i < LANES; i++) {
-        part[i] = first[i] = splat(0);
-        for (int j = i * GROUP; j < (i + 1) * GROUP; j += LANES)
-            part[i] = larger((vf)((vi)load_n(x + j, n - j) & INT32_MAX), part[i]);
+INLINE int steps_of(const Product *p, const Linear *w) {
+    return (blocks_of(w) + p->width - 1) / p->width;
+}
+
+INLINE int tile_start(const Product *p, int tile) {
+    return tile * (p->M / p->tiles) + min(tile, p->M % p->tiles);
+}
+
+// Rounds x [n], up to a group, to 8 bits
+static void round_group(const float *x, int n, Group *group) {
+    enum { VECTORS = GROUP / LANES };
+    vf v[VECTORS], most = splat(0), sums[2] = {splat(0), splat(0)};
+    for (int j = 0; j < VECTORS; j++) {
+        v[j] = load_n(x + j * LANES, n - j * LANES);
+        most = larger((vf)((vi)v[j] & INT32_MAX), most);
     }
-    vf largest = fold(larger, part);
-    vi usable = (largest > 1e-30f) & (largest < INFINITY);
-    vf inverse = 127.0f / largest, scale = largest / 127.0f;
-    for (int i = 0; i < LANES && i * GROUP < n; i++) {
-        int32_t q[GROUP];
-        int8_t *bytes = (int8_t *)group[i * stride].words;
-        part[i] = splat(0);
-        for (int j = 0; j < GROUP; j += LANES) {
-            vf v = load_n(x + i * GROUP + j, n - i * GROUP - j) * inverse[i];
-            vi rounded = (vi)(v + 12582912.0f) - 0x4b400000;  // ties to even
-            rounded &= usable[i];  // else the scale is 0, infinite or NaN
-            memcpy(q + j, &rounded, sizeof rounded);
-            part[i] += __builtin_convertvector(rounded, vf);
-            if (j == GROUP / 2 - LANES)
-                first[i] = part[i];
-        }
-        for (int j = 0; j < GROUP; j++)
-            bytes[j] = q[j];
+    float largest = max_lanes(most), inverse = 127.0f / largest;
+    int usable = largest > 1e-30f && largest < INFINITY;  // else the scale is 0, infinite or NaN
+    for (int j = 0; j < VECTORS; j++) {
+        vf sum = fused(v[j], splat(inverse), splat(12582912.0f));
+        vi rounded = ((vi)sum - 0x4b400000) & -usable;  // ties to even
+        vb bytes = __builtin_convertvector(rounded, vb);
+        memcpy((int8_t *)group->words + j * LANES, &bytes, sizeof bytes);
+        sums[j / (VECTORS / 2)] += __builtin_convertvector(rounded, vf);
     }
-    vf all = fold(add, part), half = fold(add, first), scaled = all * scale;
-    for (int i = 0; i * GROUP < n && i < LANES; i++) {
-        group[i * stride].scale = scale[i];
-        group[i * stride].sum = scaled[i];
-        group[i * stride].minus[0] = -half[i];
-        group[i * stride].minus[1] = half[i] - all[i];
-        group[i * stride].minus[2] = -all[i];
-    }
+    int first = sum_lanes(sums[0]), second = sum_lanes(sums[1]);
+    group->scale = largest / 127.0f;
+    group->sum = (first + second) * group->scale;
+    group->minus[0] = -first;
+    group->minus[1] = -second;
+    group->minus[2] = -first - second;
 }
 
 // Copies x [n], up to a group, rounded to bfloat16 if the weight is
@@ -631,25 +645,30 @@ static void copy_group(const float *x, int n, int kind, int32_t *words) {
 static void prepare_row(void *arguments, int m) {
     const Product *p = arguments;
     int kind = p->w->kind, inputs = inputs_of(kind);
-    int tile = ((int64_t)(m + 1) * p->tiles - 1) / p->M, first = tile_start(p, tile);  // m's tile
+    int rows = p->M / p->tiles, most = p->M % p->tiles * (rows + 1);  // rows in larger tiles
+    int tile = m < most ? m / (rows + 1) : (m - most) / rows + p->M % p->tiles;
+    int first = tile_start(p, tile);
     Group *group = p->groups + (size_t)first * p->n_groups + m - first;
     int stride = tile_start(p, tile + 1) - first, k = p->w->k;
     const float *x = p->x + (size_t)m * k;
-    for (int i = 0; kind >= INT8 && i < k; i += LANES * GROUP)
-        round_groups(x + i, k - i, group + i / GROUP * stride, stride);
-    for (int i = 0; kind < INT8 && i < k; i += inputs, group += stride)
-        copy_group(x + i, min(k - i, inputs), kind, group->words);
+    for (int i = 0; i < k; i += inputs, group += stride) {
+        if (kind >= INT8)
+            round_group(x + i, k - i, group);
+        else
+            copy_group(x + i, min(k - i, inputs), kind, group->words);
+    }
 }
 
-// The scales, or minimums, of a group; at: their number
-INLINE vf load_scales(const Linear *w, int is_minimum, size_t at, size_t group) {
-    const void *scales = is_minimum ? w->minimums : w->scales;
-    if (w->tops) {               // the factors of 8 groups
-        const uint16_t *tops = (const uint16_t *)w->tops + (group / 8 * 2 + is_minimum) * LANES;
-        return from_float16(load_halves(tops, LANES)) * from_int8((const int8_t *)scales + at * LANES);
-    }
-    return w->half ? from_float16(load_halves((const uint16_t *)scales + at * LANES, LANES))
-                   : load((const float *)scales + at * LANES);
+INLINE int scale_bytes(const Linear *w) { return LANES * (w->tops ? 1 : w->half ? 2 : 4); }
+
+// The scales, or minimums, at `from`; top: where the factors of int8 ones are in w->tops
+INLINE vf load_scales(const Linear *w, const char *from, size_t top) {
+    if (__builtin_expect(w->half, 1))
+        return from_float16(load_halves((const uint16_t *)from, LANES));
+    if (!w->tops)
+        return load(from);
+    vf factors = from_float16(load_halves((const uint16_t *)w->tops + top, LANES));
+    return factors * from_int8((const int8_t *)from);
 }
 
 // Word j of a group: inputs 4 j to 4 j + 3, in the bytes of each lane
@@ -669,11 +688,12 @@ INLINE int group_bytes(int kind) {
     return WORD * (kind == INT8 ? 8 : kind == INT6 ? 6 : kind == INT5 ? 5 : 4);
 }
 
-// Adds the products of a group's words, from word `first`, and n rows x to the rows' sums. On NEON
-// row by row: the words are in registers, and the Partial of one row
+// Adds the products of a group's words, from word `first`, and n rows x to the rows' sums, for two
+// blocks that are `next` bytes apart, or one. On NEON for one, and row by row: the words are in
+// registers, and the Partial of one row
 #if !defined(PLAIN) && defined(__aarch64__)
-INLINE void sum_words(const char *group, const Group *x, int n, int kind, int first, int words,
-                      vi *sums) {
+INLINE void sum_words(const char *group, size_t next, int blocks, const Group *x, int n, int kind,
+                      int first, int words, vi (*sums)[TILE]) {
     vi w[8];
     UNROLL
     for (int j = 0; j < words; j++) {
@@ -683,7 +703,7 @@ INLINE void sum_words(const char *group, const Group *x, int n, int kind, int fi
     }
     UNROLL
     for (int i = 0; i < n; i++) {
-        vi sum = sums[i];
+        vi sum = sums[0][i];
         Partial partial = begin(sum);
         UNROLL
         for (int j = 0; j < words; j++) {
@@ -695,57 +715,103 @@ INLINE void sum_words(const char *group, const Group *x, int n, int kind, int fi
             }
         }
         IN_ORDER(sum);
-        sums[i] = sum;
+        sums[0][i] = sum;
     }
 }
 #else
-INLINE void sum_words(const char *group, const Group *x, int n, int kind, int first, int words,
-                      vi *sums) {
-    Partial partial[TILE];
-    for (int i = 0; i < n; i++)
-        partial[i] = begin(sums[i]);
+INLINE void sum_words(const char *group, size_t next, int blocks, const Group *x, int n, int kind,
+                      int first, int words, vi (*sums)[TILE]) {
+    Partial partial[2][TILE];
+    UNROLL
+    for (int b = 0; b < blocks; b++)
+        UNROLL
+        for (int i = 0; i < n; i++)
+            partial[b][i] = begin(sums[b][i]);
     UNROLL
     for (int j = 0; j < words; j++) {
-        vi w = load_word(group, first + j, kind);
+        vi w[2];
+        UNROLL
+        for (int b = 0; b < blocks; b++) {
+            vi word = load_word(group + b * next, first + j, kind);
+            IN_ORDER(word);
+            w[b] = word;
+        }
+        UNROLL
         for (int i = 0; i < n; i++)
-            partial[i] = add_word(partial[i], w, x[i].words[first + j], kind);
+            UNROLL
+            for (int b = 0; b < blocks; b++)
+                partial[b][i] = add_word(partial[b][i], w[b], x[i].words[first + j], kind);
         if ((j + 1) % PARTIAL_WORDS(kind) == 0 || j + 1 == words)
-            for (int i = 0; i < n; i++) {
-                sums[i] = total(sums[i], partial[i]);
-                partial[i] = begin(sums[i]);
-            }
+            UNROLL
+            for (int i = 0; i < n; i++)
+                UNROLL
+                for (int b = 0; b < blocks; b++) {
+                    sums[b][i] = total(sums[b][i], partial[b][i]);
+                    partial[b][i] = begin(sums[b][i]);
+                }
     }
 }
 #endif
 
-INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, int block, int n,
-                           int kind, vf *acc) {
+// Adds the products of n rows and a block of w to acc[0], and if blocks is 2, those of the next block
+// to acc[1]. The last block of an odd number is its own next one
+INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, int block, int blocks,
+                           int n, int kind, int has_minimum, vf (*acc)[TILE]) {
     int parts = kind == INT6 ? 2 : 1, words = 8 / parts, size = group_bytes(kind);
-    int per_scale = max(w->group / GROUP, 1), zero = kind == INT8 ? OFFSET : w->zero, used = 0;
-    size_t group = (size_t)block * p->n_groups, last = group + p->n_groups;
-    size_t at = (size_t)block * ((p->n_groups - 1) / per_scale + 1) * parts;
-    const char *values = (const char *)w->values + group * size;
-    for (; group < last; group++, x += n, values += size) {
-        fetch(values + FETCH, size);
+    int per_scale = max(w->group / GROUP, 1), zero = kind == INT8 ? OFFSET : has_minimum ? 0 : w->zero;
+    int used = 0, step = scale_bytes(w), has_next = block + 1 < blocks_of(w);
+    int per_block = per_scale == 1 ? p->n_groups : (p->n_groups - 1) / per_scale + 1;
+    size_t next = has_next * p->n_groups * (size_t)size;
+    size_t next_scale = has_next * per_block * (size_t)(parts * step);
+    size_t next_top = has_next * p->n_groups / 8 * 2 * LANES;
+    size_t at = block * per_block * (size_t)(parts * step);
+    size_t top = block * (size_t)p->n_groups / 8 * 2 * LANES;
+    size_t ahead = blocks == 2 && next && next <= AHEAD ? 2 * next : FETCH;
+    const char *values = (const char *)w->values + block * (size_t)p->n_groups * size;
+    const char *scales = w->scales, *minimums = w->minimums;
+    for (int g = 0; g < p->n_groups; g++, x += n, values += size) {
+        UNROLL
+        for (int b = 0; b < blocks; b++)
+            fetch(values + b * next + ahead, size);
         UNROLL
         for (int part = 0; part < parts; part++) {
-            vi sums[TILE];
+            vi sums[2][TILE];
+            vf scale[2], minimum[2];
+            UNROLL
             for (int i = 0; i < n; i++)
-                sums[i] = zero ? splat_word(zero * x[i].minus[parts == 2 ? part : 2]) : (vi){0};
-            sum_words(values, x, n, kind, part * words, words, sums);
-            vf scale = load_scales(w, 0, at + part, group);
-            for (int i = 0; i < n; i++)
-                acc[i] += __builtin_convertvector(sums[i], vf) * (scale * x[i].scale);
-            if (w->minimums) {
-                vf minimum = load_scales(w, 1, at + part, group);
-                for (int i = 0; i < n; i++)
-                    acc[i] += minimum * x[i].sum;
+                UNROLL
+                for (int b = 0; b < blocks; b++)
+                    sums[b][i] = splat_word(OFFSET ? zero * x[i].minus[parts == 2 ? part : 2] : 0);
+            sum_words(values, next, blocks, x, n, kind, part * words, words, sums);
+            UNROLL
+            for (int i = 0; i < n; i++)  // not before: the partial sums need the registers
+                UNROLL
+                for (int b = 0; b < blocks; b++)
+                    if (!OFFSET && kind > INT8 && !has_minimum)
+                        sums[b][i] += splat_word(zero * x[i].minus[parts == 2 ? part : 2]);
+            UNROLL
+            for (int b = 0; b < blocks; b++) {
+                size_t from = at + part * step + b * next_scale, from_top = top + b * next_top;
+                scale[b] = load_scales(w, scales + from, from_top);
+                if (has_minimum)
+                    minimum[b] = load_scales(w, minimums + from, from_top + LANES);
             }
+            UNROLL
+            for (int i = 0; i < n; i++)
+                UNROLL
+                for (int b = 0; b < blocks; b++) {
+                    vf products = __builtin_convertvector(sums[b][i], vf);
+                    acc[b][i] = fused(products, scale[b] * x[i].scale, acc[b][i]);
+                    if (has_minimum)
+                        acc[b][i] = fused(minimum[b], splat(x[i].sum), acc[b][i]);
+                }
         }
         if (++used == per_scale) {
             used = 0;
-            at += parts;
+            at += parts * step;
         }
+        if (g % 8 == 7)
+            top += 2 * LANES;
     }
 }
 
@@ -763,7 +829,7 @@ INLINE vf multiply_add(vf sum, vf w, vf x, int in_pairs) {
     if (in_pairs)
         return (vf)_mm512_dpbf16_ps((__m512)sum, (__m512bh)w, (__m512bh)x);
 #endif
-    sum += w * x;
+    sum = fused(w, x, sum);
     IN_ORDER(sum);
     return sum;
 }
@@ -799,81 +865,84 @@ INLINE void float_tile(const Linear *w, const Group *x, int block, int n, int ki
     }
 }
 
-// Multiplies n rows, from row `first`, by block number `block` of w; at: the column of its outputs
-INLINE void tile(const Product *p, const Linear *w, int block, int at, int first, int n, int kind) {
-    vf acc[TILE];
-    for (int i = 0; i < n; i++)
-        acc[i] = splat(0);
+// Multiplies n rows, from row `first`, by some blocks of w, two at once if that pays; at: the column
+// of their outputs
+INLINE void tile(const Product *p, const Linear *w, int block, int at, int first, int n, int kind,
+                 int has_minimum) {
+    int blocks = kind >= (OFFSET ? INT8 : INT4) && n > 1 && n <= PAIRED ? 2 : 1;
+    int end = min(block + p->width, blocks_of(w));
     const Group *x = p->groups + (size_t)first * p->n_groups;
-    if (kind >= INT8)
-        quantized_tile(p, w, x, block, n, kind, acc);
-    else
-        float_tile(w, x, block, n, kind, acc);
-    int outputs = w->n - block * LANES;
-    vf bias = w->bias ? load_n(w->bias + block * LANES, outputs) : splat(0);
-    for (int i = 0; i < n; i++) {
-        acc[i] += bias;
-        copy_n(p->out + (size_t)(first + i) * p->n + at, &acc[i], outputs, sizeof(float));
+    for (; block < end; block += blocks, at += blocks * LANES) {
+        vf acc[2][TILE];
+        UNROLL
+        for (int b = 0; b < blocks; b++)
+            UNROLL
+            for (int i = 0; i < n; i++)
+                acc[b][i] = splat(0);
+        if (kind >= INT8)
+            quantized_tile(p, w, x, block, blocks, n, kind, has_minimum, acc);
+        else
+            float_tile(w, x, block, n, kind, acc[0]);
+        for (int b = 0; b < blocks; b++) {
+            int from = (block + b) * LANES, outputs = w->n - from;
+            vf bias = w->bias ? load_n(w->bias + from, outputs) : splat(0);
+            for (int i = 0; i < n; i++) {
+                vf sum = acc[b][i] + bias;
+                float *out = p->out + (size_t)(first + i) * p->n + at + b * LANES;
+                copy_n(out, &sum, outputs, sizeof *out);
+            }
+        }
     }
 }
 
-// `tile` with n and kind as constants, so that the sums stay in registers
-INLINE void tile_of(const Product *p, const Linear *w, int block, int at, int first, int n, int kind) {
-    switch (n) {
-        case 1: tile(p, w, block, at, first, 1, kind); break;
-        case 2: tile(p, w, block, at, first, 2, kind); break;
-        case 3: tile(p, w, block, at, first, 3, kind); break;
-        case 4: tile(p, w, block, at, first, 4, kind); break;
-        case 5: tile(p, w, block, at, first, 5, kind); break;
-        case 6: tile(p, w, block, at, first, 6, kind); break;
-#if TILE == 8
-        case 7: tile(p, w, block, at, first, 7, kind); break;
-        case 8: tile(p, w, block, at, first, 8, kind); break;
-#endif
+// `tile` with n, kind and has_minimum as constants, so that the sums stay in registers. One function
+// for each: in larger ones, compilers keep fewer of them there
+#define TILE_OF(kind, has_minimum, n) __attribute__((noinline)) static void \
+    tile_##kind##_##has_minimum##_##n(const Product *p, const Linear *w, int block, int at, int first) { \
+        tile(p, w, block, at, first, min(n, kind < INT8 ? FLOAT_TILE : TILE), kind, has_minimum); \
     }
-}
-
-INLINE int blocks_of(const Linear *w) { return (w->n + LANES - 1) / LANES; }
+#define EACH(f, kind, m) f(kind, m, 1) f(kind, m, 2) f(kind, m, 3) f(kind, m, 4) f(kind, m, 5) \
+                         f(kind, m, 6) f(kind, m, 7) f(kind, m, 8)
+#define EACH_KIND(f) f(FLOAT32, 0) f(BFLOAT16, 0) f(INT8, 0) f(INT8, 1) f(INT4, 0) f(INT4, 1) \
+                     f(INT5, 0) f(INT5, 1) f(INT6, 0)
+#define TILES(kind, m) EACH(TILE_OF, kind, m)
+#define NAME(kind, m, n) tile_##kind##_##m##_##n,
+#define NAMES(kind, m) [kind][m] = {EACH(NAME, kind, m)},
+EACH_KIND(TILES)
 
 static void product_unit(void *arguments, int unit) {
+    static void (*const tiles[][2][8])(const Product *, const Linear *, int, int, int) = {EACH_KIND(NAMES)};
     const Product *p = arguments;
     const Linear *w = p->w;
-    int end = min((unit + 1) * p->per_unit, p->blocks);
-    int before = 0, outputs = 0;  // blocks and outputs before w
+    int end = min((unit + 1) * p->per_unit, p->steps);
+    int before = 0, outputs = 0;  // steps and outputs before w
     for (int i = unit * p->per_unit; i < end; i++) {
-        for (; i - before >= blocks_of(w); w = w->next) {
-            before += blocks_of(w);
+        for (int steps; i - before >= (steps = steps_of(p, w)); w = w->next) {
+            before += steps;
             outputs += w->n;
         }
-        int block = i - before, at = outputs + block * LANES;
-        for (int t = 0; t < p->tiles; t++) {
-            int first = tile_start(p, t), n = tile_start(p, t + 1) - first;
-            switch (w->kind) {
-                case FLOAT32: tile_of(p, w, block, at, first, n, FLOAT32); break;
-                case BFLOAT16: tile_of(p, w, block, at, first, n, BFLOAT16); break;
-                case INT8: tile_of(p, w, block, at, first, n, INT8); break;
-                case INT4: tile_of(p, w, block, at, first, n, INT4); break;
-                case INT5: tile_of(p, w, block, at, first, n, INT5); break;
-                case INT6: tile_of(p, w, block, at, first, n, INT6); break;
-            }
+        int block = (i - before) * p->width, at = outputs + block * LANES;
+        for (int t = 0, first = 0, n; t < p->tiles; t++, first += n) {
+            n = p->M / p->tiles + (t < p->M % p->tiles);
+            tiles[w->kind][w->minimums != NULL][n - 1](p, w, block, at, first);
         }
     }
 }
 
 void product(const Linear *w, const float *x, int M, float *out, int threads) {
     int inputs = inputs_of(w->kind);
-    int rows = w->kind >= INT8 ? TILE : TILE * 2 / SUMS;  // of a tile
-    Product p = {w, x, out, .M = M, .tiles = (M + rows - 1) / rows};
+    int rows = w->kind < INT8 ? FLOAT_TILE : LANES == 16 ? PAIRED : TILE;  // of a tile
+    Product p = {w, x, out, .M = M, .tiles = (M + rows - 1) / rows, .width = PAIRED && M > 1 ? 2 : 1};
     p.n_groups = (w->k + inputs - 1) / inputs;
     p.groups = scratch(PREPARED, (size_t)M * p.n_groups * sizeof *p.groups);
     for (const Linear *part = w; part; part = part->next) {
-        p.blocks += blocks_of(part);
+        p.steps += steps_of(&p, part);
         p.n += part->n;
     }
     int units = min(max((int64_t)p.n * w->k / UNIT, 2 * threads), 8 * threads);
-    p.per_unit = (p.blocks + units - 1) / units;
+    p.per_unit = (p.steps + units - 1) / units;
     parallel(prepare_row, &p, M, w->k, threads);
-    parallel(product_unit, &p, (p.blocks + p.per_unit - 1) / p.per_unit, MIN_WORK, threads);
+    parallel(product_unit, &p, (p.steps + p.per_unit - 1) / p.per_unit, MIN_WORK, threads);
 }
 
 static void unpack_floats(const Linear *w, int row, float *out) {
@@ -891,14 +960,16 @@ static void unpack_quantized(const Linear *w, int row, float *out) {
     int n_groups = (w->k + GROUP - 1) / GROUP, lane = row % LANES, size = group_bytes(w->kind);
     size_t first = (size_t)(row / LANES) * n_groups;
     for (int i = 0; i < w->k; i += 4) {
-        size_t group = first + i / GROUP, at = (first * GROUP + i) / w->group;
+        size_t group = first + i / GROUP, top = group / 8 * 2 * LANES;
+        size_t at = (first * GROUP + i) / w->group * scale_bytes(w);
         vi word = load_word((const char *)w->values + group * size, i % GROUP / 4, w->kind);
-        float scale = load_scales(w, 0, at, group)[lane];
-        float minimum = w->minimums ? load_scales(w, 1, at, group)[lane] : 0;
+        vf scale = load_scales(w, (const char *)w->scales + at, top), minimum = splat(0);
+        if (w->minimums)
+            minimum = load_scales(w, (const char *)w->minimums + at, top + LANES);
         for (int j = 0; j < min(w->k - i, 4); j++) {
             int q = word[lane] >> 8 * j & 255;
             q = w->kind == INT8 ? (int8_t)(q ^ OFFSET) : q - w->zero;
-            out[i + j] = q * scale + minimum;
+            out[i + j] = fused(splat(q), scale, minimum)[lane];
         }
     }
 }
@@ -1185,135 +1256,183 @@ static void rope_cache_row(void *arguments, int m) {
 //   and ALiBi as in kernels.tree_attention
 //
 // A query sees one cache row per position: the committed rows, then its ancestors' rows. Sums run
-// over positions, in splits of 128, so they do not depend on which rows hold the ancestors; the
-// splits of a query are then added in order. A unit is a split of a kv head, for up to 64 nodes.
+// over dimensions, then over positions, in splits of 128, so they do not depend on which rows hold
+// the ancestors; the splits of a query are then added in order. A unit is a split of a kv head, for
+// up to 64 nodes. It reads rows as float32 into columns: one for each position that nodes share, then
+// one for each node of the tree, whose scores are moved to the positions of each query.
 //
 // Memory traffic: keys and values, once per 64 nodes.
 
-// One split for n query heads that share keys [D, SPLIT] and values [SPLIT, padded]. Rows of part
-// [n, width]: weighted sum of the values, zeros up to `padded`, sum of the weights, maximum score
-INLINE void attend_heads(const Call *a, int m, int head, int n, int start, const float *keys,
-                         const float *values, float *part) {
-    const BlockWeights *c = a->block;
-    const uint64_t *nodes = (const uint64_t *)a->pass->ancestors;
-    int D = c->head_size, padded = a->width - LANES, T = a->pass->T;
-    int before = nodes ? __builtin_popcountll(nodes[m]) - 1 : m % T;
-    int position = length_of(a->pass, m / T) + before;
-    int end = min(max(position + 1 - start, 0), SPLIT);
-    int low = c->window ? min(max(position + 1 - c->window - start, 0), SPLIT) : 0;
-    float q[HEADS][MAX_HEAD + 1], probs[HEADS][SPLIT + 1];
-    vf best[HEADS], total[HEADS];
-    for (int h = 0; h < n; h++) {
-        memcpy(q[h], a->x + ((size_t)m * c->n_head + head + h) * D, D * sizeof **q);
-        q[h][D] = 0;
-        best[h] = splat(-INFINITY);
-        total[h] = splat(0);
-    }
-    for (int i = low / (2 * LANES) * 2 * LANES; i < end; i += 2 * LANES) {
-        vf sums[HEADS][2][2] = {{{{0}}}};  // of even and odd dimensions: hides latency
-        for (int d = 0; d < D; d += 2)
-            for (int s = 0; s < 2; s++)
-                for (int j = 0; j < 2; j++)
-                    for (int h = 0; h < n; h++)
-                        sums[h][j][s] += q[h][d + s] * load(keys + (d + s) * SPLIT + i + j * LANES);
-        for (int j = 0; j < 2; j++)
-            for (int h = 0; h < n; h++) {
-                vi at = NUMBERS + i + j * LANES;
-                vf score = (sums[h][j][0] + sums[h][j][1]) * c->scale;
-                vf distance = __builtin_convertvector(at + start - position, vf);
-                if (a->pass->slopes)
-                    score += a->pass->slopes[head + h] * distance;
-                score = select_lanes((at >= low) & (at < end), score, splat(-INFINITY));
-                best[h] = larger(score, best[h]);
-                store(probs[h] + i + j * LANES, score);
-            }
-    }
-    for (int h = 0; h < n; h++) {
-        float maximum = max_lanes(best[h]);
-        for (int i = low / LANES * LANES; i < end; i += LANES) {
-            vf prob = vexp(load(probs[h] + i) - maximum);
-            total[h] += prob;
-            store(probs[h] + i, prob);
+typedef struct {                 // a split; positions count from its first one
+    const Call *a;
+    int b, kv, start, length;    // length: of the committed rows
+    int shared, tree, columns;   // end of the positions' columns; first column of the nodes; their end
+    float *keys, *values;        // [COLUMNS / WIDE][padded][WIDE], [padded / WIDE][COLUMNS][WIDE]
+} Split;
+
+typedef struct {                 // what a node sees of it: positions `low` to `end`
+    int position, low, end;
+    uint64_t ancestors;
+} View;
+
+INLINE View view_of(const Split *s, int m) {
+    const Pass *pass = s->a->pass;
+    int window = s->a->block->window;
+    View v = {.ancestors = pass->ancestors ? pass->ancestors[m] : 0};
+    v.position = s->length + (pass->ancestors ? __builtin_popcountll(v.ancestors) - 1 : m % pass->T);
+    v.low = window ? min(max(v.position + 1 - window, 0), SPLIT) : 0;
+    v.end = min(max(v.position + 1, 0), SPLIT);
+    return v;
+}
+
+// out[h, j] += sum_i x[h, i] y[i, j] over i from `first` to `last`, in order, for n rows h
+INLINE void add_tile(const float *x, int x_stride, const float *y, int first, int last, int n,
+                     int vectors, float *out, int out_stride) {
+    vf sums[SHARING][WIDE / LANES];
+    for (int h = 0; h < n; h++)
+        for (int j = 0; j < vectors; j++)
+            sums[h][j] = load(out + h * out_stride + j * LANES);
+    for (int i = first; i < last; i++)
+        for (int j = 0; j < vectors; j++) {
+            vf v = load(y + i * WIDE + j * LANES);
+            for (int h = 0; h < n; h++)
+                sums[h][j] = fused(splat(x[h * x_stride + i]), v, sums[h][j]);
         }
-        probs[h][end] = 0;
-        part[h * a->width + padded] = sum_lanes(total[h]);
-        part[h * a->width + padded + 1] = maximum;
-    }
-    for (int d = 0; d < padded; d += SLICE) {
-        vf sums[HEADS][2][SLICE / LANES] = {{{{0}}}};  // of even and odd positions
-        for (int i = low; i < end; i += 2)
-            for (int j = 0; j < 2; j++)
-                for (int s = 0; s < SLICE / LANES; s++)
-                    for (int h = 0; h < n; h++)
-                        sums[h][j][s] += probs[h][i + j]
-                            * load(values + min(i + j, end - 1) * padded + d + s * LANES);
-        for (int h = 0; h < n; h++)
-            for (int s = 0; s < SLICE / LANES; s++)
-                store(part + h * a->width + d + s * LANES, sums[h][0][s] + sums[h][1][s]);
+    for (int h = 0; h < n; h++)
+        for (int j = 0; j < vectors; j++)
+            store(out + h * out_stride + j * LANES, sums[h][j]);
+}
+
+// `add_tile` with constants, so that the sums stay in registers; width: columns of y that matter
+static void add_products(const float *x, int x_stride, const float *y, int first, int last, int n,
+                         int width, float *out, int out_stride) {
+    switch (2 * n + (width > WIDE / 2)) {
+        case 2: add_tile(x, x_stride, y, first, last, 1, 2, out, out_stride); break;
+        case 3: add_tile(x, x_stride, y, first, last, 1, 4, out, out_stride); break;
+        case 4: add_tile(x, x_stride, y, first, last, 2, 2, out, out_stride); break;
+        case 5: add_tile(x, x_stride, y, first, last, 2, 4, out, out_stride); break;
+        case 6: add_tile(x, x_stride, y, first, last, 3, 2, out, out_stride); break;
+        case 7: add_tile(x, x_stride, y, first, last, 3, 4, out, out_stride); break;
     }
 }
 
-// Reads up to 16 cache rows as float32: keys into columns of [D, SPLIT], values into rows
-INLINE void read_cache(const Call *a, int b, int head, int row, int count, float *keys,
-                       float *values) {
-    int D = a->block->head_size, padded = a->width - LANES, bytes = a->pass->bfloat16 ? 2 : 4;
-    const char *from = (char *)a->pass->kv + cache_at(a, 0, b, head, row) * bytes;
-    const char *value = from + a->pass->value_stride * bytes;
-    fetch(from + LANES * D * bytes, LANES * D * bytes);
+// How many of the heads that are left share loads: 4 are 2 and 2
+INLINE int sharing(int left) { return left == SHARING + 1 ? SHARING - 1 : min(left, SHARING); }
+
+// Reads up to LANES cache rows, from row `row`, into columns
+static void read_cache(const Split *s, int row, int count, int column) {
+    int D = s->a->block->head_size, padded = s->a->width - LANES;
+    int is_half = s->a->pass->bfloat16, bytes = is_half ? 2 : 4;
+    const char *key = (char *)s->a->pass->kv + cache_at(s->a, 0, s->b, s->kv, row) * bytes;
+    const char *value = key + s->a->pass->value_stride * bytes;
+    float *to = s->keys + column / WIDE * WIDE * padded + column % WIDE;
+    fetch(key + LANES * D * bytes, LANES * D * bytes);
     fetch(value + LANES * D * bytes, LANES * D * bytes);
-    for (int d = 0; d < D; d += LANES) {
-        vf v[LANES];
+    for (int d = 0; d < D; d += WORD / bytes) {
+        vf v[LANES];             // in a lane one number, or two of bfloat16
         for (int i = 0; i < LANES; i++)
-            v[i] = load_row(from, min(i, count - 1) * D + d, D - d, bytes == 2);
+            v[i] = load_bytes(key + (min(i, count - 1) * D + d) * bytes, (D - d) * bytes);
         transpose(v);
-        for (int i = 0; i < min(D + 1 - d, LANES); i++)  // + 1: pads an odd D
-            store(keys + (d + i) * SPLIT, v[i]);
+        UNROLL
+        for (int i = 0; i < LANES; i++, to += WIDE) {
+            store(to, is_half ? (vf)((vu)v[i] << 16) : v[i]);
+            if (is_half)
+                store(to += WIDE, (vf)((vu)v[i] & 0xffff0000));
+        }
     }
-    for (int i = 0; i < count; i++)
-        for (int d = 0; d < padded; d += LANES)
-            store(values + i * padded + d, load_row(value, i * D + d, D - d, bytes == 2));
+    for (int d = 0; d < D; d += LANES)
+        for (int i = 0; i < count; i++)
+            store(s->values + (d / WIDE * COLUMNS + column + i) * WIDE + d % WIDE,
+                  load_row(value, i * D + d, D - d, is_half));
 }
 
-// Reads one cache row, that of an ancestor
-static void read_ancestor(const Call *a, int b, int head, int row, float *keys, float *values) {
-    int D = a->block->head_size, padded = a->width - LANES, is_half = a->pass->bfloat16;
-    size_t key = cache_at(a, 0, b, head, row), value = cache_at(a, 1, b, head, row);
-    for (int d = 0; d < D; d += LANES) {
-        vf v = load_row(a->pass->kv, key + d, D - d, is_half);
-        for (int i = 0; i < min(D + 1 - d, LANES); i++)
-            keys[(d + i) * SPLIT] = v[i];
+static void read_columns(const Split *s, int row, int count, int column) {
+    for (int i = 0; i < count; i += LANES)
+        read_cache(s, row + i, min(count - i, LANES), column + i);
+}
+
+// Turns a query's scores of columns into weights of positions; total: their sum, the maximum score
+static void weigh(const Split *s, View v, int head, float *scores, float *total) {
+    const float *slopes = s->a->pass->slopes;
+    vf best = splat(-INFINITY), sum = splat(0);
+    for (int i = s->length; v.ancestors && i < v.end; i++, v.ancestors &= v.ancestors - 1)
+        if (i >= 0)
+            scores[i] = scores[s->tree + __builtin_ctzll(v.ancestors)];
+    for (int i = v.low / LANES * LANES; i < v.end; i += LANES) {
+        vi at = NUMBERS + i;
+        vf score = load(scores + i) * s->a->block->scale;
+        if (slopes)
+            score = fused(splat(slopes[head]), __builtin_convertvector(at - v.position, vf), score);
+        if (i < v.low || i + LANES > v.end)
+            score = select_lanes((at >= v.low) & (at < v.end), score, splat(-INFINITY));
+        best = larger(score, best);
+        store(scores + i, score);
     }
-    for (int d = 0; d < padded; d += LANES)
-        store(values + d, load_row(a->pass->kv, value + d, D - d, is_half));
+    total[1] = max_lanes(best);
+    for (int i = v.low / LANES * LANES; i < v.end; i += LANES) {
+        vf weight = vexp(load(scores + i) - total[1]);
+        sum += weight;
+        store(scores + i, weight);
+    }
+    total[0] = sum_lanes(sum);
+}
+
+// The nodes of a unit, of which m is the first: scores [G, COLUMNS] of each, and rows [Hq, width] of
+// part: weighted sum of the values, zeros up to `padded`, then `total`
+static void attend_nodes(const Split *s, int m, float *scores, float *part) {
+    const Call *a = s->a;
+    int D = a->block->head_size, Hq = a->block->n_head, G = Hq / a->block->n_kv_head, n;
+    int padded = a->width - LANES, nodes = a->nodes;
+    memset(scores, 0, (size_t)nodes * G * COLUMNS * sizeof *scores);
+    for (int at = 0; at < s->columns; at += WIDE)
+        for (int i = 0; i < nodes; i++) {
+            View v = view_of(s, m + i);
+            int is_seen = (at < v.end && at + WIDE > v.low) || at + WIDE > s->tree;
+            for (int h = 0; is_seen && h < G; h += n) {
+                n = sharing(G - h);
+                add_products(a->x + ((size_t)(m + i) * Hq + s->kv * G + h) * D, D, s->keys + at * padded,
+                             0, D, n, s->columns - at, scores + (i * G + h) * COLUMNS + at, COLUMNS);
+            }
+        }
+    for (int i = 0; i < nodes * G; i++) {
+        float *out = part + (i / G * Hq + i % G) * a->width;
+        memset(out, 0, padded * sizeof *out);
+        weigh(s, view_of(s, m + i / G), s->kv * G + i % G, scores + i * COLUMNS, out + padded);
+    }
+    for (int d = 0; d < D; d += WIDE)
+        for (int i = 0; i < nodes; i++)
+            for (int h = 0; h < G; h += n) {
+                View v = view_of(s, m + i);
+                const float *weights = scores + (i * G + h) * COLUMNS, *values = s->values + d * COLUMNS;
+                float *out = part + (i * Hq + h) * a->width + d;
+                n = sharing(G - h);
+                add_products(weights, COLUMNS, values, v.low, min(v.end, s->shared), n, D - d, out,
+                             a->width);
+                values += s->tree * WIDE;
+                for (int j = s->length; v.ancestors && j < v.end; j++, v.ancestors &= v.ancestors - 1)
+                    if (j >= v.low)
+                        add_products(weights + j, COLUMNS, values + __builtin_ctzll(v.ancestors) * WIDE,
+                                     0, 1, n, D - d, out, a->width);
+            }
 }
 
 static void attend_split(void *arguments, int unit) {
     const Call *a = arguments;
-    int Hkv = a->block->n_kv_head, G = a->block->n_head / Hkv, T = a->pass->T;
-    int start = unit % a->splits * SPLIT, kv = unit / a->splits % Hkv, b = unit / a->splits / Hkv;
-    int length = length_of(a->pass, b), padded = a->width - LANES;
-    float *keys = scratch(ROWS, 2 * SPLIT * padded * sizeof *keys), *values = keys + SPLIT * padded;
-    int rows = min(length + (a->pass->ancestors ? 0 : T) - start, SPLIT);
-    for (int i = 0; i < rows; i += LANES)
-        read_cache(a, b, kv, start + i, min(rows - i, LANES), keys + i, values + i * padded);
-    size_t row = ((size_t)unit % a->splits * a->pass->B + b) * a->nodes;
-    for (int m = b * T + a->first; m < b * T + a->first + a->nodes; m++, row++) {
-        uint64_t nodes = a->pass->ancestors ? a->pass->ancestors[m] : 0;
-        for (int i = length - start; nodes && i < SPLIT; i++, nodes &= nodes - 1)
-            if (i >= 0)
-                read_ancestor(a, b, kv, length + __builtin_ctzll(nodes), keys + i,
-                              values + i * padded);
-        for (int head = kv * G; head < (kv + 1) * G;) {
-            float *part = a->parts + (row * G * Hkv + head) * a->width;
-            int n = min((kv + 1) * G - head, HEADS);
-            switch (n) {
-                case 1: attend_heads(a, m, head, 1, start, keys, values, part); break;
-                case 2: attend_heads(a, m, head, 2, start, keys, values, part); break;
-                default: attend_heads(a, m, head, HEADS, start, keys, values, part);
-            }
-            head += n;
-        }
+    int Hkv = a->block->n_kv_head, Hq = a->block->n_head, is_tree = a->pass->ancestors != NULL;
+    Split s = {a, unit / a->splits / Hkv, unit / a->splits % Hkv, unit % a->splits * SPLIT};
+    int size = COLUMNS * (a->width - LANES), seen = a->first + a->nodes;
+    s.length = length_of(a->pass, s.b) - s.start;
+    s.keys = scratch(ROWS, (2 * size + a->nodes * Hq / Hkv * COLUMNS) * sizeof *s.keys);
+    s.values = s.keys + size;
+    s.shared = min(max(s.length + (is_tree ? 0 : seen), 0), SPLIT);
+    s.columns = s.tree = (s.shared + LANES - 1) / LANES * LANES;
+    read_columns(&s, s.start, s.shared, 0);
+    if (is_tree && s.length < SPLIT && s.length + a->pass->T > 0) {
+        s.columns += seen;
+        read_columns(&s, s.start + s.length, seen, s.tree);
     }
+    size_t row = ((size_t)unit % a->splits * a->pass->B + s.b) * a->nodes * Hq + s.kv * (Hq / Hkv);
+    attend_nodes(&s, s.b * a->pass->T + a->first, s.values + size, a->parts + row * a->width);
 }
 
 static void merge_splits(void *arguments, int unit) {
@@ -1322,17 +1441,20 @@ static void merge_splits(void *arguments, int unit) {
     size_t stride = (size_t)a->pass->B * a->nodes * Hq * a->width;
     size_t at = unit + ((size_t)b * (a->pass->T - a->nodes) + a->first) * Hq;  // in [M, Hq]
     const float *part = a->parts + (size_t)unit * a->width, *sum = part + a->width - LANES;
-    float *out = a->out + at * D, maximum = -INFINITY, total = 0, values[MAX_HEAD] = {0};
+    float maximum = -INFINITY;
+    vf values[MAX_HEAD / LANES + 1] = {{0}};
     for (int s = 0; s < a->splits; s++)
         maximum = sum[s * stride + 1] > maximum ? sum[s * stride + 1] : maximum;
     for (int s = 0; s < a->splits; s++) {
         float scale = sum[s * stride] == 0 ? 0 : expf(sum[s * stride + 1] - maximum);
-        total += scale * sum[s * stride];
-        for (int d = 0; d < D; d++)
-            values[d] += scale * part[s * stride + d];
+        for (int d = 0; d < a->width; d += LANES)
+            values[d / LANES] = fused(splat(scale), load(part + s * stride + d), values[d / LANES]);
     }
-    for (int d = 0; d < D; d++)
-        out[d] = total == 0 ? 0 : values[d] / total;
+    float total = values[a->width / LANES - 1][0];
+    for (int d = 0; d < D; d += LANES) {
+        vf v = total == 0 ? splat(0) : values[d / LANES] / total;
+        copy_n(a->out + at * D + d, &v, D - d, sizeof(float));
+    }
 }
 
 // q, out [M, Hq, D]
@@ -1342,7 +1464,7 @@ void attention(const BlockWeights *block, const Pass *pass, float *q, float *out
     for (int b = 0; b < pass->B; b++)
         longest = max(longest, length_of(pass, b) + pass->T);
     a.splits = (longest + SPLIT - 1) / SPLIT;
-    a.width = (D + SLICE - 1) / SLICE * SLICE + LANES;
+    a.width = (D + WIDE - 1) / WIDE * WIDE + LANES;
     int units = pass->B * block->n_kv_head * a.splits;
     size_t size = (size_t)pass->B * Hq * a.splits * a.width;  // per node
     int nodes = min(MAX_PARTS / (size + 1) + 1, min(pass->T, MAX_TREE));

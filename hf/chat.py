@@ -7,6 +7,7 @@ import json
 import re
 from datetime import datetime
 from functools import partial
+from pathlib import Path
 
 import jinja2.sandbox
 
@@ -74,13 +75,14 @@ def token_text(token):
     return text if isinstance(text, str) else None
 
 
-def stop_tokens(path, encoding):
+def stop_tokens(path, encoding, template=None):
     """The token ids that end generation: eos_token_id of generation_config.json, else of
-    config.json, else end_of_text. A chat template adds the eos_token of tokenizer_config.json and
-    the END_TOKENS that it contains. A GGUF file, and a folder whose generation_config.json names
-    no token, end at all END_TOKENS of the vocabulary. Raises InputError for bad ids."""
+    config.json, else end_of_text. A chat template (or the file `template` in its place) adds the
+    eos_token of tokenizer_config.json and the END_TOKENS that it contains. A GGUF file, and a
+    folder whose generation_config.json names no token, end at all END_TOKENS of the vocabulary.
+    Raises InputError for bad ids."""
     ids = eos_ids(path, encoding) or [end_of_text(encoding)]
-    templates = find_templates(path)
+    templates = find_templates(path, template)
     written = "".join(source for _, source in templates.values())
     said = optional_part(path, "generation_config.json").get("eos_token_id")
     # many GGUF files of chat models only name the base model's eos token
@@ -109,9 +111,9 @@ def not_applied(path):
             if config.get(name) and not (name in NEUTRAL_AT_1 and config[name] == 1)}
 
 
-def load_chat_template(path):
-    """The model's ChatTemplate, or None."""
-    templates = find_templates(path)
+def load_chat_template(path, template=None):
+    """The model's ChatTemplate, or None. template: a file to read in its place."""
+    templates = find_templates(path, template)
     if not templates:
         return None
     settings = optional_part(path, "special_tokens_map.json")  # used by older checkpoints
@@ -121,8 +123,11 @@ def load_chat_template(path):
     return ChatTemplate(*templates["default"], tokens, templates.get("tool_use"))
 
 
-def find_templates(path):
-    """{name: (file, source)} of the chat templates, {} without any; one is "default"."""
+def find_templates(path, template=None):
+    """{name: (file, source)} of the chat templates, {} without any; one is "default". template: a
+    file that replaces them."""
+    if template:
+        return dict(default=(template, read_text(Path(template))))
     path = find_model(path)
     for name in ("tokenizer_config.json", "chat_template.json"):
         file = part_file(path, name)
@@ -163,6 +168,10 @@ class ChatTemplate:
         with self.named_errors():
             self.template = environment.from_string(source)
 
+    @property
+    def takes_tools(self):
+        return bool(self.with_tools) or "tools" in self.source
+
     def render(self, messages, /, **options):
         """Renders messages [{"role", "content", ...}] to text, ignoring None values. Role
         "developer" becomes "system" unless the template mentions it, and reasoning has the name
@@ -174,7 +183,7 @@ class ChatTemplate:
         options = self.variables | options
         if options.get("tools") and self.with_tools:
             return self.with_tools.render(messages, **options)
-        if options.get("tools") and "tools" not in self.source:
+        if options.get("tools") and not self.takes_tools:
             warn(f"{self.file}: the chat template ignores tools")
         with self.named_errors():
             if options.get("continue_final_message"):

@@ -13,6 +13,7 @@ from model import InputError, expect
 # object with 1,000 optional properties takes 12; by default, ambiguous grammars take 590.
 LIMITS = dict(max_items_in_row=5000, step_max_items=5000, step_lexer_fuel=200_000)
 FORCED_BYTES = 512  # of forced text that are tokenized at once
+SPECIAL = rb"\xff\[(\d+)\]"  # in forced text, the token of this id
 # how JSON is written, as by json.dumps: with one choice, most of a document's structure is forced
 JSON_STYLE = dict(item_separator=", ", key_separator=": ", whitespace_flexible=False)
 # of JSON schemas: formats that llguidance checks, and pydantic's for UUID4
@@ -52,9 +53,11 @@ class GrammarTokenizer:
 
     def compile(self, kind, source):
         """A `Grammar`. kind: "json_schema" (source: a dict or its text), "regex", "choice" (a list
-        of texts), "lark", "gbnf" (llama.cpp's notation), or "grammar" (either of these; no grammar
-        can be read as both). Raises InputError."""
+        of texts), "lark", "gbnf" (llama.cpp's notation), "grammar" (either of these; no grammar
+        can be read as both), or "tools" (a `hf.calls.Tools`). Raises InputError."""
         made = self.llguidance
+        if kind == "tools":
+            return source.compile(self)
         if kind == "grammar":
             return self.compile_either(source)
         try:
@@ -113,11 +116,12 @@ def without_annotations(schema):
 class Grammar:
     """What an output must match. Only its first mask is checked: others may exceed a limit, which
     ends the sequence. begin: the id of a token that must come first, such as </think>:
-    until it comes, all tokens are allowed. Raises InputError for a grammar that is wrong or too
-    large."""
+    until it comes, all tokens are allowed. tools: the `hf.calls.Tools` whose calls it describes.
+    Raises InputError for a grammar that is wrong or too large."""
 
-    def __init__(self, tokenizer, matcher, begin=None):
+    def __init__(self, tokenizer, matcher, begin=None, tools=None):
         self.tokenizer = tokenizer
+        self.tools = tools
         self.stop = tokenizer.stop
         self.matcher = matcher
         self.begin = begin
@@ -137,7 +141,7 @@ class Grammar:
         begin = encoding.special_tokens.get("</think>")
         expect(begin is not None, "the prompt ends in <think>, and no token is </think>, after "
                "which structured output could begin; give enable_thinking=False")
-        return Grammar(self.tokenizer, self.matcher, begin)
+        return Grammar(self.tokenizer, self.matcher, begin, self.tools)
 
 
 class Matcher:
@@ -194,8 +198,11 @@ class Matcher:
         choice."""
         if self.waits or self.ended:
             return []
-        text = self.matcher.compute_ff_bytes()
-        return self.tokenizer.package.tokenize_bytes(text[:FORCED_BYTES]) if text else []
+        tokens = []
+        parts = re.split(SPECIAL, self.matcher.compute_ff_bytes()[:FORCED_BYTES])
+        for number, part in enumerate(parts):
+            tokens += [int(part)] if number % 2 else self.tokenizer.package.tokenize_bytes(part)
+        return tokens
 
     def take(self, tokens):
         """Appends a step's tokens; returns how many. Fewer than all if the output `ended`."""

@@ -116,9 +116,9 @@ class Encoding:
     def stream(self, stop=()):
         return TextStream(self, stop)
 
-    def output_stream(self, stop):
-        """A `TextStream` of an output, without control tokens."""
-        return self.stream([*stop, *self.control_ids])
+    def output_stream(self, stop, shown=()):
+        """A `TextStream` of an output, without control tokens, except for the ids `shown`."""
+        return self.stream([*stop, *self.control_ids.difference(shown)])
 
 
 def encode_prompt(encoding, text):

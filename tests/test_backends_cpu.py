@@ -8,6 +8,7 @@ import os
 import pickle
 import platform
 import random
+import shutil
 import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
@@ -598,6 +599,31 @@ def test_without_a_compiler_the_output_is_the_same(compiler, tmp_path, monkeypat
     assert got.stdout == want.replace("True torch.bfloat16", "False torch.float32")
     assert len(got.stderr.splitlines()) == 1
     assert "install a C compiler" in got.stderr
+
+
+PRODUCTS = """
+import hashlib, sys, torch
+sys.path.append("tests")
+from test_backends_cpu import packed_weight
+torch.manual_seed(0)
+torch.set_num_threads(1)
+for kind in range(4):
+    packed = packed_weight(kind, 40, 192)[0]
+    rows = packed.unpack(torch.arange(40))
+    for x in (rows, *(torch.randn(M, 192) for M in (1, 3, 7, 8, 16))):
+        print(kind, len(x), hashlib.sha256(packed.multiply(x).numpy()).hexdigest())
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not all(map(shutil.which, ("gcc", "clang"))), reason="needs gcc and clang")
+@pytest.mark.parametrize("flags", ["", "-DPLAIN", *(["-march=x86-64-v3"] if platform.machine() == "x86_64" else [])])
+def test_compilers_multiply_to_the_same_bits(flags, tmp_path):
+    """Bug: a product and a sum that one compiler rounds once and the other twice."""
+    gcc, clang = (run_with(dict(CC=compiler, CLOVER_CFLAGS=flags, XDG_CACHE_HOME=str(tmp_path / compiler)), PRODUCTS)
+                  for compiler in ("gcc", "clang"))
+    assert gcc.stdout.count("\n") == 24 and gcc.stdout == clang.stdout
+    assert not gcc.stderr and not clang.stderr
 
 
 FUNCTIONS = "product or rounded or attention or argmax or same_bits or in_c or states_in or threads"

@@ -257,6 +257,6 @@ def test_ranks_select_alike_though_their_clocks_differ(toy):
         used.append(T)
         results = [StepResult(None, [], range(min(T, 7)), [], T)]
         for policy, seconds in zip(policies, (1 + 0.01 * T, 1 + 2 * T)):
-            notes = Notes(times=(), pause=None, counts=None, grammars=0, seconds=seconds)
+            notes = Notes(times=(), pause=None, counts=None, grammars=0, logprobs=None, seconds=seconds)
             policy.learn(Step(Plan(1, T, 0, GREEDY), None, None, T, notes=notes), results)
     assert len(set(used)) > 1

@@ -231,7 +231,7 @@ def test_generation_config_has_the_stop_tokens_and_sampling_defaults(chat_folder
 
 
 def test_the_template_gets_variables_and_the_system_message(chat_folder, capsys):
-    """Bug: --template-kwargs, --system or a line's tools do not reach the template, or are ignored without --chat."""
+    """Bug: --template-kwargs or --system do not reach the template, or are ignored without --chat."""
     (chat_folder / "chat_template.jinja").write_text(TEMPLATE + "{{ 'no ' if think is false }}")
     flags = ["--model", chat_folder, "--device", "cpu", "--max-new-tokens", 20, "--json", "--temperature", 0]
     tokens = lambda *more: json.loads(run(capsys, *flags, *more))["tokens"]
@@ -239,10 +239,6 @@ def test_the_template_gets_variables_and_the_system_message(chat_folder, capsys)
     want = tokens("--prompt", "s:be\nu:abc\na:no ")
     asked = json.loads(run(capsys, *flags, *chat, "--template-kwargs", '{"think": false}'))
     assert asked["tokens"] == want != tokens(*chat) and asked["prompts"] == ["abc"]
-    (chat_folder / "chat_template.jinja").write_text("{{ messages[0].content + tools[0] }}")
-    file = chat_folder / "prompts.jsonl"
-    file.write_text(json.dumps(dict(prompt="abc", tools=["f(x)"])))
-    assert [tokens("--chat", "--prompts", file)] == tokens("--prompt", "abcf(x)") != tokens("--prompt", "abc")
     for bad in ("[1]", "{", "9" * 5000, '{"think": false}'):  # the last is valid, but lacks --chat
         with pytest.raises(SystemExit, match="2"):
             main("--prompt", "abc", "--template-kwargs", bad)

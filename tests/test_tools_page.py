@@ -90,3 +90,32 @@ def test_a_chat_beside_plain_decoding(model_folder, tmp_path, width):  # noqa: F
     finally:
         browser.close()
         served.stop()
+
+
+def test_calls_are_shown_and_answered(tmp_path_factory, tmp_path):
+    """Bug: a call that is lost in its tokens, or a result that the model does not get."""
+    pytest.importorskip("llguidance", reason="pip install llguidance")
+    from test_tools_calls import TOOLS, serve_agent
+    served = serve_agent(tmp_path_factory.mktemp("agent"), "--temperature", "2", "--seed", "1")
+    browser = Browser(served.url, tmp_path, 1000)
+    element = "document.getElementById('{}')".format
+    try:
+        until(lambda: browser[f"{element('name')}.textContent"] == "toy")
+        browser[f"{element('race')}.checked = false; {element('tools')}.value = {json.dumps(json.dumps(TOOLS))}"]
+        for seed in range(20):
+            browser[f"messages.length = 0; {element('max_tokens')}.value = 400; {element('seed')}.value = {seed}"]
+            browser.type("ab")
+            until(lambda: browser["control === null && messages.length == 2"])
+            if calls := browser["waiting().length"]:
+                break
+        assert calls and browser[f"{element('chat')}.textContent"].count("write its result") == calls
+        for _ in range(calls):
+            browser.type("5")
+        until(lambda: browser["control === null && !waiting().length || messages.at(-1).tool_calls != null"])
+        said = json.loads(browser["JSON.stringify(messages)"])
+        number = next(n for n, message in enumerate(said) if message.get("tool_calls"))
+        assert [(one["role"], one["content"]) for one in said[number + 1:number + 1 + calls]] == [("tool", "5")] * calls
+        assert "<tool_call>" not in said[number]["content"]
+    finally:
+        browser.close()
+        served.stop()

@@ -47,10 +47,10 @@ START = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: appl
 class Running:
     """A server in this process, with its own threads."""
 
-    def __init__(self, folder, *flags):
+    def __init__(self, folder, *flags, context=128):
         self.args = parse_serve(["--model", str(folder), "--device", "cpu", "--threads", "1", "--name", "toy", *flags])
         self.loaded = load(self.args, Group())
-        self.app = serve.App(self.args, self.loaded, context=128)
+        self.app = serve.App(self.args, self.loaded, context)
         self.engine, self.worker = self.app.engine, self.app.worker
         self.server = uvicorn.Server(uvicorn.Config(self.app.asgi, lifespan="off", log_level="critical"))
         listener = socket.create_server(("127.0.0.1", 0))

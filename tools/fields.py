@@ -93,6 +93,19 @@ def messages(name, value):
     return values
 
 
+def tool_choice(name, value):
+    """Returns the arguments of `hf.calls.Tools` for the choice; None for "none"."""
+    if isinstance(value, dict):
+        read = object_of(dict(type=only("function"), function=object_of(dict(name=text))))
+        chosen = read(name, value).get("function", {}).get("name")
+        expect(chosen is not None, f"{name}.function.name is missing")
+        return dict(required=True, only=chosen)
+    choices = dict(none=None, auto={}, required=dict(required=True))
+    expect(isinstance(value, str) and value in choices,
+           f"{name} must be {', '.join(choices)} or an object with the name of a function")
+    return choices[value]
+
+
 # --------------------------------------------------------------------------------------------------
 # Structured output: readers return the arguments of `GrammarTokenizer.compile`
 
@@ -178,7 +191,7 @@ STREAM_OPTIONS = dict(include_usage=flag, include_obfuscation=flag,
                       continuous_usage_stats=only(False))
 SAMPLING_FIELDS = "temperature top_k top_p min_p seed".split()  # `Sampling` checks their values
 IGNORED = """user metadata store service_tier safety_identifier request_id priority prediction
-    parallel_tool_calls prompt_cache_key prompt_cache_options prompt_cache_retention""".split()
+    prompt_cache_key prompt_cache_options prompt_cache_retention""".split()
 NEUTRAL = {  # unsupported fields, each with the values that have no effect
     "tools functions bad_words": only([]), "logit_bias": only({}), "suffix": only(""),
     "tool_choice function_call": only("none", "auto"), "modalities": only(["text"]),
@@ -195,10 +208,13 @@ COMMON = GRAMMARS | dict(
 for names, reader in NEUTRAL.items():
     COMMON |= dict.fromkeys(names.split(), reader)
 CHAT = COMMON | dict(messages=messages, chat_template_kwargs=variables, add_generation_prompt=flag,
-                     continue_final_message=flag, logprobs=flag, top_logprobs=whole(0, 20))
-COMPLETION = COMMON | dict(prompt=prompts, logprobs=number_of_logprobs)
+                     continue_final_message=flag, tools=list_of(dict, "a list of objects"),
+                     tool_choice=tool_choice, parallel_tool_calls=flag, logprobs=flag,
+                     top_logprobs=whole(0, 20))
+COMPLETION = COMMON | dict(prompt=prompts, parallel_tool_calls=any_value,
+                           logprobs=number_of_logprobs)
 DEFAULTS = dict(stream=False, stream_options={}, show_steps=False, n=1, stop=[], stop_token_ids=[],
-                chat_template_kwargs={})
+                chat_template_kwargs={}, tools=[], tool_choice={}, parallel_tool_calls=True)
 
 
 def read(body, chat):
@@ -208,5 +224,9 @@ def read(body, chat):
     expect(needed in values, f"{needed} is missing")
     grammars = [values[name] for name in GRAMMARS if values.get(name)]
     expect(len(grammars) <= 1, f"a request takes one of {', '.join(GRAMMARS)}")
+    expect(not (grammars and values.get("tools")),
+           f"a request takes tools or one of {', '.join(GRAMMARS)}")
+    expect(not chat or values.get("tools") or not values.get("tool_choice"),
+           "tool_choice needs tools")
     return DEFAULTS | values | dict(grammar=grammars[0] if grammars else None,
                                     top_logprobs=how_many_top(values, chat))

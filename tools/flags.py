@@ -104,6 +104,8 @@ def parse_generate(argv=None):
     one_of("--regex", metavar="REGEX", help="write text that matches this regular expression")
     one_of("--grammar", type=home, metavar="FILE", help="write text of this grammar, in Lark's or "
            "llama.cpp's notation, which the suffix .lark or .gbnf may name")
+    one_of("--tools", type=home, metavar="FILE", help="a JSON list of functions, in OpenAI's "
+           "format, that the model may call; needs --chat")
     add_sampling_flags(parser, new_tokens=128)
     add_drafting_flags(parser)
     add = parser.add_argument_group("output").add_argument
@@ -117,7 +119,7 @@ def parse_generate(argv=None):
 
     args = parser.parse_args(argv)
     for needed, is_given, names in (
-            ("--chat", args.chat, ("system", "template_kwargs")),
+            ("--chat", args.chat, ("system", "template_kwargs", "chat_template", "tools")),
             ("--prompt", args.prompt or args.prompts, ("compare", "json", "show_tree"))):
         for name in names:
             if getattr(args, name) and not is_given:
@@ -196,6 +198,7 @@ def add_machine_flags(parser, batch, batch_size=None):
     add_model_flags(group)
     add_quantize_flag(group)
     add = group.add_argument
+    add("--chat-template", type=home, metavar="FILE", help="in place of the model's own")
     add("--batch-size", type=at_least(1), default=batch_size, metavar="N", help=batch)
     add("--threads", type=at_least(1, auto=True), metavar="N|auto",
         help="of a CPU; default: OMP_NUM_THREADS, else auto: the fewest that are about as fast")

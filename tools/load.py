@@ -19,6 +19,7 @@ from common.values import warn
 from engine.clock import seconds_between, timestamp
 from generate import Plan, Sampling, prepare
 from hf import checkpoint
+from hf.calls import CallText, Tools
 from hf.chat import SAMPLING_KEYS, load_chat_template, not_applied, sampling_defaults, stop_tokens
 from hf.files import part_file, read_config
 from hf.grammar import GrammarTokenizer
@@ -27,17 +28,20 @@ from hf.paths import default_heads, find_model
 from hf.text import OBJECTS, decode, messages_of, read_lines, read_objects, read_text, tools_of
 from hf.tokenizer import Encoding, encode_prompt, load_encoding
 from model import GPT, InputError, check, expect
+from tools import fields
 
 
-def load_model(args, group=None, packed=None, dtype=None):
+def load_model(args, group=None, packed=None, dtype=None, template=None):
     """Loads the GPT of --model, --device, --dtype and --quantize, and its tokenizer, whose chat
     template gets the variables of --template-kwargs. group, packed: as in `checkpoint.load`. dtype:
-    used without --dtype."""
+    used without --dtype. template: a file with another chat template."""
     device = pick_device((group and group.device) or args.device)
     if not threads_are_set():
         torch.set_num_threads(min(torch.get_num_threads(), available_cpus()))
     read_config(args.model)  # a path that is no model fails here, not for lack of a tokenizer
     encoding = load_encoding(args.model)
+    if template:
+        encoding.template = load_chat_template(args.model, template)
     if args.template_kwargs:
         expect(encoding.template, f"{args.model}: has no chat template; leave out "
                "--template-kwargs")
@@ -56,6 +60,7 @@ class Prompt(NamedTuple):
     messages: list
     tools: dict = {}              # as of `tools_of`
     grammar: tuple | None = None  # arguments of `GrammarTokenizer.compile`
+    choice: dict = {}             # other arguments of `Tools`
 
 
 @dataclass(eq=False)
@@ -73,14 +78,20 @@ class Loaded:
         """The `GrammarTokenizer`."""
         return GrammarTokenizer(self.encoding, self.model.config.vocab_size, self.stop)
 
+    def tools(self, prompt):
+        """The `Tools` of a `Prompt`, or None."""
+        return Tools(self.encoding, **prompt.tools, **prompt.choice) if prompt.tools else None
+
     def encode(self, prompts, args):
         """Token ids of each `Prompt`, or without --chat of its last message. Runs on rank 0, since
         a template may read the clock."""
         def tokens(number, prompt):
-            messages, options, grammar = prompt
-            if grammar:
-                options = without_thinking(self.encoding.template) | options
+            messages = prompt.messages
             try:
+                tools = self.tools(prompt)
+                thinks = not (prompt.grammar or tools and tools.required)
+                options = {} if thinks else without_thinking(self.encoding.template)
+                options |= dict(tools=tools.for_template) if tools else {}
                 return (self.encoding.chat(messages, **options) if args.chat
                         else encode_prompt(self.encoding, messages[-1]["content"]))
             except InputError as error:
@@ -91,17 +102,22 @@ class Loaded:
     def compile(self, prompts, ids):
         """The `Grammar` or None of each `Prompt`. ids: the prompts' token ids."""
         def grammar(number, prompt, tokens):
-            if not prompt.grammar:
-                return None
             try:
-                return self.grammars.compile(*prompt.grammar).for_prompt(tokens)
+                source = ("tools", self.tools(prompt)) if prompt.tools else prompt.grammar
+                return source and self.grammars.compile(*source).for_prompt(tokens)
             except InputError as error:
                 raise InputError(f"prompt {number}: {error}") from None
         return list(map(grammar, itertools.count(1), prompts, ids))
 
-    def decode(self, tokens):
+    def stream(self, grammar=None):
+        """A `TextStream` of an output. If its grammar has tools, calls are JSON."""
+        if grammar and grammar.tools:
+            return CallText(grammar.tools, self.stop)
+        return self.encoding.output_stream(self.stop)
+
+    def decode(self, tokens, grammar=None):
         """The text of token ids, without control tokens and the stop string at its end."""
-        stream = self.encoding.output_stream(self.stop)
+        stream = self.stream(grammar)
         return stream.feed(tokens) + stream.finish()
 
 
@@ -123,7 +139,7 @@ def load_alone(args, group):
     if ignored := not_applied(args.model):
         settings = ", ".join(f"{name} {value}" for name, value in ignored.items())
         warn(f"{args.model}: generation_config.json: not applied: {settings:.200}")
-    model, encoding = load_model(args, group)
+    model, encoding = load_model(args, group, template=args.chat_template)
     heads = None
     path = args.heads or default_heads(args.model) or "none"
     if drafts(args, "heads") and path != "none":
@@ -132,7 +148,7 @@ def load_alone(args, group):
         raise InputError(f"{args.model}: has no draft heads, but --draft "
                          f"{'+'.join(sorted(args.draft))} needs them; train them with "
                          "train_heads.py, give --heads, or use --draft lookup")
-    stop = [*stop_tokens(args.model, encoding), *filter(None, args.stop)]
+    stop = [*stop_tokens(args.model, encoding, args.chat_template), *filter(None, args.stop)]
     return Loaded(model, encoding, heads, sampling, stop, group)
 
 
@@ -203,16 +219,30 @@ def opening(args):
 def read_prompts(args):
     """The `Prompt`s of --prompt and --prompts; "-" is standard input. Raises InputError for --chat
     if the model has no chat template."""
-    expect(not args.chat or load_chat_template(args.model), f"{args.model}: has no chat template; "
-           "leave out --chat, or use a chat model")
+    expect(not args.chat or load_chat_template(args.model, args.chat_template), f"{args.model}: "
+           "has no chat template; leave out --chat, give --chat-template, or use a chat model")
     if args.prompts:
         found = read_prompt_file(args.prompts, None if args.chat else "--chat")
     else:
         found = [from_user(decode(sys.stdin.buffer.read(), "standard input") if text == "-"
                            else text) for text in args.prompt or []]
     own = read_grammar(args)
-    return [Prompt([*opening(args), *messages], tools, grammar or own)
-            for messages, tools, grammar in found]
+    own_tools = read_tools(args)
+    prompts = [Prompt([*opening(args), *messages], tools or own_tools, grammar or own, choice)
+               for messages, tools, grammar, choice in found]
+    expect(not any(prompt.tools and prompt.grammar for prompt in prompts),
+           "a prompt has tools or a grammar, not both; leave out one")
+    return prompts
+
+
+def read_tools(args):
+    """The functions of --tools, as in `Prompt`."""
+    if args.tools is None:
+        return {}
+    try:
+        return tools_of(dict(tools=read_text(Path(args.tools))))
+    except (ValueError, RecursionError) as error:
+        raise InputError(f"{args.tools}: expected a JSON list of functions, but: {error}") from None
 
 
 def read_grammar(args):
@@ -229,13 +259,16 @@ def read_grammar(args):
 
 def read_prompt_file(file, missing=None, template=None):
     """The `Prompt`s of a file: its lines, or the objects of a .jsonl or .json file with a "prompt"
-    or "messages", and maybe a "json_schema". missing: what messages and tools need and do not have.
-    template: renders each, so that an error names the line."""
+    or "messages", and maybe a "json_schema", or "tools" and a "tool_choice". missing: what messages
+    and tools need and do not have. template: renders each, so that an error names the line."""
     file = Path(file)
 
     def parse(value):
         tools = tools_of(value)
         schema = value.get("json_schema")
+        choice = fields.tool_choice("its tool_choice", value.get("tool_choice", "auto"))
+        expect(choice is not None, "its tool_choice is none; leave out the tools")
+        choice |= dict(parallel=value.get("parallel_tool_calls", True))
         expect(isinstance(schema, dict | None), "its json_schema is no object")
         is_text = isinstance(value.get("prompt"), str) and value.get("messages") is None
         messages = from_user(value["prompt"]).messages if is_text else messages_of(value)
@@ -243,7 +276,7 @@ def read_prompt_file(file, missing=None, template=None):
         expect(is_text and not tools or not missing, f"messages and tools need {missing}")
         if template:
             template.render(messages, **tools)
-        return Prompt(messages, tools, schema and ("json_schema", schema))
+        return Prompt(messages, tools, schema and ("json_schema", schema), choice)
     if file.name.endswith(OBJECTS):
         expected = 'an object with a "prompt" string or "messages"'
         found = [prompt for _, prompt in read_objects(file, parse, expected)]

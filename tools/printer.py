@@ -26,7 +26,7 @@ class Printer:
         self.streams = len(prompts) <= 1 and not args.json
         self.complete = {}      # index -> a `Sequence` that has ended and is not printed yet
         self.printed = 0        # sequences
-        self.stream = loaded.encoding.output_stream(loaded.stop)
+        self.stream = loaded.stream()
         self.colours = (sys.stdout.isatty() and not os.environ.get("NO_COLOR")
                         and os.environ.get("TERM") != "dumb")
         if self.streams and not args.chat:
@@ -35,6 +35,8 @@ class Printer:
     def generate(self, engine, prompts, grammars=None):
         """Decodes the prompts and prints the text. Returns the Output, partial after Ctrl-C."""
         output = Output()
+        if grammars:
+            self.stream = self.loaded.stream(grammars[0])
         with contextlib.suppress(KeyboardInterrupt):
             engine.generate(prompts, self.args.max_new_tokens, self.loaded.stop, self.show,
                             self.loaded.encoding, with_trees=self.args.show_tree,
@@ -65,7 +67,7 @@ class Printer:
     def print_complete(self):
         while sequence := self.complete.pop(self.printed, None):
             prompt = self.prompts[sequence.index]
-            text = self.loaded.decode(sequence.tokens)
+            text = self.loaded.decode(sequence.tokens, sequence.grammar)
             if not self.args.json:
                 print(f"{'' if self.args.chat else prompt}{text}\n{'-' * 40}", flush=True)
             elif self.args.prompts:
@@ -112,7 +114,7 @@ class Printer:
             model=os.path.basename(os.path.abspath(self.args.model)),
             sampling=self.loaded.sampling,
             prompts=self.prompts,
-            texts=list(map(self.loaded.decode, output.tokens)),
+            texts=[self.loaded.decode(one.tokens, one.grammar) for one in output.sequences],
             step_lengths=dict(sorted(counted.step_lengths.items())))
 
 

@@ -11,7 +11,7 @@ from hf.text import decode
 from model import InputError
 from tools import errors
 from tools.compare import against_plain
-from tools.load import Prompt, load, make_engine, opening, read_grammar, read_prompts
+from tools.load import Prompt, load, make_engine, opening, read_grammar, read_prompts, read_tools
 from tools.printer import Printer, speed
 
 
@@ -52,7 +52,7 @@ def converse(args, loaded):
             import readline  # noqa: F401  enables line editing
         print("/clear starts over; Ctrl-C ends a reply, Ctrl-D the program", file=sys.stderr)
     messages, engine = opening(args), None
-    grammar = loaded.group.on_first(lambda: read_grammar(args))
+    grammar, tools = loaded.group.on_first(lambda: (read_grammar(args), read_tools(args)))
     while (line := loaded.group.on_first(read_line)) is not None:
         if line.strip() == "/clear":
             messages = opening(args)
@@ -60,7 +60,7 @@ def converse(args, loaded):
             continue
         turn = [*messages, dict(role="user", content=line)]
         try:
-            given = [Prompt(turn, grammar=grammar)]
+            given = [Prompt(turn, tools, grammar)]
             prompts = loaded.encode(given, args)
             check_prompt(loaded.model.config, prompts[0])
             grammars = loaded.compile(given, prompts)
@@ -82,7 +82,7 @@ def converse(args, loaded):
         if errors.received or (loaded.group.size > 1 and None in output.ended):
             raise KeyboardInterrupt
         if args.chat:
-            reply = loaded.decode(output.tokens[0])
+            reply = loaded.decode(output.tokens[0])  # calls as the model wrote them
             messages = [*turn, dict(role="assistant", content=reply)]
 
 

@@ -25,6 +25,7 @@ import traceback
 import uuid
 from functools import partial
 from importlib.util import find_spec
+from itertools import zip_longest
 from pathlib import Path
 
 import uvicorn
@@ -40,6 +41,7 @@ from backends import cpu, tensor_parallel
 from backends.capture import capture_all
 from common.values import warn
 from generate import Sampling
+from hf.calls import CallReader, Tools, message_of
 from hf.paths import SMOLLM2, find_model
 from hf.tokenizer import encode_prompt
 from model import InputError, expect
@@ -81,14 +83,21 @@ class Job:
         self.stop = [*app.loaded.stop, *body["stop"], *body["stop_token_ids"]]
         self.encoding = app.loaded.encoding
         self.chat = chat
-        thinks = without_thinking(self.encoding.template) if body["grammar"] else {}
+        tools = Tools(self.encoding, body["tools"], **body["tool_choice"] or {},
+                      parallel=body["parallel_tool_calls"]) if chat and body["tools"] else None
+        self.tools = None if body["tool_choice"] is None else tools  # that may be called
+        self.grammar = ("tools", self.tools) if self.tools else body["grammar"]
+        may_think = not self.grammar or (self.tools and not self.tools.required)
+        thinks = {} if may_think else without_thinking(self.encoding.template)
         self.template_kwargs = (thinks | body["chat_template_kwargs"]
-                                | select("add_generation_prompt", "continue_final_message"))
+                                | select("add_generation_prompt", "continue_final_message")
+                                | (dict(tools=tools.for_template) if tools else {}))
         self.inputs = [body["messages"]] if chat else body["prompt"]
         self.count = body["n"] * len(self.inputs)  # choices
         expect(self.count <= app.max_active, f"expected up to {app.max_active} sequences (this "
                f"server's --batch-size plus --queue), not {self.count}; send fewer, or a smaller n")
         self.sequences = []  # a `Sequence` for each choice
+        self.readers = [self.tools and CallReader(self.tools) for _ in range(self.count)]
         self.statistics = Statistics()
         self.events = asyncio.Queue()  # results of steps, or an exception
         self.loop = asyncio.get_running_loop()
@@ -99,9 +108,11 @@ class Job:
                          seed=self.sampling.seed)
 
     async def parts(self):
-        """Yields the results of steps: (index of the choice, text of each new token, why the
-        sequence ended or None, `step_record` or None, the field logprobs)."""
-        streams = [self.encoding.output_stream(self.stop) for _ in range(self.count)]
+        """Yields the results of steps: (index of the choice, text of each new token, the same as
+        parts of text and calls, why the sequence ended or None, `step_record` or None, the field
+        logprobs)."""
+        shown = self.tools.tokens.values() if self.tools else ()
+        streams = [self.encoding.output_stream(self.stop, shown) for _ in range(self.count)]
         hidden = [sequence.grammar and sequence.grammar.begin  # text up to this token
                   for sequence in self.sequences]
         lengths = [0] * self.count  # of the texts so far
@@ -123,7 +134,17 @@ class Job:
             if ended:
                 pieces[-1:] = ["".join(pieces[-1:]) + streams[index].finish()]
                 left -= 1
-            yield index, pieces, ended, record, self.logprobs(tokens, values, offsets)
+            parts = self.read(index, pieces, tokens, ended)
+            yield index, pieces, parts, ended, record, self.logprobs(tokens, values, offsets)
+
+    def read(self, index, pieces, tokens, ended):
+        """The parts of a choice's next text, as from `CallReader.feed`."""
+        reader = self.readers[index]
+        if not reader:
+            return [("text", "".join(pieces), 0)]
+        found = [part for piece, token in zip_longest(pieces, tokens)
+                 for part in reader.feed(piece or "", token)]
+        return found + reader.finish() if ended else found
 
     def logprobs(self, tokens, values, offsets):
         """The field logprobs of a choice, or None. offsets: of the tokens in its text."""
@@ -133,9 +154,13 @@ class Job:
             return chat_logprobs(self.encoding, tokens, values)
         return completion_logprobs(self.encoding, tokens, values, offsets)
 
-    def choice(self, index, text, ended, logprobs, first=True):
+    def choice(self, index, parts, ended, logprobs, first=True):
         role = dict(role="assistant") if first else {}
-        message = {"delta" if self.body["stream"] else "message": role | dict(content=text)}
+        said = message_of(parts, self.body["stream"])
+        text = said["content"]
+        message = {"delta" if self.body["stream"] else "message": role | said}
+        if ended == "stop" and self.tools and self.readers[index].is_complete:
+            ended = "tool_calls"
         error = dict(error=self.sequences[index].error) if ended == "error" else {}
         return dict(index=index, finish_reason=ended, logprobs=logprobs) | error | (
             message if self.chat else dict(text=text))
@@ -377,8 +402,8 @@ class App:
                                          media_type="text/event-stream")
         else:
             choices = [None] * job.count
-            async for index, pieces, ended, _, values in job.parts():  # once for each choice
-                choices[index] = job.choice(index, "".join(pieces), ended, values)
+            async for index, _, parts, ended, _, values in job.parts():  # once for each choice
+                choices[index] = job.choice(index, parts, ended, values)
             response = JSONResponse(job.head | dict(choices=choices) | job.usage())
         self.worker.metrics.responses[200] += 1
         await response(*asgi)
@@ -386,8 +411,7 @@ class App:
     def encode(self, job):
         """Encodes the inputs (messages, strings or token ids) as job.sequences."""
         encoding = self.loaded.encoding
-        source = job.body["grammar"]
-        grammar = self.loaded.grammars.compile(*source) if source else None
+        grammar = self.loaded.grammars.compile(*job.grammar) if job.grammar else None
         encode = partial(encoding.encode, allowed_special="all")
         encode = encode if job.chat else partial(encode_prompt, encoding)
         for value in job.inputs:
@@ -417,8 +441,8 @@ class App:
         line = lambda value: f"data: {json.dumps(value)}\n\n"
         started = set()
         try:
-            async for index, pieces, ended, record, values in job.parts():
-                choice = job.choice(index, "".join(pieces), ended, values, index not in started)
+            async for index, pieces, parts, ended, record, values in job.parts():
+                choice = job.choice(index, parts, ended, values, index not in started)
                 started.add(index)
                 steps = dict(clover=dict(tokens=pieces) | record) if record else {}
                 yield line(job.head | dict(choices=[choice]) | steps)

