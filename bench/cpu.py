@@ -35,7 +35,8 @@ def parts(args, files):
     rival = ["--llama-cpp"] if args.llama_cpp else []
     found = {"prompts": [*once, *both, "--chats", CHATS]}
     if args.chats:
-        found["spec bench"] = [*once, "--tree-sizes", "auto", "--chats", args.chats]
+        found["spec bench"] = [*once, "--tree-sizes", "auto", "--chats", args.chats,
+                               "--prompts", 96]
     for name, file in files.items():
         model = ["--model", file, *rival]
         drafters = plain if name == "Q4_0" else both  # its output repeats itself: easy to guess
