@@ -324,9 +324,8 @@ class Step:
 
 
 def decoder_class(model, heads):
-    """The `Decoder` class of a model's backend, or `Decoder` for heads that it does not run."""
-    runs = model.decoder is not None and model.decoder.runs(heads)
-    return model.decoder if runs else Decoder
+    """The `Decoder` class by which a model's backend runs these heads."""
+    return (model.decoder or Decoder).for_heads(heads)
 
 
 class Decoder:
@@ -344,6 +343,11 @@ class Decoder:
     advance = staticmethod(advance)
     guide = None  # restricts the tokens of the next step: see engine/guide.py
     observer = None  # reads the hidden states of the next step: see engine/logprobs.py
+
+    @classmethod
+    def for_heads(cls, heads):
+        """This class, or another one for heads that it does not run."""
+        return cls
 
     @torch.inference_mode()
     def __init__(self, model, *, policy, batch_size=1, capacity=None, beams=None, sampling=None,

@@ -406,7 +406,7 @@ class GPT(nn.Module):
         super().__init__()
         c = self.config = config
         self.hash = None     # 16 hex digits of the checkpoint's files
-        self.decoder = None  # a backend's `generate.Decoder`; runs(heads): whether it runs these
+        self.decoder = None  # a backend's `generate.Decoder`
         # nn.Embedding(...) draws random numbers, which on the meta device costs a second of imports
         embedding = lambda n: nn.Embedding.from_pretrained(torch.zeros(n, c.n_embd), freeze=False)
         self.embed = embedding(c.vocab_size)

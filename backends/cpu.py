@@ -607,6 +607,12 @@ class PackedBlocks(Packed, Blocks):
                 documents=None, layers=()):
         if cache is None:
             return super().forward(hidden, tables, positions, None, None, start, documents, layers)
+        hidden, _, states = self.run(hidden, tables, positions, cache, ancestors, start, layers)
+        return hidden, None, states
+
+    def run(self, hidden, tables, positions, cache, ancestors=None, start=0, layers=(), norm=None):
+        """`forward` with a cache -> (hidden, its norm in float32, the states of `layers`). norm: a
+        `NormWeights`; None: without weights."""
         x = hidden.to(torch.float32, copy=True).contiguous()
         lengths = cache.lengths
         if ancestors is None:  # a prompt's tokens, which follow `start` rows
@@ -621,11 +627,13 @@ class PackedBlocks(Packed, Blocks):
             a_pass = pass_struct(hidden.shape, tables, cache.kv[first:], lengths, ancestors,
                                  positions)
             a_pass.slots = pointer(slots)
-            failed = library().run_blocks(self.structs[first], last - first, header.NormWeights(),
-                                          a_pass, x.data_ptr(), normed.data_ptr())
+            failed = library().run_blocks(self.structs[first], last - first,
+                                          norm or header.NormWeights(), a_pass, x.data_ptr(),
+                                          normed.data_ptr())
             check_room(failed, a_pass)
             states[last] = x.to(hidden.dtype, copy=last < len(self))
-        return states[last], None, torch.cat([states[n] for n in layers], -1) if layers else None
+        joined = torch.cat([states[n] for n in layers], -1) if layers else None
+        return states[last], normed, joined
 
     def prepare(self, module):
         pack(module)
@@ -724,6 +732,24 @@ def norm_struct(norm, tensors):
 # --------------------------------------------------------------------------------------------------
 # Decoding
 
+class PackedDecoder(Decoder):
+    """A `generate.Decoder` for heads that cpu.c does not run. A row's bits are those of
+    `CompiledDecoder`, where it is float32 from the embedding to the LM head."""
+
+    def __init__(self, model, **options):
+        super().__init__(model, **options)
+        self.tensors = []  # keeps alive what the struct points to
+        self.norm = norm_struct(model.norm, self.tensors)
+
+    def verify(self, plan, draft):
+        model = self.model
+        hidden, normed, states = model.blocks.run(
+            model.embeddings(draft.tree.tokens, draft.positions), model.tables, draft.positions,
+            self.slots.cache.select(draft.batch.slots), draft.tree.ancestors,
+            layers=self.hidden_layers, norm=self.norm)
+        return normed, states if self.hidden_layers else hidden
+
+
 class CompiledDecoder(Decoder):
     """A `generate.Decoder` with one call of cpu.c per stage. A step runs only the slots that hold
     sequences. The augmenting blocks read accepted tokens only when the heads draft again, so the
@@ -731,10 +757,11 @@ class CompiledDecoder(Decoder):
     before."""
     chooses_size = True
 
-    @staticmethod
-    def runs(heads):
-        """Whether heads are None, or `CloverHeads` that are packed too."""
-        return heads is None or isinstance(getattr(heads, "heads", None), PackedHeads)
+    @classmethod
+    def for_heads(cls, heads):
+        """This class, if heads are None or `CloverHeads` that are packed too."""
+        runs = heads is None or isinstance(getattr(heads, "heads", None), PackedHeads)
+        return cls if runs else PackedDecoder
 
     @torch.inference_mode()
     def __init__(self, model, **options):

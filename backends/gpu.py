@@ -184,10 +184,6 @@ class GraphDecoder(Decoder):
     filtered_sample = staticmethod(filtered_sample)
     advance = staticmethod(tree.advance)
 
-    @staticmethod
-    def runs(heads):
-        return True
-
     def __init__(self, model, **options):
         super().__init__(model, **options)
         slots = self.slots

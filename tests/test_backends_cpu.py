@@ -254,15 +254,15 @@ def test_accept_in_c_is_its_reference(T, P):
 
 @pytest.mark.parametrize("shape", ["llama", "gpt2", "gemma"])
 def test_states_in_bfloat16_are_the_decoders(shape):
-    """Bug: an embedding rounded too late. Tokens may differ: C keeps the last norm in float32."""
+    """Bug: an embedding rounded too late; a norm rounded for heads that cpu.c does not run, whose output then differs
+    from plain decoding."""
     both = packed_toy(shape, None, torch.bfloat16, embed_scale=3.7)
-    theirs, ours = (filled_decoder(cls, *both, True, 20) for cls in (Decoder, cpu.CompiledDecoder))
+    theirs, ours = (filled_decoder(cls, *both, True, 20) for cls in (cpu.PackedDecoder, cpu.CompiledDecoder))
     plan = Plan(4, 20, 0, NOISE)
     with torch.inference_mode():
         draft = ours.draft(plan)
-        _, want = theirs.verify(plan, draft._replace(batch=theirs.read_batch(4)))
-        _, hidden = ours.verify(plan, draft)
-        assert torch.equal(hidden, want)
+        want = theirs.verify(plan, draft._replace(batch=theirs.read_batch(4)))
+        assert all(map(torch.equal, ours.verify(plan, draft), want))
 
 
 @torch.inference_mode()
@@ -392,7 +392,7 @@ def test_only_what_has_kernels_is_packed():
     heads.heads[1].project.linear.__class__ = type("Own", (torch.nn.Linear,), {})
     cpu.apply(heads.model, heads)
     assert not isinstance(heads.heads, cpu.PackedHeads) and isinstance(heads.heads[1].mix.query, cpu.PackedLinear)
-    assert decoder_class(heads.model, heads) is Decoder
+    assert decoder_class(heads.model, heads) is cpu.PackedDecoder
     assert generate(heads.model, [[5]], 9, heads, tree_size=17).emitted == 9
     model = toy_model().to("meta")
     cpu.apply(model)
