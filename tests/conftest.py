@@ -4,6 +4,7 @@ import json
 import os
 import shutil
 import tempfile
+from collections import Counter
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests run without network
 if not os.access(os.path.expanduser("~"), os.W_OK):  # without a home, Triton would write to ./~
@@ -26,6 +27,18 @@ from training.data import builtin_corpus
 torch.set_num_threads(1)  # the models are too small for a second thread
 needs_compiler = pytest.mark.skipif(cpu.library() is None, reason="needs a C compiler, such as gcc")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+
+
+@pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
+def pytest_collection_modifyitems(items):
+    """Under Triton's interpreter, which is slow, every other case of a test is `slow`."""
+    seen = Counter()
+    for item in items if os.environ.get("TRITON_INTERPRET") else ():
+        test = item.location[0], getattr(item, "originalname", item.name)
+        if seen[test] % 2:
+            item.add_marker(pytest.mark.slow)
+        seen[test] += 1
+
 
 SHAPES = {
     "llama": dict(),
