@@ -9,7 +9,7 @@ in each step. On CUDA a step is captured in a CUDA graph and replayed, and the h
 while the next one runs.
 
 A backend overrides stages of the `Decoder`, or its `run`; a policy selects the sizes (see `Fixed`);
-a guide restricts the tokens (`Decoder.guide`); another engine may schedule prompts otherwise.
+a guide restricts the tokens; an observer reads hidden states; another engine may schedule prompts.
 
 Letters: B sequences, T tree nodes, K draft heads, P nodes of an accepted path, n tokens proposed by
 lookup, W beams, C hidden size, V vocabulary."""
@@ -249,7 +249,7 @@ class Slots:
         if heads:  # they write drafts or paths, which on a CPU have up to MAX_CHAIN + 1 rows
             rows = capacity + max_path + max(max_path, MAX_CHAIN + 1, heads.draft_rows)
             heads_kv = heads.new_cache(batch_size, rows).kv
-        self.heads_cache = KVCache(heads_kv, self.cache.lengths)  # of the augmenting block
+        self.heads_cache = KVCache(heads_kv, self.cache.lengths)
         self.integers = zeros(len(INTEGER_FIELDS), batch_size, dtype=torch.int64)
         self.floats = zeros(len(FLOAT_FIELDS), batch_size)
         self.state = zeros(batch_size, model.config.n_embd, dtype=model.dtype)  # the heads' input

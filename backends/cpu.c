@@ -1351,7 +1351,8 @@ static void read_columns(const Split *s, int row, int count, int column) {
         read_cache(s, row + i, min(count - i, LANES), column + i);
 }
 
-// Turns a query's scores of columns into weights of positions; total: their sum, the maximum score
+// Turns a query's scores of columns into weights of positions; total: their sum, the maximum score.
+// Ancestors are in ascending order, and s->tree >= s->length, so no score is overwritten unread
 static void weigh(const Split *s, View v, int head, float *scores, float *total) {
     const float *slopes = s->a->pass->slopes;
     vf best = splat(-INFINITY), sum = splat(0);

@@ -733,8 +733,8 @@ def norm_struct(norm, tensors):
 # Decoding
 
 class PackedDecoder(Decoder):
-    """A `generate.Decoder` for heads that cpu.c does not run. A row's bits are those of
-    `CompiledDecoder`, where it is float32 from the embedding to the LM head."""
+    """A `generate.Decoder` for heads that cpu.c does not run. It keeps float32 up to the LM head
+    like `CompiledDecoder`, so that both compute the same bits."""
 
     def __init__(self, model, **options):
         super().__init__(model, **options)

@@ -53,9 +53,11 @@ def parts(args, files):
 
 def requantized(source, name, out):
     """A copy of a GGUF file in another format, beside `out`, made by the gguf package."""
+    if name in source.name:
+        return source
     target = Path(out).absolute().with_name(source.name.replace("Q4_1", name))
-    if name in source.name or target.exists():
-        return source if name in source.name else target
+    if target.exists():
+        return target
     kind = gguf.GGMLQuantizationType[name]
     reader = gguf.GGUFReader(source)
     value = lambda key: reader.fields[key].contents()

@@ -17,8 +17,8 @@ class GuidedSequence(Sequence):
     """A `Sequence` that may also end at a text, for which it needs an encoding, and whose output
     matches a grammar, or any if that is None. It ends with "stop" where the grammar does, and with
     "error" if that got too complex, see `error`. unread: prompt tokens that the steps launched so
-    far leave unread. top_logprobs: None, or that `logprobs` of its tokens are wanted, with so many
-    of the likeliest."""
+    far leave unread. top_logprobs: how many of the likeliest tokens `logprobs` reports beside each
+    token; None: it stays empty."""
 
     def __init__(self, config, prompt, max_new_tokens, sampling, stop=(), index=0, encoding=None,
                  grammar=None, top_logprobs=None):

@@ -28,7 +28,7 @@ UNUSED = 64     # steps after which an option is tried for two steps
 TRIAL_TIME = 0.01  # largest share of the time that trials may take
 WINDOW = 64     # of running means, in steps
 PRIOR = 2       # weight of an option's rate before its first use, in steps
-PROPOSED = [1.0, 2.5, 3.0, 3.5, 4.0, 10.0]  # assumed at the start, in place of counts of chains
+PROPOSED = [1.0, 2.5, 3.0, 3.5, 4.0, 10.0]  # tokens that the prior of chains is worth
 MEMORY = 256, 64  # window of the acceptance counts: head nodes per bin, lookup tokens per length
 ROW = 0.15      # cost of a further row on a CPU, relative to a step of one row: an initial guess
 # Initial guesses for a GPU, measured on an H100 by `bench gpu`
