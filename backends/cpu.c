@@ -40,7 +40,7 @@
 #define FLOAT_TILE (12 / SUMS)
 #endif
 #define TILE 8               // most rows multiplied at once
-#define PAIRED (LANES == 4 ? 0 : 6)  // most rows multiplied by two blocks at once
+#define PAIRED (LANES == 4 ? 0 : LANES == 8 ? 6 : TILE)  // most rows multiplied by two blocks at once
 #define SUMS (LANES == 16 ? 2 : 4)  // sums of floats per row, which hide the additions' latency
 #define SPLIT 128            // cache positions per unit of attention
 #define COLUMNS (SPLIT + MAX_TREE)  // its rows in memory: of committed tokens, then of nodes
@@ -478,6 +478,21 @@ typedef vf Combine(vf, vf);
 INLINE vf add(vf a, vf b) { return a + b; }
 INLINE vf larger(vf a, vf b) { return select_lanes((a > b) | (a != a), a, b); }  // NaN if either is
 
+INLINE vi larger_int(vi a, vi b) {
+#if LANES > 4
+    return (vi)X86(max_epi32)((vx)a, (vx)b);
+#else
+    return (vi)select_lanes(a > b, (vf)a, (vf)b);
+#endif
+}
+
+INLINE int sum_ints(vi v) {
+    UNROLL
+    for (int s = LANES / 2; s > 0; s /= 2)
+        v += (vi)swap((vf)v, s);
+    return v[0];
+}
+
 INLINE vf combine_lanes(Combine *f, vf v, int s) { return f(v, swap(v, s)); }
 
 // f over all lanes of v
@@ -577,10 +592,18 @@ INLINE vf vlog(vf x) {           // n ln(2) + log(1 + f), sqrt(1/2) <= 1 + f < s
 #define IN_PAIRS 0
 #endif
 
+// What `zero` adds to a sum of products: dpbusd begins with it; else registers are free only later,
+// where it is a fused product, exact as well
+#if OFFSET
+typedef int32_t Correction;
+#else
+typedef float Correction;
+#endif
+
 typedef struct {                 // inputs of a row, ready to multiply
     int32_t words[8];            // each a float32, two bfloat16 or four bytes
     float scale, sum;            // of bytes: sum = scale * sum(q)
-    int32_t minus[3];            // -sum(q) of the first 16 bytes, of the other 16, of all
+    Correction minus[3];         // -sum(q) of the first 16 bytes, of the other 16, of all
 } Group;
 
 typedef struct {
@@ -604,29 +627,45 @@ INLINE int tile_start(const Product *p, int tile) {
     return tile * (p->M / p->tiles) + min(tile, p->M % p->tiles);
 }
 
-// Rounds x [n], up to a group, to 8 bits
-static void round_group(const float *x, int n, Group *group) {
+// Numbers -127 to 127 of a group to bytes
+INLINE void write_bytes(const vi *q, int32_t *words) {
+#if LANES == 8
+    __m256i low = _mm256_packs_epi32((vx)q[0], (vx)q[1]), high = _mm256_packs_epi32((vx)q[2], (vx)q[3]);
+    vx order = _mm256_setr_epi32(0, 4, 1, 5, 2, 6, 3, 7);  // undoes that of the packs
+    vx bytes = _mm256_permutevar8x32_epi32(_mm256_packs_epi16(low, high), order);
+    memcpy(words, &bytes, sizeof bytes);
+#else
+    for (int j = 0; j < GROUP / LANES; j++) {
+        vb bytes = __builtin_convertvector(q[j], vb);
+        memcpy((int8_t *)words + j * LANES, &bytes, sizeof bytes);
+    }
+#endif
+}
+
+// Rounds a group x to 8 bits
+INLINE void round_group(const float *x, Group *group) {
     enum { VECTORS = GROUP / LANES };
-    vf v[VECTORS], most = splat(0), sums[2] = {splat(0), splat(0)};
-    for (int j = 0; j < VECTORS; j++) {
-        v[j] = load_n(x + j * LANES, n - j * LANES);
-        most = larger((vf)((vi)v[j] & INT32_MAX), most);
-    }
-    float largest = max_lanes(most), inverse = 127.0f / largest;
+    vi q[VECTORS], most = {0}, sums[2] = {{0}};
+    UNROLL
+    for (int j = 0; j < VECTORS; j++)
+        most = larger_int((vi)load(x + j * LANES) & INT32_MAX, most);  // as |x|, NaN last
+    UNROLL
+    for (int s = LANES / 2; s > 0; s /= 2)
+        most = larger_int((vi)swap((vf)most, s), most);
+    float largest = ((vf)most)[0], inverse = 127.0f / largest;
     int usable = largest > 1e-30f && largest < INFINITY;  // else the scale is 0, infinite or NaN
+    UNROLL
     for (int j = 0; j < VECTORS; j++) {
-        vf sum = fused(v[j], splat(inverse), splat(12582912.0f));
-        vi rounded = ((vi)sum - 0x4b400000) & -usable;  // ties to even
-        vb bytes = __builtin_convertvector(rounded, vb);
-        memcpy((int8_t *)group->words + j * LANES, &bytes, sizeof bytes);
-        sums[j / (VECTORS / 2)] += __builtin_convertvector(rounded, vf);
+        vf sum = fused(load(x + j * LANES), splat(inverse), splat(12582912.0f));
+        q[j] = ((vi)sum - 0x4b400000) & -usable;  // ties to even
+        sums[j / (VECTORS / 2)] += q[j];
     }
-    int first = sum_lanes(sums[0]), second = sum_lanes(sums[1]);
+    write_bytes(q, group->words);
     group->scale = largest / 127.0f;
-    group->sum = (first + second) * group->scale;
-    group->minus[0] = -first;
-    group->minus[1] = -second;
-    group->minus[2] = -first - second;
+    group->minus[0] = -sum_ints(sums[0]);
+    group->minus[1] = -sum_ints(sums[1]);
+    group->minus[2] = group->minus[0] + group->minus[1];
+    group->sum = -group->minus[2] * group->scale;
 }
 
 // Copies x [n], up to a group, rounded to bfloat16 if the weight is
@@ -651,19 +690,21 @@ static void prepare_row(void *arguments, int m) {
     Group *group = p->groups + (size_t)first * p->n_groups + m - first;
     int stride = tile_start(p, tile + 1) - first, k = p->w->k;
     const float *x = p->x + (size_t)m * k;
-    for (int i = 0; i < k; i += inputs, group += stride) {
-        if (kind >= INT8)
-            round_group(x + i, k - i, group);
-        else
-            copy_group(x + i, min(k - i, inputs), kind, group->words);
+    for (; kind < INT8 && k > 0; k -= inputs, x += inputs, group += stride)
+        copy_group(x, min(k, inputs), kind, group->words);
+    for (; k >= GROUP; k -= GROUP, x += GROUP, group += stride)
+        round_group(x, group);
+    if (k > 0) {
+        float padded[GROUP] = {0};
+        round_group(memcpy(padded, x, k * sizeof *x), group);
     }
 }
 
 INLINE int scale_bytes(const Linear *w) { return LANES * (w->tops ? 1 : w->half ? 2 : 4); }
 
 // The scales, or minimums, at `from`; top: where the factors of int8 ones are in w->tops
-INLINE vf load_scales(const Linear *w, const char *from, size_t top) {
-    if (__builtin_expect(w->half, 1))
+INLINE vf load_scales(const Linear *w, const char *from, size_t top, int half) {
+    if (half)
         return from_float16(load_halves((const uint16_t *)from, LANES));
     if (!w->tops)
         return load(from);
@@ -754,12 +795,12 @@ INLINE void sum_words(const char *group, size_t next, int blocks, const Group *x
 #endif
 
 // Adds the products of n rows and a block of w to acc[0], and if blocks is 2, those of the next block
-// to acc[1]. The last block of an odd number is its own next one
+// to acc[1]. The last block of an odd number is its own next one. simple: a float16 scale per group
 INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, int block, int blocks,
-                           int n, int kind, int has_minimum, vf (*acc)[TILE]) {
+                           int n, int kind, int has_minimum, int simple, vf (*acc)[TILE]) {
     int parts = kind == INT6 ? 2 : 1, words = 8 / parts, size = group_bytes(kind);
-    int per_scale = max(w->group / GROUP, 1), zero = kind == INT8 ? OFFSET : has_minimum ? 0 : w->zero;
-    int used = 0, step = scale_bytes(w), has_next = block + 1 < blocks_of(w);
+    int per_scale = simple ? 1 : max(w->group / GROUP, 1), has_zero = kind > INT8 && !has_minimum;
+    int used = 0, step = simple ? 2 * LANES : scale_bytes(w), has_next = block + 1 < blocks_of(w);
     int per_block = per_scale == 1 ? p->n_groups : (p->n_groups - 1) / per_scale + 1;
     size_t next = has_next * p->n_groups * (size_t)size;
     size_t next_scale = has_next * per_block * (size_t)(parts * step);
@@ -768,7 +809,8 @@ INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, in
     size_t top = block * (size_t)p->n_groups / 8 * 2 * LANES;
     size_t ahead = blocks == 2 && next && next <= AHEAD ? 2 * next : FETCH;
     const char *values = (const char *)w->values + block * (size_t)p->n_groups * size;
-    const char *scales = w->scales, *minimums = w->minimums;
+    const char *scales = (const char *)w->scales + at, *minimums = (const char *)w->minimums + at;
+    int zero = kind == INT8 ? OFFSET : has_minimum ? 0 : w->zero;
     for (int g = 0; g < p->n_groups; g++, x += n, values += size) {
         UNROLL
         for (int b = 0; b < blocks; b++)
@@ -784,33 +826,30 @@ INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, in
                     sums[b][i] = splat_word(OFFSET ? zero * x[i].minus[parts == 2 ? part : 2] : 0);
             sum_words(values, next, blocks, x, n, kind, part * words, words, sums);
             UNROLL
-            for (int i = 0; i < n; i++)  // not before: the partial sums need the registers
-                UNROLL
-                for (int b = 0; b < blocks; b++)
-                    if (!OFFSET && kind > INT8 && !has_minimum)
-                        sums[b][i] += splat_word(zero * x[i].minus[parts == 2 ? part : 2]);
-            UNROLL
             for (int b = 0; b < blocks; b++) {
-                size_t from = at + part * step + b * next_scale, from_top = top + b * next_top;
-                scale[b] = load_scales(w, scales + from, from_top);
+                size_t from = part * step + b * next_scale, from_top = top + b * next_top;
+                scale[b] = load_scales(w, scales + from, from_top, simple || w->half);
                 if (has_minimum)
-                    minimum[b] = load_scales(w, minimums + from, from_top + LANES);
+                    minimum[b] = load_scales(w, minimums + from, from_top + LANES, simple || w->half);
             }
             UNROLL
             for (int i = 0; i < n; i++)
                 UNROLL
                 for (int b = 0; b < blocks; b++) {
                     vf products = __builtin_convertvector(sums[b][i], vf);
+                    if (!OFFSET && has_zero)
+                        products = fused(splat(x[i].minus[parts == 2 ? part : 2]), splat(zero), products);
                     acc[b][i] = fused(products, scale[b] * x[i].scale, acc[b][i]);
                     if (has_minimum)
                         acc[b][i] = fused(minimum[b], splat(x[i].sum), acc[b][i]);
                 }
         }
-        if (++used == per_scale) {
+        if (simple || ++used == per_scale) {
             used = 0;
-            at += parts * step;
+            scales += parts * step;
+            minimums += parts * step;
         }
-        if (g % 8 == 7)
+        if (!simple && g % 8 == 7)
             top += 2 * LANES;
     }
 }
@@ -868,7 +907,7 @@ INLINE void float_tile(const Linear *w, const Group *x, int block, int n, int ki
 // Multiplies n rows, from row `first`, by some blocks of w, two at once if that pays; at: the column
 // of their outputs
 INLINE void tile(const Product *p, const Linear *w, int block, int at, int first, int n, int kind,
-                 int has_minimum) {
+                 int has_minimum, int simple) {
     int blocks = kind >= (OFFSET ? INT8 : INT4) && n > 1 && n <= PAIRED ? 2 : 1;
     int end = min(block + p->width, blocks_of(w));
     const Group *x = p->groups + (size_t)first * p->n_groups;
@@ -880,7 +919,7 @@ INLINE void tile(const Product *p, const Linear *w, int block, int at, int first
             for (int i = 0; i < n; i++)
                 acc[b][i] = splat(0);
         if (kind >= INT8)
-            quantized_tile(p, w, x, block, blocks, n, kind, has_minimum, acc);
+            quantized_tile(p, w, x, block, blocks, n, kind, has_minimum, simple, acc);
         else
             float_tile(w, x, block, n, kind, acc[0]);
         for (int b = 0; b < blocks; b++) {
@@ -897,21 +936,22 @@ INLINE void tile(const Product *p, const Linear *w, int block, int at, int first
 
 // `tile` with n, kind and has_minimum as constants, so that the sums stay in registers. One function
 // for each: in larger ones, compilers keep fewer of them there
-#define TILE_OF(kind, has_minimum, n) __attribute__((noinline)) static void \
-    tile_##kind##_##has_minimum##_##n(const Product *p, const Linear *w, int block, int at, int first) { \
-        tile(p, w, block, at, first, min(n, kind < INT8 ? FLOAT_TILE : TILE), kind, has_minimum); \
+#define TILE_OF(kind, m, simple, n) __attribute__((noinline)) static void \
+    tile_##kind##_##m##_##simple##_##n(const Product *p, const Linear *w, int block, int at, int first) { \
+        tile(p, w, block, at, first, min(n, kind < INT8 ? FLOAT_TILE : TILE), kind, m, simple); \
     }
-#define EACH(f, kind, m) f(kind, m, 1) f(kind, m, 2) f(kind, m, 3) f(kind, m, 4) f(kind, m, 5) \
-                         f(kind, m, 6) f(kind, m, 7) f(kind, m, 8)
-#define EACH_KIND(f) f(FLOAT32, 0) f(BFLOAT16, 0) f(INT8, 0) f(INT8, 1) f(INT4, 0) f(INT4, 1) \
-                     f(INT5, 0) f(INT5, 1) f(INT6, 0)
-#define TILES(kind, m) EACH(TILE_OF, kind, m)
-#define NAME(kind, m, n) tile_##kind##_##m##_##n,
-#define NAMES(kind, m) [kind][m] = {EACH(NAME, kind, m)},
+#define EACH(f, kind, m, s) f(kind, m, s, 1) f(kind, m, s, 2) f(kind, m, s, 3) f(kind, m, s, 4) \
+                            f(kind, m, s, 5) f(kind, m, s, 6) f(kind, m, s, 7) f(kind, m, s, 8)
+#define EACH_KIND(f) f(FLOAT32, 0, 1) f(BFLOAT16, 0, 1) f(INT8, 0, 0) f(INT8, 0, 1) f(INT8, 1, 0) \
+                     f(INT4, 0, 0) f(INT4, 0, 1) f(INT4, 1, 0) f(INT4, 1, 1) \
+                     f(INT5, 0, 1) f(INT5, 1, 0) f(INT5, 1, 1) f(INT6, 0, 0)
+#define TILES(kind, m, s) EACH(TILE_OF, kind, m, s)
+#define NAME(kind, m, s, n) tile_##kind##_##m##_##s##_##n,
+#define NAMES(kind, m, s) [kind][m][s] = {EACH(NAME, kind, m, s)},
 EACH_KIND(TILES)
 
 static void product_unit(void *arguments, int unit) {
-    static void (*const tiles[][2][8])(const Product *, const Linear *, int, int, int) = {EACH_KIND(NAMES)};
+    static void (*const tiles[][2][2][8])(const Product *, const Linear *, int, int, int) = {EACH_KIND(NAMES)};
     const Product *p = arguments;
     const Linear *w = p->w;
     int end = min((unit + 1) * p->per_unit, p->steps);
@@ -924,14 +964,14 @@ static void product_unit(void *arguments, int unit) {
         int block = (i - before) * p->width, at = outputs + block * LANES;
         for (int t = 0, first = 0, n; t < p->tiles; t++, first += n) {
             n = p->M / p->tiles + (t < p->M % p->tiles);
-            tiles[w->kind][w->minimums != NULL][n - 1](p, w, block, at, first);
+            tiles[w->kind][w->minimums != NULL][w->half && w->group == GROUP][n - 1](p, w, block, at, first);
         }
     }
 }
 
 void product(const Linear *w, const float *x, int M, float *out, int threads) {
     int inputs = inputs_of(w->kind);
-    int rows = w->kind < INT8 ? FLOAT_TILE : LANES == 16 ? PAIRED : TILE;  // of a tile
+    int rows = w->kind < INT8 ? FLOAT_TILE : TILE;  // of a tile
     Product p = {w, x, out, .M = M, .tiles = (M + rows - 1) / rows, .width = PAIRED && M > 1 ? 2 : 1};
     p.n_groups = (w->k + inputs - 1) / inputs;
     p.groups = scratch(PREPARED, (size_t)M * p.n_groups * sizeof *p.groups);
@@ -963,9 +1003,9 @@ static void unpack_quantized(const Linear *w, int row, float *out) {
         size_t group = first + i / GROUP, top = group / 8 * 2 * LANES;
         size_t at = (first * GROUP + i) / w->group * scale_bytes(w);
         vi word = load_word((const char *)w->values + group * size, i % GROUP / 4, w->kind);
-        vf scale = load_scales(w, (const char *)w->scales + at, top), minimum = splat(0);
+        vf scale = load_scales(w, (const char *)w->scales + at, top, w->half), minimum = splat(0);
         if (w->minimums)
-            minimum = load_scales(w, (const char *)w->minimums + at, top + LANES);
+            minimum = load_scales(w, (const char *)w->minimums + at, top + LANES, w->half);
         for (int j = 0; j < min(w->k - i, 4); j++) {
             int q = word[lane] >> 8 * j & 255;
             q = w->kind == INT8 ? (int8_t)(q ^ OFFSET) : q - w->zero;
