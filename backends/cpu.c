@@ -44,6 +44,7 @@
 #define SUMS (LANES == 16 ? 2 : 4)  // sums of floats per row, which hide the additions' latency
 #define SPLIT 128            // cache positions per unit of attention
 #define COLUMNS (SPLIT + MAX_TREE)  // its rows in memory: of committed tokens, then of nodes
+#define MIN_NODES 4          // fewest nodes of a unit, if there are too few units
 #define SHARING 3            // heads that share loads of keys and values
 #define WIDE (4 * LANES)     // columns, or dimensions, whose sums are in registers
 #define WORD (4 * LANES)     // bytes of a vector
@@ -116,7 +117,7 @@ typedef struct {                 // arguments of add_norm, rope_cache, attention
     const Pass *pass;
     const NormWeights *post, *norm;  // of delta, of the sum
     float *x, *delta, *out, *parts;  // [M, ...]
-    int splits, width, first, nodes;
+    int splits, width, first, nodes, chunks;  // see `attention`
 } Call;
 
 INLINE int min(int a, int b) { return a < b ? a : b; }
@@ -476,7 +477,15 @@ INLINE vf swap(vf v, int s) {
 typedef vf Combine(vf, vf);
 
 INLINE vf add(vf a, vf b) { return a + b; }
-INLINE vf larger(vf a, vf b) { return select_lanes((a > b) | (a != a), a, b); }  // NaN if either is
+
+INLINE vf larger(vf a, vf b) {   // one of them if the other is NaN
+#ifdef X86
+    return (vf)X86(max_ps)(a, b);
+#else
+    return select_lanes(a > b, a, b);
+#endif
+}
+
 
 INLINE vi larger_int(vi a, vi b) {
 #if LANES > 4
@@ -1418,7 +1427,7 @@ static void weigh(const Split *s, View v, int head, float *scores, float *total)
     total[0] = sum_lanes(sum);
 }
 
-// The nodes of a unit, of which m is the first: scores [G, COLUMNS] of each, and rows [Hq, width] of
+// The nodes of a unit, of which m is the first: scores [G, COLUMNS] of each, and rows [G, width] of
 // part: weighted sum of the values, zeros up to `padded`, then `total`
 static void attend_nodes(const Split *s, int m, float *scores, float *part) {
     const Call *a = s->a;
@@ -1436,7 +1445,7 @@ static void attend_nodes(const Split *s, int m, float *scores, float *part) {
             }
         }
     for (int i = 0; i < nodes * G; i++) {
-        float *out = part + (i / G * Hq + i % G) * a->width;
+        float *out = part + i * a->width;
         memset(out, 0, padded * sizeof *out);
         weigh(s, view_of(s, m + i / G), s->kv * G + i % G, scores + i * COLUMNS, out + padded);
     }
@@ -1445,7 +1454,7 @@ static void attend_nodes(const Split *s, int m, float *scores, float *part) {
             for (int h = 0; h < G; h += n) {
                 View v = view_of(s, m + i);
                 const float *weights = scores + (i * G + h) * COLUMNS, *values = s->values + d * COLUMNS;
-                float *out = part + (i * Hq + h) * a->width + d;
+                float *out = part + (i * G + h) * a->width + d;
                 n = sharing(G - h);
                 add_products(weights, COLUMNS, values, v.low, min(v.end, s->shared), n, D - d, out,
                              a->width);
@@ -1458,30 +1467,35 @@ static void attend_nodes(const Split *s, int m, float *scores, float *part) {
 }
 
 static void attend_split(void *arguments, int unit) {
-    const Call *a = arguments;
-    int Hkv = a->block->n_kv_head, Hq = a->block->n_head, is_tree = a->pass->ancestors != NULL;
-    Split s = {a, unit / a->splits / Hkv, unit / a->splits % Hkv, unit % a->splits * SPLIT};
-    int size = COLUMNS * (a->width - LANES), seen = a->first + a->nodes;
-    s.length = length_of(a->pass, s.b) - s.start;
-    s.keys = scratch(ROWS, (2 * size + a->nodes * Hq / Hkv * COLUMNS) * sizeof *s.keys);
+    Call a = *(const Call *)arguments;
+    int Hkv = a.block->n_kv_head, G = a.block->n_head / Hkv, is_tree = a.pass->ancestors != NULL;
+    float *part = a.parts + (size_t)(unit / a.chunks) * a.nodes * G * a.width;
+    int chunk = unit % a.chunks * a.nodes / a.chunks, end = (unit % a.chunks + 1) * a.nodes / a.chunks;
+    a.first += chunk;
+    a.nodes = end - chunk;
+    unit /= a.chunks;
+    Split s = {&a, unit / a.splits / Hkv, unit / a.splits % Hkv, unit % a.splits * SPLIT};
+    int size = COLUMNS * (a.width - LANES), seen = a.first + a.nodes;
+    s.length = length_of(a.pass, s.b) - s.start;
+    s.keys = scratch(ROWS, (2 * size + a.nodes * G * COLUMNS) * sizeof *s.keys);
     s.values = s.keys + size;
     s.shared = min(max(s.length + (is_tree ? 0 : seen), 0), SPLIT);
     s.columns = s.tree = (s.shared + LANES - 1) / LANES * LANES;
     read_columns(&s, s.start, s.shared, 0);
-    if (is_tree && s.length < SPLIT && s.length + a->pass->T > 0) {
+    if (is_tree && s.length < SPLIT && s.length + a.pass->T > 0) {
         s.columns += seen;
         read_columns(&s, s.start + s.length, seen, s.tree);
     }
-    size_t row = ((size_t)unit % a->splits * a->pass->B + s.b) * a->nodes * Hq + s.kv * (Hq / Hkv);
-    attend_nodes(&s, s.b * a->pass->T + a->first, s.values + size, a->parts + row * a->width);
+    attend_nodes(&s, s.b * a.pass->T + a.first, s.values + size, part + (size_t)chunk * G * a.width);
 }
 
 static void merge_splits(void *arguments, int unit) {
     const Call *a = arguments;
-    int D = a->block->head_size, Hq = a->block->n_head, b = unit / Hq / a->nodes;
-    size_t stride = (size_t)a->pass->B * a->nodes * Hq * a->width;
-    size_t at = unit + ((size_t)b * (a->pass->T - a->nodes) + a->first) * Hq;  // in [M, Hq]
-    const float *part = a->parts + (size_t)unit * a->width, *sum = part + a->width - LANES;
+    int D = a->block->head_size, Hq = a->block->n_head, G = Hq / a->block->n_kv_head, head = unit % Hq;
+    int node = unit / Hq % a->nodes, b = unit / Hq / a->nodes;
+    size_t at = ((size_t)b * a->pass->T + a->first + node) * Hq + head;  // in [M, Hq]
+    size_t stride = (size_t)a->nodes * G * a->width, first = (b * Hq + head) / G * a->splits * stride;
+    const float *part = a->parts + first + (node * G + head % G) * a->width, *sum = part + a->width - LANES;
     float maximum = -INFINITY;
     vf values[MAX_HEAD / LANES + 1] = {{0}};
     for (int s = 0; s < a->splits; s++)
@@ -1509,11 +1523,12 @@ void attention(const BlockWeights *block, const Pass *pass, float *q, float *out
     int units = pass->B * block->n_kv_head * a.splits;
     size_t size = (size_t)pass->B * Hq * a.splits * a.width;  // per node
     int nodes = min(MAX_PARTS / (size + 1) + 1, min(pass->T, MAX_TREE));
-    a.parts = scratch(PARTS, size * nodes * sizeof *a.parts);  // [splits, B, nodes, Hq, width]
+    a.parts = scratch(PARTS, size * nodes * sizeof *a.parts);  // [B, Hkv, splits, nodes, G, width]
     for (; a.first < pass->T; a.first += nodes) {
         a.nodes = min(pass->T - a.first, nodes);
+        a.chunks = max(min((2 * pass->threads - 1) / units + 1, a.nodes / MIN_NODES), 1);
         int64_t work = (int64_t)a.nodes * Hq * min(longest, SPLIT);
-        parallel(attend_split, &a, units, work, pass->threads);
+        parallel(attend_split, &a, units * a.chunks, work, pass->threads);
         parallel(merge_splits, &a, pass->B * a.nodes * Hq, a.splits * D, pass->threads);
     }
 }
