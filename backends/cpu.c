@@ -51,6 +51,7 @@
 #define MAX_PARTS (1 << 23)  // numbers in the partial results of an attention
 #define PART 4096            // tokens per unit of argmax
 #define BEAMS 64             // beams whose logits are in memory at once
+#define SKIP (8 * LANES)     // tokens of a beam that are skipped at once if none is among the best
 #define UNIT (1 << 19)       // numbers of a weight per unit, within 2 to 8 units per thread
 #define MIN_WORK 4096        // with fewer numbers a function stays on one thread
 #define FETCH 2048           // prefetch distance in bytes
@@ -1762,7 +1763,7 @@ static void best_tokens_row(void *arguments, int row) {
     int V = a->heads->rows.n, W = a->W, count = 0;
     float *x = a->logits + (size_t)row * V, temperature = a->temperature[a->first + row];
     size_t out = (size_t)(a->first + row) * W;
-    vf best = splat(-INFINITY), sum = {0};
+    vf sum = {0};
     for (int i = 0; temperature > 0 && i < V; i += LANES) {
         vi tokens = NUMBERS + i;
         if (a->heads->ids)
@@ -1770,16 +1771,21 @@ static void best_tokens_row(void *arguments, int row) {
         vf v = load_n(x + i, V - i) + temperature * gumbel(a->keys[a->first + row], tokens);
         copy_n(x + i, &v, V - i, sizeof *x);
     }
-    for (int i = 0; i < V; i += LANES)
-        best = larger(select_lanes(NUMBERS < V - i, load_n(x + i, V - i), best), best);
-    float maximum = max_lanes(best);
-    for (int i = 0; i < V; i += LANES)
-        sum += select_lanes(NUMBERS < V - i, vexp(load_n(x + i, V - i) - maximum), splat(0));
-    float log_sum = maximum + logf(sum_lanes(sum));
     Entry top[MAX_TREE];
-    for (int i = 0; i < V; i++)
-        if (count < W || x[i] > top[W - 1].score)
-            insert(top, &count, W, (Entry){x[i] == x[i] ? x[i] : -INFINITY, i, i});
+    for (int start = 0; start < V; start += SKIP) {
+        int end = min(start + SKIP, V);
+        vf best = splat(-INFINITY);
+        for (int i = start; i < end; i += LANES)
+            best = larger(load_n(x + i, V - i), best);
+        if (count == W && max_lanes(best) <= top[W - 1].score)
+            continue;
+        for (int i = start; i < end; i++)
+            if (count < W || x[i] > top[W - 1].score)
+                insert(top, &count, W, (Entry){x[i] == x[i] ? x[i] : -INFINITY, i, i});
+    }
+    for (int i = 0; i < V; i += LANES)
+        sum += select_lanes(NUMBERS < V - i, vexp(load_n(x + i, V - i) - top->score), splat(0));
+    float log_sum = top->score + logf(sum_lanes(sum));
     for (int i = 0; i < W; i++) {
         a->logprobs[out + i] = top[i].score - log_sum;
         a->proposed[out + i] = a->heads->ids ? a->heads->ids[top[i].at] : top[i].at;
