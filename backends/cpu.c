@@ -1556,7 +1556,21 @@ int run_blocks(const BlockWeights *blocks, int count, const NormWeights *last, c
 //   argmax_t(logits[m, t] / temperature[b] + gumbel(seed[b], sequence[b], position[m], t)), where b
 //   is row m's sequence; argmax_t(logits[m, t]) at temperature 0. The lowest t of equals, never NaN
 
-typedef struct { float score; int token; } Best;
+typedef struct { float score; int64_t key; int at; } Entry;  // by score, then the lower key
+
+INLINE int outranks(Entry a, Entry b) {
+    return a.score > b.score || (a.score == b.score && a.key < b.key);
+}
+
+// Inserts an entry into the n best, sorted, if it is one of them; scores are not NaN
+static void insert(Entry *best, int *count, int n, Entry entry) {
+    if (*count == n && (n == 0 || !outranks(entry, best[n - 1])))
+        return;
+    int i = *count < n ? (*count)++ : n - 1;
+    for (; i > 0 && outranks(entry, best[i - 1]); i--)
+        best[i] = best[i - 1];
+    best[i] = entry;
+}
 
 typedef struct {
     const float *logits;         // [M, V]
@@ -1566,7 +1580,7 @@ typedef struct {
     const float *temperature;    // by slot; NULL: all 0
     const int64_t *seed, *sequence, *position;  // by slot, by slot, by row
     const int32_t *masks;        // [rows, ceil(V / 32)]: bits of the allowed tokens; NULL: all
-    Best *best;                  // [M, parts]
+    Entry *best;                 // [M, parts]
 } Argmax;
 
 static uint64_t splitmix64(uint64_t x) {
@@ -1586,10 +1600,6 @@ INLINE vf gumbel(uint64_t key, vi tokens) {  // as kernels.gumbel
     x = (x ^ x >> 15) * 0x846ca68b;
     x = (x ^ x >> 16) >> 8 | 1;
     return -vlog(-vlog(__builtin_convertvector(x, vf) * 0x1p-24f));
-}
-
-INLINE Best better(Best a, Best b) {
-    return a.score > b.score || (a.score == b.score && a.token < b.token) ? a : b;
 }
 
 static void best_of_part(void *arguments, int unit) {
@@ -1614,9 +1624,8 @@ static void best_of_part(void *arguments, int unit) {
         best = select_lanes(larger, score, best);
         at = (vi)select_lanes(larger, (vf)(NUMBERS + i), (vf)at);
     }
-    a->best[unit] = (Best){best[0], at[0]};
-    for (int i = 1; i < LANES; i++)
-        a->best[unit] = better(a->best[unit], (Best){best[i], at[i]});
+    for (int i = 0, count = 0; i < LANES; i++)
+        insert(a->best + unit, &count, 1, (Entry){best[i], at[i], at[i]});
 }
 
 static void best_tokens(Argmax *a, int M, int64_t *out, int threads) {
@@ -1624,10 +1633,10 @@ static void best_tokens(Argmax *a, int M, int64_t *out, int threads) {
     a->best = scratch(BEST, (size_t)M * a->parts * sizeof *a->best);
     parallel(best_of_part, a, M * a->parts, PART, threads);
     for (int m = 0; m < M; m++) {
-        Best best = a->best[m * a->parts];
-        for (int i = 1; i < a->parts; i++)
-            best = better(best, a->best[m * a->parts + i]);
-        out[m] = best.token;
+        Entry best;
+        for (int i = 0, count = 0; i < a->parts; i++)
+            insert(&best, &count, 1, a->best[m * a->parts + i]);
+        out[m] = best.at;
     }
 }
 
@@ -1740,22 +1749,6 @@ static void last_norm_row(void *arguments, int m) {
         copy_n(y + i, &v, C - i, sizeof(float));
     }
     norm_row(&a->heads->norm, y, C, a->x + (size_t)m * C);
-}
-
-typedef struct { float score; int64_t key; int at; } Entry;  // by score, then the lower key
-
-INLINE int outranks(Entry a, Entry b) {
-    return a.score > b.score || (a.score == b.score && a.key < b.key);
-}
-
-// Inserts an entry into the n best, sorted, if it is one of them; scores are not NaN
-static void insert(Entry *best, int *count, int n, Entry entry) {
-    if (*count == n && (n == 0 || !outranks(entry, best[n - 1])))
-        return;
-    int i = *count < n ? (*count)++ : n - 1;
-    for (; i > 0 && outranks(entry, best[i - 1]); i--)
-        best[i] = best[i - 1];
-    best[i] = entry;
 }
 
 static void best_tokens_row(void *arguments, int row) {
