@@ -8,7 +8,7 @@
 //     attention     of tree nodes, or of a prompt's tokens, over the cache
 //     glu           SiLU or GELU of the gate, times up
 //     run_blocks    transformer blocks, built from the functions above
-//     argmax        the best token of each row of logits, with or without Gumbel noise
+//     sample        the best token of each row of logits, with or without Gumbel noise
 //     step_draft, step_verify, step_sample, step_accept, step_commit: the stages of a decoding step
 //
 // Activations are float32. A row's bits depend only on that row: the order of each sum is fixed,
@@ -1551,10 +1551,10 @@ int run_blocks(const BlockWeights *blocks, int count, const NormWeights *last, c
 }
 
 // -------------------------------------------------------------------------------------------------
-// argmax
+// sample
 //
-//   argmax_t(logits[m, t] / temperature[b] + gumbel(seed[b], sequence[b], position[m], t)), where b
-//   is row m's sequence; argmax_t(logits[m, t]) at temperature 0. The lowest t of equals, never NaN
+//   argmax_t(logits[m, t] / temperature[b] + gumbel(seed[b], sequence[b], position[m] + 1, t)), where
+//   b is row m's sequence; argmax_t(logits[m, t]) at temperature 0. The lowest t of equals, never NaN
 
 typedef struct { float score; int64_t key; int at; } Entry;  // by score, then the lower key
 
@@ -1575,7 +1575,7 @@ static void insert(Entry *best, int *count, int n, Entry entry) {
 typedef struct {
     const float *logits;         // [M, V]
     int V, T, parts;             // T: rows per sequence
-    int first, ahead;            // index of the first row; added to positions
+    int first;                   // index of the first row
     const int32_t *slots;        // as in Pass
     const float *temperature;    // by slot; NULL: all 0
     const int64_t *seed, *sequence, *position;  // by slot, by slot, by row
@@ -1609,7 +1609,7 @@ static void best_of_part(void *arguments, int unit) {
     float temperature = a->temperature ? a->temperature[b] : 0;
     uint64_t key = 0;
     if (temperature != 0)
-        key = noise_key(a->seed[b], a->sequence[b], a->position[row] + a->ahead);
+        key = noise_key(a->seed[b], a->sequence[b], a->position[row] + 1);
     vf best = splat(-INFINITY);
     vi at = start + NUMBERS;
     const int32_t *mask = a->masks ? a->masks + (size_t)row * ((a->V + 31) / 32) : NULL;
@@ -1628,39 +1628,29 @@ static void best_of_part(void *arguments, int unit) {
         insert(a->best + unit, &count, 1, (Entry){best[i], at[i], at[i]});
 }
 
-static void best_tokens(Argmax *a, int M, int64_t *out, int threads) {
-    a->parts = (a->V + PART - 1) / PART;
-    a->best = scratch(BEST, (size_t)M * a->parts * sizeof *a->best);
-    parallel(best_of_part, a, M * a->parts, PART, threads);
-    for (int m = 0; m < M; m++) {
-        Entry best;
-        for (int i = 0, count = 0; i < a->parts; i++)
-            insert(&best, &count, 1, a->best[m * a->parts + i]);
-        out[m] = best.at;
-    }
-}
-
-void argmax(const float *logits, int M, int V, int T, const float *temperature, const int64_t *seed,
-            const int64_t *sequence, const int64_t *position, int64_t *out, int threads) {
-    Argmax a = {logits, V, T, .temperature = temperature, .seed = seed, .sequence = sequence,
-                .position = position};
-    best_tokens(&a, M, out, threads);
-}
-
-// Samples the next token of M tokens at these positions: the `argmax` of their logits, computed for
-// a few sequences at a time to save memory. temperature NULL: greedy
+// Samples the tokens that follow M tokens at these positions: the argmax of their logits, computed for
+// a few sequences at a time to save memory; x if w has no inputs. temperature NULL: greedy
 void sample(const Linear *w, const float *x, int M, int T, const int32_t *slots,
             const float *temperature, const int64_t *seed, const int64_t *sequence,
             const int64_t *position, const int32_t *masks, int64_t *out, int threads) {
     int step = max(MAX_TREE / T, 1) * T;
-    float *logits = scratch(LOGITS, (size_t)min(M, step) * w->n * sizeof *logits);
+    float *logits = w->k ? scratch(LOGITS, (size_t)min(M, step) * w->n * sizeof *logits) : NULL;
     for (int m = 0; m < M; m += step) {
         int rows = min(M - m, step);
-        Argmax a = {logits, w->n, T, .first = m, .ahead = 1, .slots = slots,
+        if (w->k)
+            product(w, x + (size_t)m * w->k, rows, logits, threads);
+        Argmax a = {w->k ? logits : x + (size_t)m * w->n, w->n, T, .first = m, .slots = slots,
                     .temperature = temperature, .seed = seed, .sequence = sequence,
                     .position = position, .masks = masks};
-        product(w, x + (size_t)m * w->k, rows, logits, threads);
-        best_tokens(&a, rows, out + m, threads);
+        a.parts = (a.V + PART - 1) / PART;
+        a.best = scratch(BEST, (size_t)rows * a.parts * sizeof *a.best);
+        parallel(best_of_part, &a, rows * a.parts, PART, threads);
+        for (int row = 0; row < rows; row++) {
+            Entry best;
+            for (int i = 0, count = 0; i < a.parts; i++)
+                insert(&best, &count, 1, a.best[row * a.parts + i]);
+            out[m + row] = best.at;
+        }
     }
 }
 
