@@ -8,7 +8,7 @@
 //     attention     of tree nodes, or of a prompt's tokens, over the cache
 //     glu           SiLU or GELU of the gate, times up
 //     run_blocks    transformer blocks, built from the functions above
-//     argmax        the best token of each row of logits, with or without Gumbel noise
+//     sample        the best token of each row of logits, with or without Gumbel noise
 //     step_draft, step_verify, step_sample, step_accept, step_commit: the stages of a decoding step
 //
 // Activations are float32. A row's bits depend only on that row: the order of each sum is fixed,
@@ -52,6 +52,7 @@
 #define MAX_PARTS (1 << 23)  // numbers in the partial results of an attention
 #define PART 4096            // tokens per unit of argmax
 #define BEAMS 64             // beams whose logits are in memory at once
+#define SKIP (8 * LANES)     // tokens of a beam that are skipped at once if none is among the best
 #define UNIT (1 << 19)       // numbers of a weight per unit, within 2 to 8 units per thread
 #define MIN_WORK 4096        // with fewer numbers a function stays on one thread
 #define FETCH 2048           // prefetch distance in bytes
@@ -1605,22 +1606,36 @@ int run_blocks(const BlockWeights *blocks, int count, const NormWeights *last, c
 }
 
 // -------------------------------------------------------------------------------------------------
-// argmax
+// sample
 //
-//   argmax_t(logits[m, t] / temperature[b] + gumbel(seed[b], sequence[b], position[m], t)), where b
-//   is row m's sequence; argmax_t(logits[m, t]) at temperature 0. The lowest t of equals, never NaN
+//   argmax_t(logits[m, t] / temperature[b] + gumbel(seed[b], sequence[b], position[m] + 1, t)), where
+//   b is row m's sequence; argmax_t(logits[m, t]) at temperature 0. The lowest t of equals, never NaN
 
-typedef struct { float score; int token; } Best;
+typedef struct { float score; int64_t key; int at; } Entry;  // by score, then the lower key
+
+INLINE int outranks(Entry a, Entry b) {
+    return a.score > b.score || (a.score == b.score && a.key < b.key);
+}
+
+// Inserts an entry into the n best, sorted, if it is one of them; scores are not NaN
+static void insert(Entry *best, int *count, int n, Entry entry) {
+    if (*count == n && (n == 0 || !outranks(entry, best[n - 1])))
+        return;
+    int i = *count < n ? (*count)++ : n - 1;
+    for (; i > 0 && outranks(entry, best[i - 1]); i--)
+        best[i] = best[i - 1];
+    best[i] = entry;
+}
 
 typedef struct {
     const float *logits;         // [M, V]
     int V, T, parts;             // T: rows per sequence
-    int first, ahead;            // index of the first row; added to positions
+    int first;                   // index of the first row
     const int32_t *slots;        // as in Pass
     const float *temperature;    // by slot; NULL: all 0
     const int64_t *seed, *sequence, *position;  // by slot, by slot, by row
     const int32_t *masks;        // [rows, ceil(V / 32)]: bits of the allowed tokens; NULL: all
-    Best *best;                  // [M, parts]
+    Entry *best;                 // [M, parts]
 } Argmax;
 
 static uint64_t splitmix64(uint64_t x) {
@@ -1642,10 +1657,6 @@ INLINE vf gumbel(uint64_t key, vi tokens) {  // as kernels.gumbel
     return -vlog(-vlog(__builtin_convertvector(x, vf) * 0x1p-24f));
 }
 
-INLINE Best better(Best a, Best b) {
-    return a.score > b.score || (a.score == b.score && a.token < b.token) ? a : b;
-}
-
 static void best_of_part(void *arguments, int unit) {
     const Argmax *a = arguments;
     int m = unit / a->parts, start = unit % a->parts * PART, end = min(start + PART, a->V);
@@ -1653,7 +1664,7 @@ static void best_of_part(void *arguments, int unit) {
     float temperature = a->temperature ? a->temperature[b] : 0;
     uint64_t key = 0;
     if (temperature != 0)
-        key = noise_key(a->seed[b], a->sequence[b], a->position[row] + a->ahead);
+        key = noise_key(a->seed[b], a->sequence[b], a->position[row] + 1);
     vf best = splat(-INFINITY);
     vi at = start + NUMBERS;
     const int32_t *mask = a->masks ? a->masks + (size_t)row * ((a->V + 31) / 32) : NULL;
@@ -1668,44 +1679,33 @@ static void best_of_part(void *arguments, int unit) {
         best = select_lanes(larger, score, best);
         at = (vi)select_lanes(larger, (vf)(NUMBERS + i), (vf)at);
     }
-    a->best[unit] = (Best){best[0], at[0]};
-    for (int i = 1; i < LANES; i++)
-        a->best[unit] = better(a->best[unit], (Best){best[i], at[i]});
+    for (int i = 0, count = 0; i < LANES; i++)
+        insert(a->best + unit, &count, 1, (Entry){best[i], at[i], at[i]});
 }
 
-static void best_tokens(Argmax *a, int M, int64_t *out, int threads) {
-    a->parts = (a->V + PART - 1) / PART;
-    a->best = scratch(BEST, (size_t)M * a->parts * sizeof *a->best);
-    parallel(best_of_part, a, M * a->parts, PART, threads);
-    for (int m = 0; m < M; m++) {
-        Best best = a->best[m * a->parts];
-        for (int i = 1; i < a->parts; i++)
-            best = better(best, a->best[m * a->parts + i]);
-        out[m] = best.token;
-    }
-}
-
-void argmax(const float *logits, int M, int V, int T, const float *temperature, const int64_t *seed,
-            const int64_t *sequence, const int64_t *position, int64_t *out, int threads) {
-    Argmax a = {logits, V, T, .temperature = temperature, .seed = seed, .sequence = sequence,
-                .position = position};
-    best_tokens(&a, M, out, threads);
-}
-
-// Samples the next token of M tokens at these positions: the `argmax` of their logits, computed for
-// a few sequences at a time to save memory. temperature NULL: greedy
+// Samples the tokens that follow M tokens at these positions: the argmax of their logits, computed for
+// a few sequences at a time to save memory; x if w has no inputs. temperature NULL: greedy
 void sample(const Linear *w, const float *x, int M, int T, const int32_t *slots,
             const float *temperature, const int64_t *seed, const int64_t *sequence,
             const int64_t *position, const int32_t *masks, int64_t *out, int threads) {
     int step = max(MAX_TREE / T, 1) * T;
-    float *logits = scratch(LOGITS, (size_t)min(M, step) * w->n * sizeof *logits);
+    float *logits = w->k ? scratch(LOGITS, (size_t)min(M, step) * w->n * sizeof *logits) : NULL;
     for (int m = 0; m < M; m += step) {
         int rows = min(M - m, step);
-        Argmax a = {logits, w->n, T, .first = m, .ahead = 1, .slots = slots,
+        if (w->k)
+            product(w, x + (size_t)m * w->k, rows, logits, threads);
+        Argmax a = {w->k ? logits : x + (size_t)m * w->n, w->n, T, .first = m, .slots = slots,
                     .temperature = temperature, .seed = seed, .sequence = sequence,
                     .position = position, .masks = masks};
-        product(w, x + (size_t)m * w->k, rows, logits, threads);
-        best_tokens(&a, rows, out + m, threads);
+        a.parts = (a.V + PART - 1) / PART;
+        a.best = scratch(BEST, (size_t)rows * a.parts * sizeof *a.best);
+        parallel(best_of_part, &a, rows * a.parts, PART, threads);
+        for (int row = 0; row < rows; row++) {
+            Entry best;
+            for (int i = 0, count = 0; i < a.parts; i++)
+                insert(&best, &count, 1, a.best[row * a.parts + i]);
+            out[m + row] = best.at;
+        }
     }
 }
 
@@ -1796,28 +1796,12 @@ static void last_norm_row(void *arguments, int m) {
     norm_row(&a->heads->norm, y, C, a->x + (size_t)m * C);
 }
 
-typedef struct { float score; int64_t key; int at; } Entry;  // by score, then the lower key
-
-INLINE int outranks(Entry a, Entry b) {
-    return a.score > b.score || (a.score == b.score && a.key < b.key);
-}
-
-// Inserts an entry into the n best, sorted, if it is one of them; scores are not NaN
-static void insert(Entry *best, int *count, int n, Entry entry) {
-    if (*count == n && (n == 0 || !outranks(entry, best[n - 1])))
-        return;
-    int i = *count < n ? (*count)++ : n - 1;
-    for (; i > 0 && outranks(entry, best[i - 1]); i--)
-        best[i] = best[i - 1];
-    best[i] = entry;
-}
-
 static void best_tokens_row(void *arguments, int row) {
     const Beams *a = arguments;
     int V = a->heads->rows.n, W = a->W, count = 0;
     float *x = a->logits + (size_t)row * V, temperature = a->temperature[a->first + row];
     size_t out = (size_t)(a->first + row) * W;
-    vf best = splat(-INFINITY), sum = {0};
+    vf sum = {0};
     for (int i = 0; temperature > 0 && i < V; i += LANES) {
         vi tokens = NUMBERS + i;
         if (a->heads->ids)
@@ -1825,16 +1809,21 @@ static void best_tokens_row(void *arguments, int row) {
         vf v = load_n(x + i, V - i) + temperature * gumbel(a->keys[a->first + row], tokens);
         copy_n(x + i, &v, V - i, sizeof *x);
     }
-    for (int i = 0; i < V; i += LANES)
-        best = larger(select_lanes(NUMBERS < V - i, load_n(x + i, V - i), best), best);
-    float maximum = max_lanes(best);
-    for (int i = 0; i < V; i += LANES)
-        sum += select_lanes(NUMBERS < V - i, vexp(load_n(x + i, V - i) - maximum), splat(0));
-    float log_sum = maximum + logf(sum_lanes(sum));
     Entry top[MAX_TREE];
-    for (int i = 0; i < V; i++)
-        if (count < W || x[i] > top[W - 1].score)
-            insert(top, &count, W, (Entry){x[i] == x[i] ? x[i] : -INFINITY, i, i});
+    for (int start = 0; start < V; start += SKIP) {
+        int end = min(start + SKIP, V);
+        vf best = splat(-INFINITY);
+        for (int i = start; i < end; i += LANES)
+            best = larger(load_n(x + i, V - i), best);
+        if (count == W && max_lanes(best) <= top[W - 1].score)
+            continue;
+        for (int i = start; i < end; i++)
+            if (count < W || x[i] > top[W - 1].score)
+                insert(top, &count, W, (Entry){x[i] == x[i] ? x[i] : -INFINITY, i, i});
+    }
+    for (int i = 0; i < V; i += LANES)
+        sum += select_lanes(NUMBERS < V - i, vexp(load_n(x + i, V - i) - top->score), splat(0));
+    float log_sum = top->score + logf(sum_lanes(sum));
     for (int i = 0; i < W; i++) {
         a->logprobs[out + i] = top[i].score - log_sum;
         a->proposed[out + i] = a->heads->ids ? a->heads->ids[top[i].at] : top[i].at;

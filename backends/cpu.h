@@ -114,8 +114,6 @@ int unpack_rows(const Linear *weights, const int64_t *rows, int count, float *ou
 void attention(const BlockWeights *block, const Pass *pass, float *q, float *out);
 int run_blocks(const BlockWeights *blocks, int count, const NormWeights *last, const Pass *first,
                float *x, float *normed);
-void argmax(const float *logits, int M, int V, int T, const float *temperature, const int64_t *seed,
-            const int64_t *sequence, const int64_t *position, int64_t *out, int threads);
 void sample(const Linear *w, const float *x, int M, int T, const int32_t *slots,
             const float *temperature, const int64_t *seed, const int64_t *sequence,
             const int64_t *position, const int32_t *masks, int64_t *out, int threads);

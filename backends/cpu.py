@@ -579,12 +579,11 @@ def argmax(logits, temperature, seed, sequence, position):
     """`kernels.gumbel_argmax` for float32 logits [M, V]."""
     M, V = logits.shape
     B = len(sequence)
-    temperature = filled(temperature, logits, B).float()
-    seed = filled(seed, logits, B)
-    sequence, position = (x.long().contiguous() for x in (sequence, position))
+    sequence, before = (x.long().contiguous() for x in (sequence, position - 1))
+    rows = filled(temperature, logits, B).float(), filled(seed, logits, B), sequence, before
     out = torch.empty(M, dtype=torch.int64)
-    rows = temperature, seed, sequence, position, out
-    library().argmax(logits.data_ptr(), M, V, M // B, *map(pointer, rows), threads())
+    library().sample(header.Linear(n=V), logits.data_ptr(), M, M // B, None, *map(pointer, rows),
+                     None, out.data_ptr(), threads())
     return out
 
 
