@@ -1,6 +1,8 @@
 """The layers of a GPU: fused blocks and quantised weights. They run here on the kernels' references, in one case under
 Triton's interpreter."""
 
+from itertools import product
+
 import pytest
 import torch
 
@@ -143,8 +145,12 @@ def test_act_order_permutes_the_inputs(tmp_path, monkeypatch):
         assert attn.qkv.packed.linear.kind < cpu.header.INT8 <= attn.proj.packed.linear.kind
 
 
-@pytest.mark.parametrize("options", [dict(), dict(temperature=0.9, seed=3), dict(temperature=0.7, top_p=0.8)], ids=str)
-@pytest.mark.parametrize("kind", ["awq", "fp8", "Q4_K", "int4"])
+GREEDY, SAMPLED, FILTERED = {}, dict(temperature=0.9, seed=3), dict(temperature=0.7, top_p=0.8)
+DECODED = ("awq", SAMPLED), ("fp8", FILTERED), ("Q4_K", SAMPLED), ("int4", GREEDY), ("int4", FILTERED)
+
+
+@pytest.mark.parametrize("kind, options", [pytest.param(*case, marks=[] if case in DECODED else pytest.mark.slow)
+    for case in product(("awq", "fp8", "Q4_K", "int4"), (GREEDY, SAMPLED, FILTERED))], ids=str)
 def test_output_is_that_of_plain_decoding(kind, options, tmp_path):
     """Bug: draft heads or a draft vocabulary that a quantised LM head refuses, a wrong guess accepted."""
     model, plain = loaded(kind, tmp_path)

@@ -361,9 +361,9 @@ def test_a_cached_prefix_is_reused_and_the_output_is_the_same(name, drafts, pref
 
     def check(prompt, most):
         fresh = new()
-        want = fresh.generate([prompt], 20).tokens[0]
+        want = fresh.generate([prompt], 12).tokens[0]
         prefilled.clear()
-        assert kept.generate([prompt], 20).tokens == [want] and sum(n for _, n in prefilled) <= most
+        assert kept.generate([prompt], 12).tokens == [want] and sum(n for _, n in prefilled) <= most
         rows = len(prompt) + len(want) - 2  # the last token has no row; the heads need its successor
         for part in ("cache", "heads_cache") if name else ("cache",):
             a, b = (getattr(engine.decoder.slots, part).kv[..., :rows, :] for engine in (kept, fresh))
@@ -380,8 +380,10 @@ def test_a_cached_prefix_is_reused_and_the_output_is_the_same(name, drafts, pref
         check(other, len(other))
 
 
-@either_decoder
-@pytest.mark.parametrize("name, ahead", [(None, 0), ("clover", 0), ("clover", 1)])
+@pytest.mark.parametrize("name, ahead, compiled", [
+    ("clover", 0, False), ("clover", 1, False), pytest.param(None, 0, True, marks=needs_compiler),
+    pytest.param("clover", 1, True, marks=needs_compiler), pytest.param(None, 0, False, marks=pytest.mark.slow),
+    pytest.param("clover", 0, True, marks=[pytest.mark.slow, needs_compiler])])
 def test_shared_prefixes_are_prefilled_once_per_slot(name, ahead, compiled, prefilled):
     """Bug: a cached prefix that an idle step or another prompt overwrote, a slot with a shorter prefix, prompts
     prefilled together from a start that only one of them has."""
@@ -402,9 +404,9 @@ def test_shared_prefixes_are_prefilled_once_per_slot(name, ahead, compiled, pref
     check([first + [n] for n in range(12)], 60 * 2 + 12)  # the first prompt fills a slot, the others share it
 
 
-@pytest.mark.parametrize("ahead", [0, 1])
-@pytest.mark.parametrize("name, lookup, T", [(None, False, 1), (None, True, None), ("clover", True, 9),
-                                             ("clover2", False, 2)])
+@pytest.mark.parametrize("name, lookup, T, ahead", [
+    (*case, ahead) if (i + ahead) % 2 else pytest.param(*case, ahead, marks=pytest.mark.slow) for ahead in (0, 1)
+    for i, case in enumerate([(None, False, 1), ("clover2", False, 2), (None, True, None), ("clover", True, 9)])])
 def test_prompts_read_by_steps_leave_what_prefill_leaves(name, lookup, T, ahead, prefilled):
     """Bug: a prompt's token at a wrong row, heads that miss one, a state of padding, a first token from another row,
     another sequence's chain; a prompt read a token at a time; a reused prefix read from a wrong place."""

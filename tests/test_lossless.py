@@ -26,7 +26,7 @@ from tools.flags import DEMO
 from tools.statistics import Statistics
 from training.data import load_tokens, prompts
 
-N = 24  # new tokens of each prompt
+N = 16  # new tokens of each prompt
 # torch computes these, where ties may differ; C kernels compute the others, the same bits for any tree and batch
 BY_TORCH = "float32-torch", "bfloat16-torch", "float16"
 DTYPES = "float32", "bfloat16", *BY_TORCH
@@ -49,6 +49,9 @@ SAMPLE = {*TOYS[8::43], *TRAINED[::7]}  # covers three quarters of the pairs of 
 ROWS = [pytest.param(*row, marks=[] if row in SAMPLE else pytest.mark.slow) for row in TOYS + TRAINED]
 
 
+heldout = cache(lambda: prompts(load_tokens(None, load_encoding(DEMO), "heldout"), 4, 48, seed=1))
+
+
 @cache
 def read(dtype, name):
     """(a trained model, prompts)"""
@@ -56,8 +59,7 @@ def read(dtype, name):
         encoding = load_encoding(name)
         lines = (DEMO.parent / "bench" / "prompts.jsonl").read_text().splitlines()[:6]
         return GPT.from_pretrained(name, device="cpu"), [encoding.chat(json.loads(line)["messages"]) for line in lines]
-    model = checkpoint.load(DEMO, device="cpu", quantize=dtype if dtype.startswith("int") else None)
-    return model, prompts(load_tokens(None, load_encoding(DEMO), "heldout"), 4, 48, seed=1)
+    return checkpoint.load(DEMO, device="cpu", quantize=dtype if dtype.startswith("int") else None), heldout()
 
 
 @cache
