@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
+from functools import partial
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests run without network
 if not os.access(os.path.expanduser("~"), os.W_OK):  # without a home, Triton would write to ./~
@@ -24,7 +25,7 @@ from common.files import read_json
 from model import GPT, GPTConfig, InputError
 from training.data import builtin_corpus
 
-torch.set_num_threads(1)  # the models are too small for a second thread
+slow = partial(pytest.param, marks=pytest.mark.slow)
 needs_compiler = pytest.mark.skipif(cpu.library() is None, reason="needs a C compiler, such as gcc")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
@@ -184,6 +185,7 @@ def prefilled(monkeypatch):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # the models are too small for a second one, which programs take
 
 
 @pytest.fixture(scope="session")

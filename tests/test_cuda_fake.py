@@ -27,7 +27,7 @@ from backends.capture import LARGEST_GUIDED, LARGEST_STEP, capture_all, warm_up
 from backends.linear import Quantized
 from backends.quantized import round_weight
 from bench import timing
-from conftest import SHAPES, Operations, ToyGrammar, toy_model
+from conftest import SHAPES, Operations, ToyGrammar, slow, toy_model
 from engine.batching import Engine
 from engine.guide import GuidedSequence
 from engine.policy import TREE_SIZES, Policy
@@ -71,7 +71,7 @@ class Indexing(TorchFunctionMode):
         slices = tuple(slice(None) if is_one else i for i, is_one in zip(index, is_tensor))
         if self.world.capturing:
             self.world.capturing.use("view", x)
-        with in_kernel_invocation_manager(x.fake_mode):  # as a meta tensor, without dispatch
+        with in_kernel_invocation_manager(x.fake_mode):  # as a meta tensor, without dispatch, which takes time
             view = torch.Tensor.__getitem__(x, slices)
         view = FakeTensor(x.fake_mode, view, x.fake_device)
         dims = [i if is_one else None for i, is_one in zip(index, is_tensor) if not isinstance(i, int)]  # of the view
@@ -294,9 +294,6 @@ def decode(model, heads):
     output = engine.generate(PROMPTS, 9)
     assert [len(tokens) for tokens in output.tokens] == [9] * 5
     return engine
-
-
-slow = partial(pytest.param, marks=pytest.mark.slow)
 
 
 @pytest.mark.parametrize("name, dtype, kind, switches", [

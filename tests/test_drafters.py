@@ -112,7 +112,6 @@ def test_eagle3_drafts_a_beam_search(beams, switches):
                 assert joint == pytest.approx(want, abs=2e-3), (b, path)
 
 
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Decoding
 

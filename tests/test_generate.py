@@ -16,7 +16,7 @@ from backends.gpu import GraphDecoder
 from bench.timing import stage_times, timing_decoder
 from clover import BINS, PRESETS
 from common import memory
-from conftest import SHAPES, needs_compiler, needs_cuda, random_prompts, refusal, toy_model
+from conftest import SHAPES, needs_compiler, needs_cuda, random_prompts, refusal, slow, toy_model
 from engine import batching
 from engine.batching import Engine
 from engine.policy import Policy
@@ -380,10 +380,8 @@ def test_a_cached_prefix_is_reused_and_the_output_is_the_same(name, drafts, pref
         check(other, len(other))
 
 
-@pytest.mark.parametrize("name, ahead, compiled", [
-    ("clover", 0, False), ("clover", 1, False), pytest.param(None, 0, True, marks=needs_compiler),
-    pytest.param("clover", 1, True, marks=needs_compiler), pytest.param(None, 0, False, marks=pytest.mark.slow),
-    pytest.param("clover", 0, True, marks=[pytest.mark.slow, needs_compiler])])
+@either_decoder
+@pytest.mark.parametrize("name, ahead", [(None, 0), slow("clover", 0), ("clover", 1)])
 def test_shared_prefixes_are_prefilled_once_per_slot(name, ahead, compiled, prefilled):
     """Bug: a cached prefix that an idle step or another prompt overwrote, a slot with a shorter prefix, prompts
     prefilled together from a start that only one of them has."""
@@ -404,9 +402,9 @@ def test_shared_prefixes_are_prefilled_once_per_slot(name, ahead, compiled, pref
     check([first + [n] for n in range(12)], 60 * 2 + 12)  # the first prompt fills a slot, the others share it
 
 
-@pytest.mark.parametrize("name, lookup, T, ahead", [
-    (*case, ahead) if (i + ahead) % 2 else pytest.param(*case, ahead, marks=pytest.mark.slow) for ahead in (0, 1)
-    for i, case in enumerate([(None, False, 1), ("clover2", False, 2), (None, True, None), ("clover", True, 9)])])
+@pytest.mark.parametrize("ahead", [slow(0), 1])
+@pytest.mark.parametrize("name, lookup, T", [(None, False, 1), (None, True, None), ("clover", True, 9),
+                                             ("clover2", False, 2)])
 def test_prompts_read_by_steps_leave_what_prefill_leaves(name, lookup, T, ahead, prefilled):
     """Bug: a prompt's token at a wrong row, heads that miss one, a state of padding, a first token from another row,
     another sequence's chain; a prompt read a token at a time; a reused prefix read from a wrong place."""
