@@ -271,12 +271,15 @@ def covering(*lists):
 
 def all_launches(combine=product):
     """The signatures of the launches in `GATE`. combine: lists of choices -> combinations. `last`: only those of each
-    operation's first entry."""
+    operation's first entry; `covering`: every second one of its other entries."""
     launches = []
     for name, group in GATE.items():
         for choices in group[:1] if combine is last else group:
             lists = [x if isinstance(x, list) else [x] for x in choices.values()]
-            for values in combine(*lists):
+            found = combine(*lists)
+            if combine is covering and choices is not group[0]:
+                found = found[::2] + last(*lists)
+            for values in found:
                 launches += launches_of(name, **dict(zip(choices, values)))
     return list(dict.fromkeys(signature(name, args, named) for name, _, args, named in launches))
 

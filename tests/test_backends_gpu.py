@@ -22,6 +22,7 @@ from test_lossless import without_ties
 LLAMA_CPP = {  # the types that it gives the tensors of a file
     "Q4_0": {}, "Q4_1": {}, "Q5_0": {}, "Q5_1": {}, "Q8_0": {}, "Q5_K": {"blk.0.attn_v": "Q6_K"},
     "Q4_K": {"blk.0.attn_v": "Q6_K", "blk.0.ffn_down": "Q6_K", "token_embd": "Q6_K"}, "Q3_K": {}}
+GREEDY, SAMPLED, FILTERED = {}, dict(temperature=0.9, seed=3), dict(temperature=0.7, top_p=0.8)
 
 
 @pytest.fixture(autouse=True)
@@ -141,9 +142,6 @@ def test_act_order_permutes_the_inputs(tmp_path, monkeypatch):
         attn = checkpoint.load(path, BF16, "cpu").blocks[0].attn
         assert torch.equal(attn.qkv.embedding(torch.arange(256)), weight[:, order].bfloat16().float())
         assert attn.qkv.packed.linear.kind < cpu.header.INT8 <= attn.proj.packed.linear.kind
-
-
-GREEDY, SAMPLED, FILTERED = {}, dict(temperature=0.9, seed=3), dict(temperature=0.7, top_p=0.8)
 
 
 @pytest.mark.parametrize("kind, options", [

@@ -379,7 +379,6 @@ def test_kernels_under_the_interpreter(cases):
     files = [file for name in ("kernels", "backends_linear", "backends_sampling", "backends_tree")
              for file in ROOT.glob(f"tests/test_{name}*.py")]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", cases, *files]
-    one_thread = dict(OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")  # or numpy's threads compete
-    done = subprocess.run(command, cwd=ROOT, env=os.environ | one_thread | dict(TRITON_INTERPRET="1"),
-                          stdout=subprocess.PIPE, text=True)
+    variables = dict(TRITON_INTERPRET="1", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")  # numpy's threads compete
+    done = subprocess.run(command, cwd=ROOT, env=os.environ | variables, stdout=subprocess.PIPE, text=True)
     assert done.returncode == 0 and int(re.search(r"(\d+) passed", done.stdout)[1]) > 150, done.stdout[-8000:]

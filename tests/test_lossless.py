@@ -47,8 +47,6 @@ TRAINED = [(*draft, *rest, "demo", 0) for draft, *rest in product(
     ("bfloat16", "int8", "int4"))] + [("clover+lookup", 17, 3, way, "stored", "smollm2", 0) for way in SAMPLING_MODES]
 SAMPLE = {*TOYS[8::43], *TRAINED[::7]}  # covers three quarters of the pairs of values of two columns
 ROWS = [pytest.param(*row, marks=[] if row in SAMPLE else pytest.mark.slow) for row in TOYS + TRAINED]
-
-
 heldout = cache(lambda: prompts(load_tokens(None, load_encoding(DEMO), "heldout"), 4, 48, seed=1))
 
 
