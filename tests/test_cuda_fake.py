@@ -523,7 +523,7 @@ def test_captured_graphs_stay_valid(change, start):
     CHANGES[change](engine)
     gc.collect()
     before = [graph.replays for graph in world.graphs]
-    engine.generate(PROMPTS, 40)
+    engine.generate(PROMPTS, 20)
     assert all(graph.replays > n for graph, n in zip(world.graphs, before)) and len(world.graphs) == len(MIXED)
 
 

@@ -82,16 +82,15 @@ def load(preset, dtype, name):
 
 
 @cache
-def decode_plainly(sampling, dtype, name):
-    """The `Sequence` of each prompt, decoded by its own engine."""
+def decode_plainly(index, sampling, dtype, name):
+    """The `Sequence` of a prompt, decoded by its own engine."""
     model, _, given = load("", dtype, name)
-    sequences = []
-    for index, (prompt, way) in enumerate(zip(given, cycle(SAMPLING_MODES[sampling]))):
-        engine = prepare(model, [prompt], N, tree_size=1, **asdict(way))
-        sequences.append(engine.add(prompt, N, index=index))
-        while engine.busy:
-            engine.step()
-    return sequences
+    ways = SAMPLING_MODES[sampling]
+    engine = prepare(model, given[index:index + 1], N, tree_size=1, **asdict(ways[index % len(ways)]))
+    sequence = engine.add(given[index], N, index=index)
+    while engine.busy:
+        engine.step()
+    return sequence
 
 
 def without_ties(model, given, got, want, samplings):
@@ -114,6 +113,7 @@ def test_output_is_that_of_plain_decoding(drafter, tree_size, batch_size, sampli
         pytest.skip("is only exact with a C compiler, such as gcc")
     preset = drafter.removesuffix("lookup").rstrip("+").removesuffix("plain")
     model, heads, given = load(preset, dtype, name)
+    given = given[:batch_size + 3]
     policy = Cycling(model, heads) if preset == "cycling" else Policy(model, heads, "lookup" in drafter, tree_size)
     reads_prompts = bool(ahead and dtype in BY_TORCH)
     engine = new_engine(model, policy=policy, batch_size=batch_size, capacity=max(map(len, given)) + N,
@@ -121,7 +121,7 @@ def test_output_is_that_of_plain_decoding(drafter, tree_size, batch_size, sampli
     if reads_prompts:  # rows of an idle slot beside those of sequences, as with graphs; a pass for long prompts
         engine.decoder.batch_sizes = [n for n in (1, 2, 4) if n < batch_size]
         engine.long_prompt = 128
-    plain = decode_plainly(sampling, dtype, name)
+    plain = [decode_plainly(index, sampling, dtype, name) for index in range(len(given))]
     want, samplings = [sequence.tokens for sequence in plain], [sequence.sampling for sequence in plain]
     counted = Statistics()
     out = engine.generate(given, N, sampling=samplings, on_step=counted.count)
