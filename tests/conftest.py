@@ -5,6 +5,7 @@ import os
 import shutil
 import tempfile
 from collections import Counter
+from functools import partial
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests run without network
 if not os.access(os.path.expanduser("~"), os.W_OK):  # without a home, Triton would write to ./~
@@ -24,18 +25,18 @@ from common.files import read_json
 from model import GPT, GPTConfig, InputError
 from training.data import builtin_corpus
 
-torch.set_num_threads(1)  # the models are too small for a second thread
+slow = partial(pytest.param, marks=pytest.mark.slow)
 needs_compiler = pytest.mark.skipif(cpu.library() is None, reason="needs a C compiler, such as gcc")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 
 @pytest.hookimpl(tryfirst=True)  # before tests are selected by their marks
 def pytest_collection_modifyitems(items):
-    """Under Triton's interpreter, which is slow, every other case of a test is `slow`."""
+    """Under Triton's interpreter, which is slow, five of seven cases of a test are `slow`."""
     seen = Counter()
     for item in items if os.environ.get("TRITON_INTERPRET") else ():
         test = item.location[0], getattr(item, "originalname", item.name)
-        if seen[test] % 2:
+        if seen[test] % 7 not in (0, 3):  # neither always the first of two nor of three dtypes
             item.add_marker(pytest.mark.slow)
         seen[test] += 1
 
@@ -184,6 +185,7 @@ def prefilled(monkeypatch):
 @pytest.fixture(autouse=True)
 def seeded():
     torch.manual_seed(0)
+    torch.set_num_threads(1)  # the models are too small for a second one, which programs take
 
 
 @pytest.fixture(scope="session")

@@ -271,12 +271,15 @@ def covering(*lists):
 
 def all_launches(combine=product):
     """The signatures of the launches in `GATE`. combine: lists of choices -> combinations. `last`: only those of each
-    operation's first entry."""
+    operation's first entry; `covering`: every third one of its other entries."""
     launches = []
     for name, group in GATE.items():
         for choices in group[:1] if combine is last else group:
             lists = [x if isinstance(x, list) else [x] for x in choices.values()]
-            for values in combine(*lists):
+            found = combine(*lists)
+            if combine is covering and choices is not group[0]:
+                found = found[::3] + last(*lists)
+            for values in found:
                 launches += launches_of(name, **dict(zip(choices, values)))
     return list(dict.fromkeys(signature(name, args, named) for name, _, args, named in launches))
 
@@ -331,4 +334,4 @@ def usage(target, launch):
 def compile_all(target, launches):
     """The `usage` of every signature, in order; one process per core."""
     with ProcessPoolExecutor(min(os.cpu_count(), 16), mp_context=get_context("spawn")) as pool:
-        yield from pool.map(partial(usage, target), launches, chunksize=4)
+        yield from pool.map(partial(usage, target), launches)

@@ -24,7 +24,7 @@ from backends import cpu
 from backends.tensor_parallel import Group
 from clover import BINS, PRESETS, CloverHeads, preset
 from common.values import warn
-from conftest import SHAPES, ToyGrammar, needs_compiler, random_prompts, refusal, toy_model
+from conftest import SHAPES, ToyGrammar, needs_compiler, random_prompts, refusal, slow, toy_model
 from engine.batching import Engine
 from engine.policy import Policy, count_nodes
 from generate import NOISE, Decoder, Plan, Sampling, accept_path, decoder_class, generate
@@ -585,7 +585,7 @@ def test_the_environments_flags_do_not_choose_the_instructions(monkeypatch):
     assert cpu.compiler_command()[-2:] == ["-march=x86-64-v3", "-O1"]
 
 
-@pytest.mark.parametrize("compiler", ["/nonexistent/cc", pytest.param("false", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("compiler", ["/nonexistent/cc", slow("false")])
 def test_without_a_compiler_the_output_is_the_same(compiler, tmp_path, monkeypatch, capsys):
     """Bug: a traceback, an unhelpful message, bfloat16 without kernels. In float32, where ties are unlikely."""
     folders = tmp_path / "float32", tmp_path / "bfloat16", tmp_path / "float16"
@@ -630,15 +630,12 @@ FUNCTIONS = "product or rounded or attention or argmax or same_bits or in_c or s
 SANITIZED = "-fsanitize=address,undefined -fno-sanitize-recover=all -g"
 
 
-ELSEWHERE = "-DPLAIN", *(pytest.param(flags, marks=pytest.mark.slow) for flags in (
-    "-march=x86-64-v3", "-march=x86-64-v2", "-march=x86-64-v4", SANITIZED) if platform.machine() == "x86_64")
-
-
-@pytest.mark.parametrize("flags", ELSEWHERE)
+@pytest.mark.parametrize("flags", ["-O0 -DPLAIN", *(slow(f"-O1 {flags}") for flags in (
+    "-march=x86-64-v3", "-march=x86-64-v2", "-march=x86-64-v4", SANITIZED) if platform.machine() == "x86_64")])
 def test_other_processors_compute_the_same(flags, tmp_path):
     """Bug: an error in code for other CPUs, or one that sanitizers find."""
-    environment = dict(CLOVER_CFLAGS=f"-O1 {flags}", XDG_CACHE_HOME=str(tmp_path))
-    if flags == SANITIZED:
+    environment = dict(CLOVER_CFLAGS=flags, XDG_CACHE_HOME=str(tmp_path))
+    if SANITIZED in flags:
         libraries = [subprocess.run(["cc", f"-print-file-name=lib{name}.so"], capture_output=True, text=True).stdout
                      for name in ("asan", "ubsan")]
         environment |= dict(LD_PRELOAD=" ".join(map(str.strip, libraries)), ASAN_OPTIONS="detect_leaks=0")

@@ -7,7 +7,7 @@ import torch
 from backends import cpu, gpu
 from backends.quantized import pack_nibbles
 from clover import CloverHeads
-from conftest import SHAPES, edit_weights, random_prompts, refusal, toy_model
+from conftest import SHAPES, edit_weights, random_prompts, refusal, slow, toy_model
 from generate import Sampling, generate
 from hf import checkpoint
 from hf.quantization import unpack_int32
@@ -22,6 +22,7 @@ from test_lossless import without_ties
 LLAMA_CPP = {  # the types that it gives the tensors of a file
     "Q4_0": {}, "Q4_1": {}, "Q5_0": {}, "Q5_1": {}, "Q8_0": {}, "Q5_K": {"blk.0.attn_v": "Q6_K"},
     "Q4_K": {"blk.0.attn_v": "Q6_K", "blk.0.ffn_down": "Q6_K", "token_embd": "Q6_K"}, "Q3_K": {}}
+GREEDY, SAMPLED, FILTERED = {}, dict(temperature=0.9, seed=3), dict(temperature=0.7, top_p=0.8)
 
 
 @pytest.fixture(autouse=True)
@@ -143,8 +144,10 @@ def test_act_order_permutes_the_inputs(tmp_path, monkeypatch):
         assert attn.qkv.packed.linear.kind < cpu.header.INT8 <= attn.proj.packed.linear.kind
 
 
-@pytest.mark.parametrize("options", [dict(), dict(temperature=0.9, seed=3), dict(temperature=0.7, top_p=0.8)], ids=str)
-@pytest.mark.parametrize("kind", ["awq", "fp8", "Q4_K", "int4"])
+@pytest.mark.parametrize("kind, options", [
+    ("awq", SAMPLED), ("fp8", FILTERED), ("Q4_K", SAMPLED), ("int4", GREEDY), ("int4", FILTERED), slow("awq", GREEDY),
+    slow("awq", FILTERED), slow("fp8", GREEDY), slow("fp8", SAMPLED), slow("Q4_K", GREEDY), slow("Q4_K", FILTERED),
+    slow("int4", SAMPLED)], ids=str)
 def test_output_is_that_of_plain_decoding(kind, options, tmp_path):
     """Bug: draft heads or a draft vocabulary that a quantised LM head refuses, a wrong guess accepted."""
     model, plain = loaded(kind, tmp_path)

@@ -18,7 +18,7 @@ import torch
 
 from backends.tensor_parallel import Group, SharedError, start
 from clover import PRESETS, CloverHeads
-from conftest import edit_weights, random_prompts, refusal, toy_model
+from conftest import edit_weights, random_prompts, refusal, slow, toy_model
 from generate import generate
 from hf import checkpoint
 from model import InputError
@@ -96,7 +96,7 @@ def families(tmp_path_factory):
     return root
 
 
-@pytest.mark.parametrize("size", [2, pytest.param(4, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("size", [2, slow(4)])
 def test_ranks_decode_like_one_process(families, size, tmp_path):
     """Catches overlapping slices, a bias added twice, another token's noise, slopes of other attention heads."""
     results = run_ranks(tmp_path, lambda rank: print(json.dumps(decode(families, start("cpu")))), size)

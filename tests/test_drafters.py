@@ -112,12 +112,11 @@ def test_eagle3_drafts_a_beam_search(beams, switches):
                 assert joint == pytest.approx(want, abs=2e-3), (b, path)
 
 
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Decoding
 
 N = 16  # new tokens
-PROMPTS = random_prompts([7, 1, 30, 2, 40, 12, 3, 18])
+PROMPTS = random_prompts([7, 1, 30, 40, 12])
 MODES = {"greedy": Sampling(), "sampled": Sampling(0.8, top_p=0.9, seed=3), "schema": Sampling(0.8, seed=5)}
 KINDS = {
     "eagle3": random_published, "eagle3 of 33 tokens": partial(random_published, vocabulary=33, norm_output=True),
@@ -126,7 +125,7 @@ KINDS = {
     "dspark": partial(random_published, kind="block", first=0, markov_rank=8, markov_gated=True)}
 BASES = "packed", "packed bfloat16", "int4", "torch"
 # every combination of the first with some of the second
-DECODED = [*zip(product((1, 8), (5, 17, None), MODES), cycle(zip(cycle(KINDS), cycle(BASES))))]
+DECODED = [*zip(product((1, 3), (5, 17, None), MODES), cycle(zip(cycle(KINDS), cycle(BASES))))]
 
 
 @cache

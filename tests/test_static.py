@@ -10,6 +10,7 @@ import torch
 
 import static
 from bench.operations import quantize_randomly
+from conftest import slow
 from drafters.block import BlockHeads
 from drafters.eagle3 import Eagle3Heads
 from drafters.published import BlockConfig, Eagle3Config
@@ -33,7 +34,7 @@ def check_figures(launches, figures):
     assert not wrong, "\n".join(map(str, wrong))
 
 
-@pytest.mark.parametrize("target", ["cuda:90", pytest.param("cuda:80", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("target", ["cuda:90", slow("cuda:80")])
 def test_a_launch_of_every_kernel_compiles_without_spills(target):
     """Bug: a kernel compiles only in the interpreter, spills, or needs too much shared memory."""
     launches = static.all_launches(static.last)
@@ -42,8 +43,7 @@ def test_a_launch_of_every_kernel_compiles_without_spills(target):
     check_figures(launches, (static.usage(target, launch) for launch in launches))
 
 
-@pytest.mark.parametrize("combine", [pytest.param(static.covering, marks=pytest.mark.static),
-                                     pytest.param(static.product, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("combine", [pytest.param(static.covering, marks=pytest.mark.static), slow(static.product)])
 def test_every_choice_compiles_without_spills(combine):
     """Bug: as above. slow: every combination of choices."""
     launches = static.all_launches(combine)

@@ -18,7 +18,7 @@ import train_heads
 from backends import cpu
 from backends.tensor_parallel import Group
 from clover import BINS, PRESETS, CloverHeads
-from conftest import Operations, edit_json, needs_cuda, random_prompts, refusal, toy_model
+from conftest import Operations, edit_json, needs_cuda, random_prompts, refusal, slow, toy_model
 from generate import generate
 from hf.tokenizer import load_encoding
 from model import GPT
@@ -106,8 +106,7 @@ def learned(checkpoint, texts, out, name, *flags):
     return found
 
 
-@pytest.mark.parametrize("name", [
-    "clover2", *(pytest.param(name, marks=pytest.mark.slow) for name in ("medusa", "hydra", "clover"))])
+@pytest.mark.parametrize("name", ["clover2", *map(slow, ("medusa", "hydra", "clover"))])
 def test_every_preset_learns(checkpoint, texts, tmp_path, capsys, name):
     """Catches heads that are trained on the wrong target."""
     found = learned(checkpoint, texts, tmp_path, name)
@@ -244,7 +243,7 @@ def run_killed(left, flags):
     train(*flags)
 
 
-@pytest.mark.parametrize("kills", [2, pytest.param(10, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kills", [2, slow(10)])
 def test_a_killed_run_goes_on_to_the_same_heads(kills, forks, checkpoint, texts, tmp_path, unmeasured):
     """Catches partly written or inconsistent files after SIGKILL at any time."""
     flags = ["--model", checkpoint, "--data", texts, "--steps", 6 * kills]
@@ -391,8 +390,7 @@ def test_heads_train_on_answers_to_prompts_of_ones_own(checkpoint, tmp_path, unm
     refusal(lambda: train(*flags, "--prompts", other), "line 1", "need a model with a chat template")
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "DeepSeek-R1-Distill", *(
-    pytest.param(name, marks=pytest.mark.slow) for name in ("SmolLM3", "DeepSeek-LLM"))])
+@pytest.mark.parametrize("name", ["Qwen3", "DeepSeek-R1-Distill", *map(slow, ("SmolLM3", "DeepSeek-LLM"))])
 def test_chat_models_of_today_train_from_nothing(name, tmp_path, monkeypatch, capsys, unmeasured):
     """Bug: no answer of a model that reasons is kept, a chat is refused since its template does not render a prompt
     again, answers are encoded to other ids than were generated, thinking cannot be switched off."""
