@@ -56,7 +56,7 @@
 #define UNIT (1 << 19)       // numbers of a weight per unit, within 2 to 8 units per thread
 #define MIN_WORK 4096        // with fewer numbers a function stays on one thread
 #define FETCH 2048           // prefetch distance in bytes
-#define AHEAD 16384          // of pairs of blocks up to this size each, the next pair is prefetched
+#define AHEAD 16384          // pairs of blocks of up to this size each are prefetched as such
 #define SPINS 4000           // polls before a thread sleeps: about 0.1 ms
 #define INLINE static inline __attribute__((always_inline))
 #ifdef __clang__
@@ -817,14 +817,16 @@ INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, in
     size_t next_top = has_next * p->n_groups / 8 * 2 * LANES;
     size_t at = block * per_block * (size_t)(parts * step);
     size_t top = block * (size_t)p->n_groups / 8 * 2 * LANES;
-    size_t ahead = blocks == 2 && next && next <= AHEAD ? 2 * next : FETCH;
+    int in_pairs = blocks == 2 && next && next <= AHEAD;  // the next pair is prefetched as it lies
+    size_t ahead = in_pairs ? 2 * next : FETCH, next_ahead = in_pairs ? size : next;
     const char *values = (const char *)w->values + block * (size_t)p->n_groups * size;
     const char *scales = (const char *)w->scales + at, *minimums = (const char *)w->minimums + at;
     int zero = kind == INT8 ? OFFSET : has_minimum ? 0 : w->zero;
     for (int g = 0; g < p->n_groups; g++, x += n, values += size) {
         UNROLL
         for (int b = 0; b < blocks; b++)
-            fetch(values + b * next + ahead, size);
+            fetch(values + ahead + b * next_ahead, size);
+        ahead += in_pairs * size;
         UNROLL
         for (int part = 0; part < parts; part++) {
             vi sums[2][TILE];
@@ -914,11 +916,11 @@ INLINE void float_tile(const Linear *w, const Group *x, int block, int n, int ki
     }
 }
 
-// Multiplies n rows, from row `first`, by some blocks of w, two at once if that pays; at: the column
-// of their outputs
+// Multiplies n rows, from row `first`, by some blocks of w; at: the column of their outputs. Two blocks
+// at once from 4 rows: with fewer, memory sets the pace, and one block after the other reads faster
 INLINE void tile(const Product *p, const Linear *w, int block, int at, int first, int n, int kind,
                  int has_minimum, int simple) {
-    int blocks = kind >= (OFFSET ? INT8 : INT4) && n > 1 && n <= PAIRED ? 2 : 1;
+    int blocks = kind >= (OFFSET ? INT8 : INT4) && n > 3 && n <= PAIRED ? 2 : 1;
     int end = min(block + p->width, blocks_of(w));
     const Group *x = p->groups + (size_t)first * p->n_groups;
     for (; block < end; block += blocks, at += blocks * LANES) {
@@ -982,7 +984,7 @@ static void product_unit(void *arguments, int unit) {
 void product(const Linear *w, const float *x, int M, float *out, int threads) {
     int inputs = inputs_of(w->kind);
     int rows = w->kind < INT8 ? FLOAT_TILE : TILE;  // of a tile
-    Product p = {w, x, out, .M = M, .tiles = (M + rows - 1) / rows, .width = PAIRED && M > 1 ? 2 : 1};
+    Product p = {w, x, out, .M = M, .tiles = (M + rows - 1) / rows, .width = PAIRED && M > 3 ? 2 : 1};
     p.n_groups = (w->k + inputs - 1) / inputs;
     p.groups = scratch(PREPARED, (size_t)M * p.n_groups * sizeof *p.groups);
     for (const Linear *part = w; part; part = part->next) {
