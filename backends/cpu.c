@@ -40,7 +40,7 @@
 #define FLOAT_TILE (12 / SUMS)
 #endif
 #define TILE 8               // most rows multiplied at once
-#define PAIRED (LANES == 4 ? 0 : LANES == 8 ? 6 : TILE)  // most rows multiplied by two blocks at once
+#define PAIRED (LANES == 8 ? 6 : 0)  // most rows multiplied by two blocks at once
 #define SUMS (LANES == 16 ? 2 : 4)  // sums of floats per row, which hide the additions' latency
 #define SPLIT 128            // cache positions per unit of attention
 #define COLUMNS (SPLIT + MAX_TREE)  // its rows in memory: of committed tokens, then of nodes
