@@ -818,7 +818,7 @@ INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, in
     size_t at = block * per_block * (size_t)(parts * step);
     size_t top = block * (size_t)p->n_groups / 8 * 2 * LANES;
     int in_pairs = blocks == 2 && next && next <= AHEAD;  // the next pair is prefetched as it lies
-    size_t ahead = in_pairs ? 2 * next : FETCH, next_ahead = in_pairs ? size : next;
+    size_t ahead = in_pairs ? 2 * next : FETCH, next_ahead = in_pairs ? (size_t)size : next;
     const char *values = (const char *)w->values + block * (size_t)p->n_groups * size;
     const char *scales = (const char *)w->scales + at, *minimums = (const char *)w->minimums + at;
     int zero = kind == INT8 ? OFFSET : has_minimum ? 0 : w->zero;
@@ -1703,10 +1703,10 @@ void sample(const Linear *w, const float *x, int M, int T, const int32_t *slots,
         a.best = scratch(BEST, (size_t)rows * a.parts * sizeof *a.best);
         parallel(best_of_part, &a, rows * a.parts, PART, threads);
         for (int row = 0; row < rows; row++) {
-            Entry best;
-            for (int i = 0, count = 0; i < a.parts; i++)
-                insert(&best, &count, 1, a.best[row * a.parts + i]);
-            out[m + row] = best.at;
+            Entry *best = a.best + row * a.parts;
+            for (int i = 1, count = 1; i < a.parts; i++)
+                insert(best, &count, 1, best[i]);
+            out[m + row] = best->at;
         }
     }
 }
@@ -1811,7 +1811,7 @@ static void best_tokens_row(void *arguments, int row) {
         vf v = load_n(x + i, V - i) + temperature * gumbel(a->keys[a->first + row], tokens);
         copy_n(x + i, &v, V - i, sizeof *x);
     }
-    Entry top[MAX_TREE];
+    Entry top[MAX_TREE] = {{0}};
     for (int start = 0; start < V; start += SKIP) {
         int end = min(start + SKIP, V);
         vf best = splat(-INFINITY);
