@@ -56,7 +56,7 @@
 #define UNIT (1 << 19)       // numbers of a weight per unit, within 2 to 8 units per thread
 #define MIN_WORK 4096        // with fewer numbers a function stays on one thread
 #define FETCH 2048           // prefetch distance in bytes
-#define AHEAD 16384          // pairs of blocks of up to this size each are prefetched as such
+#define AHEAD 16384          // bytes of a block up to which the next pair of blocks is prefetched
 #define SPINS 4000           // polls before a thread sleeps: about 0.1 ms
 #define INLINE static inline __attribute__((always_inline))
 #ifdef __clang__
@@ -817,16 +817,17 @@ INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, in
     size_t next_top = has_next * p->n_groups / 8 * 2 * LANES;
     size_t at = block * per_block * (size_t)(parts * step);
     size_t top = block * (size_t)p->n_groups / 8 * 2 * LANES;
-    int in_pairs = blocks == 2 && next && next <= AHEAD;  // the next pair is prefetched as it lies
-    size_t ahead = in_pairs ? 2 * next : FETCH, next_ahead = in_pairs ? (size_t)size : next;
+    int is_short = blocks == 2 && next && next <= AHEAD;  // then the next pair is prefetched, in order
+    size_t ahead = is_short ? 2 * next : FETCH, next_ahead = is_short ? (size_t)size : next;
     const char *values = (const char *)w->values + block * (size_t)p->n_groups * size;
-    const char *scales = (const char *)w->scales + at, *minimums = (const char *)w->minimums + at;
+    const char *scales = (const char *)w->scales + at;
+    const char *minimums = has_minimum ? (const char *)w->minimums + at : scales;
     int zero = kind == INT8 ? OFFSET : has_minimum ? 0 : w->zero;
     for (int g = 0; g < p->n_groups; g++, x += n, values += size) {
         UNROLL
         for (int b = 0; b < blocks; b++)
             fetch(values + ahead + b * next_ahead, size);
-        ahead += in_pairs * size;
+        ahead += is_short * size;
         UNROLL
         for (int part = 0; part < parts; part++) {
             vi sums[2][TILE];
@@ -946,8 +947,8 @@ INLINE void tile(const Product *p, const Linear *w, int block, int at, int first
     }
 }
 
-// `tile` with n, kind and has_minimum as constants, so that the sums stay in registers. One function
-// for each: in larger ones, compilers keep fewer of them there
+// `tile` with n, kind, has_minimum (m) and simple as constants, so that the sums stay in registers. One
+// function for each: in larger ones, compilers keep fewer of them there
 #define TILE_OF(kind, m, simple, n) __attribute__((noinline)) static void \
     tile_##kind##_##m##_##simple##_##n(const Product *p, const Linear *w, int block, int at, int first) { \
         tile(p, w, block, at, first, min(n, kind < INT8 ? FLOAT_TILE : TILE), kind, m, simple); \
