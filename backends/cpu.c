@@ -118,7 +118,8 @@ typedef struct {                 // arguments of add_norm, rope_cache, attention
     const Pass *pass;
     const NormWeights *post, *norm;  // of delta, of the sum
     float *x, *delta, *out, *parts;  // [M, ...]
-    int splits, width, first, nodes, chunks;  // see `attention`
+    int splits, width, first, nodes;
+    int chunks;                  // of a unit's nodes, if there are too few units for the threads
 } Call;
 
 INLINE int min(int a, int b) { return a < b ? a : b; }
@@ -479,14 +480,13 @@ typedef vf Combine(vf, vf);
 
 INLINE vf add(vf a, vf b) { return a + b; }
 
-INLINE vf larger(vf a, vf b) {   // one of them if the other is NaN
+INLINE vf larger(vf a, vf b) {   // b if one is NaN
 #ifdef X86
     return (vf)X86(max_ps)(a, b);
 #else
     return select_lanes(a > b, a, b);
 #endif
 }
-
 
 INLINE vi larger_int(vi a, vi b) {
 #if LANES > 4
@@ -602,8 +602,8 @@ INLINE vf vlog(vf x) {           // n ln(2) + log(1 + f), sqrt(1/2) <= 1 + f < s
 #define IN_PAIRS 0
 #endif
 
-// What `zero` adds to a sum of products: dpbusd begins with it; else registers are free only later,
-// where it is a fused product, exact as well
+// Sums of q that are multiplied by `zero`: integers where dpbusd begins its sums with them. Elsewhere
+// registers are free only after the sums, where a fused product of floats is cheaper and also exact
 #if OFFSET
 typedef int32_t Correction;
 #else
@@ -809,7 +809,8 @@ INLINE void sum_words(const char *group, size_t next, int blocks, const Group *x
 INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, int block, int blocks,
                            int n, int kind, int has_minimum, int simple, vf (*acc)[TILE]) {
     int parts = kind == INT6 ? 2 : 1, words = 8 / parts, size = group_bytes(kind);
-    int per_scale = simple ? 1 : max(w->group / GROUP, 1), has_zero = kind > INT8 && !has_minimum;
+    int per_scale = simple ? 1 : max(w->group / GROUP, 1);
+    int has_zero = kind == INT8 ? OFFSET : !has_minimum, zero = kind == INT8 ? OFFSET : w->zero;
     int used = 0, step = simple ? 2 * LANES : scale_bytes(w), has_next = block + 1 < blocks_of(w);
     int per_block = per_scale == 1 ? p->n_groups : (p->n_groups - 1) / per_scale + 1;
     size_t next = has_next * p->n_groups * (size_t)size;
@@ -822,7 +823,6 @@ INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, in
     const char *values = (const char *)w->values + block * (size_t)p->n_groups * size;
     const char *scales = (const char *)w->scales + at;
     const char *minimums = has_minimum ? (const char *)w->minimums + at : scales;
-    int zero = kind == INT8 ? OFFSET : has_minimum ? 0 : w->zero;
     for (int g = 0; g < p->n_groups; g++, x += n, values += size) {
         UNROLL
         for (int b = 0; b < blocks; b++)
@@ -832,11 +832,12 @@ INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, in
         for (int part = 0; part < parts; part++) {
             vi sums[2][TILE];
             vf scale[2], minimum[2];
+            int of = parts == 2 ? part : 2;  // which inputs' sum `zero` multiplies
             UNROLL
             for (int i = 0; i < n; i++)
                 UNROLL
                 for (int b = 0; b < blocks; b++)
-                    sums[b][i] = splat_word(OFFSET ? zero * x[i].minus[parts == 2 ? part : 2] : 0);
+                    sums[b][i] = splat_word(OFFSET && has_zero ? zero * x[i].minus[of] : 0);
             sum_words(values, next, blocks, x, n, kind, part * words, words, sums);
             UNROLL
             for (int b = 0; b < blocks; b++) {
@@ -851,7 +852,7 @@ INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, in
                 for (int b = 0; b < blocks; b++) {
                     vf products = __builtin_convertvector(sums[b][i], vf);
                     if (!OFFSET && has_zero)
-                        products = fused(splat(x[i].minus[parts == 2 ? part : 2]), splat(zero), products);
+                        products = fused(splat(x[i].minus[of]), splat(zero), products);
                     acc[b][i] = fused(products, scale[b] * x[i].scale, acc[b][i]);
                     if (has_minimum)
                         acc[b][i] = fused(minimum[b], splat(x[i].sum), acc[b][i]);
@@ -1311,8 +1312,9 @@ static void rope_cache_row(void *arguments, int m) {
 // A query sees one cache row per position: the committed rows, then its ancestors' rows. Sums run
 // over dimensions, then over positions, in splits of 128, so they do not depend on which rows hold
 // the ancestors; the splits of a query are then added in order. A unit is a split of a kv head, for
-// up to 64 nodes. It reads rows as float32 into columns: one for each position that nodes share, then
-// one for each node of the tree, whose scores are moved to the positions of each query.
+// up to 64 nodes, or for a part of them where units are few. It reads rows as float32 into columns: one
+// for each position that nodes share, then one for each node of the tree, whose scores are moved to the
+// positions of each query.
 //
 // Memory traffic: keys and values, once per 64 nodes.
 
@@ -1686,8 +1688,9 @@ static void best_of_part(void *arguments, int unit) {
         insert(a->best + unit, &count, 1, (Entry){best[i], at[i], at[i]});
 }
 
-// Samples the tokens that follow M tokens at these positions: the argmax of their logits, computed for
-// a few sequences at a time to save memory; x if w has no inputs. temperature NULL: greedy
+// Samples the tokens that follow M tokens at these positions. Their logits are computed from x for a
+// few sequences at a time, to save memory; without inputs (w->k = 0), x [M, n] are the logits.
+// temperature NULL: greedy
 void sample(const Linear *w, const float *x, int M, int T, const int32_t *slots,
             const float *temperature, const int64_t *seed, const int64_t *sequence,
             const int64_t *position, const int32_t *masks, int64_t *out, int threads) {
