@@ -15,7 +15,7 @@ RUN = ROOT / "docs" / "img" / "run.json"  # from generate.py --json --show-tree
 MEASURED = ROOT / "bench" / "results" / "gpu-h200.jsonl"
 PICTURE = RUN.with_name("text.svg")
 BATCHES = RUN.with_name("batches.svg")
-CHATS = ROOT / "bench" / "results" / "cpu-xeon.jsonl"  # of `bench cpu`
+CHATS = ROOT / "bench" / "results" / "cpu-zen4.jsonl"  # of `bench cpu`
 KINDS = RUN.with_name("kinds.svg")
 WIDTH = 760
 COLUMNS = 88  # characters per line
@@ -122,8 +122,8 @@ def draw_kinds(record, path):
     """Draws the speed-up over plain decoding by kind of chat, one bar per drafter, greedy and
     sampled, of the rows with tree size "auto" in a record of `bench cpu`. Returns a matplotlib
     Figure."""
-    parts = {part["part"]: part["decoding"] for part in map(json.loads, record.open())}
-    rows = [row for row in parts["spec bench"] if row["tree_size"] == "auto"]
+    parts = {part["part"]: part for part in map(json.loads, record.open())}
+    rows = [row for row in parts["spec bench"]["decoding"] if row["tree_size"] == "auto"]
     temperatures = sorted({row["temperature"] for row in rows})
     kinds = [*dict.fromkeys(row["kind"] for row in rows)]
     drafters = [*dict.fromkeys(row["drafted_by"] for row in rows)]

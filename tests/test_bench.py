@@ -388,14 +388,14 @@ def test_measured_throughput_is_drawn_beside_the_prediction(tmp_path):
 
 
 def test_speed_ups_are_drawn_by_kind(tmp_path):
-    """Bug: a bar of another kind, drafter, temperature or tree size."""
+    """Bug: a bar of another kind, drafter, temperature or tree size, or a part without chats is fatal."""
     pytest.importorskip("matplotlib")
     names = "kind", "drafted_by", "temperature", "tree_size", "speed_up"
     rows = [("qa", "plain", 0.0, 1, 1.0), ("qa", "smollm2", 0.0, "auto", 1.5), ("qa", "smollm2", 0.0, 5, 9.0),
             ("rag", "smollm2", 0.0, "auto", 0.9), ("qa", "lookup", 0.0, "auto", 1.2),
             ("all", "lookup", 0.0, "auto", 1.3), ("qa", "smollm2", 0.8, "auto", 1.1)]
     record = tmp_path / "cpu.jsonl"
-    parts = dict(part="prompts", decoding=[]), dict(part="spec bench", decoding=[dict(zip(names, row)) for row in rows])
+    parts = dict(part="steps", steps=[]), dict(part="spec bench", decoding=[dict(zip(names, row)) for row in rows])
     record.write_text("\n".join(map(json.dumps, parts)))
     panels = draw.draw_kinds(record, tmp_path / "drawn.svg").axes
     assert [[bar.get_height() for bar in panel.patches] for panel in panels] == [[1.5, 0.9, 1.2, 1.3], [1.1]]
