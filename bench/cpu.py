@@ -44,7 +44,7 @@ def parts(args, files):
             f"{name}, one sequence": [*model, *drafters, "--chats", CHATS, "--prompts", 18,
                                       "--runs", 2],
             f"{name}, batches": [*model, *plain, "--batch-sizes", 8, 32, "--prompts", 32,
-                                 "--max-new-tokens", 64, "--runs", 1],
+                                 "--max-new-tokens", 64, "--runs", 3],
             f"{name}, prefill": [*model, *plain, "--prompts", 3, "--prompt-tokens", 512,
                                  "--max-new-tokens", 4, "--runs", 5]}
     found["steps"] = ["--random-weights", "135m", "360m", "1.2b", "--quantize", "int4"]
