@@ -14,7 +14,6 @@ from test_training_data import CHATML, EOT, THINK, save, save_family
 from training import writing
 
 END = 263  # <|im_end|>
-GRAMMAR = json.loads(writing.GRAMMAR.read_text())
 
 
 @pytest.fixture
@@ -68,7 +67,7 @@ def writer(folder, encoding, monkeypatch, says=None, template=CHATML, grammar=No
     encoding.template = template
     model = toy_model(vocab_size=264, block_size=1024)
     made = writing.Writer(folder, model, encoding, [END, 261], 1, **dict(log=lambda line: None) | options)
-    made.grammar = grammar or dict(templates=["Say {3-900}."], followups=["More."], words={})
+    made.grammars = [grammar or dict(templates=["Say {3-900}."], followups=["More."], words={})]
     made.claim()
     return made, script
 
@@ -86,7 +85,7 @@ def conversations(folder):
 def test_a_chat_model_asks_and_answers_and_what_is_no_good_is_dropped(encoding, tmp_path, monkeypatch):
     """Catches text of the wrong role, near-duplicates, runaways, special tokens, drawn messages in all chats or none,
     reasons that are not counted."""
-    asked = ["what is 0", "What  is 0", "", "a b c...", "2 <|im_start|>", "what is 5", "b b c", "what is 7"]
+    asked = ["what is 0", "What  is 0", "", "a b. c...", "2 <|im_start|>", "what is 5", "b b c", "what is 7"]
 
     def says(text, sampling, index):
         if text.endswith("assistant\n"):
@@ -98,11 +97,12 @@ def test_a_chat_model_asks_and_answers_and_what_is_no_good_is_dropped(encoding, 
     made, script = writer(tmp_path / "self", encoding, monkeypatch, says, log=logged.append)
     made.write(1)
     chats = conversations(tmp_path / "self")
-    assert [chat[0] for chat in chats if chat[0].startswith(("what", "b"))] == ["what is 0", "b b c", "what is 7"]
+    assert [chat[0] for chat in chats if chat[0].startswith(("what", "a", "b"))] == [
+        "what is 0", "a b.", "b b c", "what is 7"]
     drawn = [chat for chat in chats if re.fullmatch(r"Say \d+\.", chat[0])]
-    assert len(drawn) == 8 and {len(chat) for chat in chats} == {2, 4} and len(chats) == 11
+    assert len(drawn) == 8 and {len(chat) for chat in chats} == {2, 4} and len(chats) == 12
     assert {chat[2][:3] for chat in chats if len(chat) > 2} == {"and", "Mor"}
-    assert made.dropped == {"empty": 1, "unfinished": 1, "special tokens": 1, "repetitive": 1, "duplicate": 1}
+    assert made.dropped == {"empty": 1, "special tokens": 1, "repetitive": 1, "duplicate": 1}
     assert all(f"1 {reason}" in logged[-1] for reason in made.dropped) and "tokens/s" in logged[-1]
     first, answer = script.calls[0], next(call for call in script.calls if "what is 0" in call[0])
     assert first[0] == "<|im_start|>user\n" and first[1].temperature == 0.9
@@ -227,15 +227,52 @@ def test_prompts_are_answered_once_at_each_temperature(encoding, tmp_path, monke
             assert {line["prompt"] for line in lines(made.folder)} == {f"{i} " for i in range(1, 5)}
 
 
-def test_the_grammar_is_complete_and_every_placeholder_has_words():
-    """Catches a placeholder without a list, one left in a message, and entries that are there twice."""
-    words = GRAMMAR["words"]
-    for entries in (GRAMMAR["templates"], GRAMMAR["followups"], *words.values()):
-        assert len(entries) == len(set(entries)) and all(entry.strip() == entry for entry in entries)
-        for kind in re.findall(r"\{([a-z]+)\d?\}", " ".join(entries)):
-            assert kind in words or kind == "text" and entries is GRAMMAR["templates"]
-    for i, template in enumerate(GRAMMAR["templates"] + GRAMMAR["followups"]):
-        message = writing.fill(random.Random(i), [template], words, "QUOTE")
-        assert not writing.PLACEHOLDER.search(message) and ("QUOTE" in message) == ("{text}" in template)
-    pairs = [writing.fill(random.Random(i), ["{day} {day2} {day}"], words, "").split() for i in range(50)]
+@pytest.mark.parametrize("name", ["prompts.json", "coding.json"])
+def test_templates_are_complete_and_seldom_repeat(name):
+    """Catches a placeholder without a list, one left in a message, entries that are there twice, and messages that
+    repeat."""
+    grammar = writing.read_templates(writing.TEMPLATES.with_name(name))
+    words = grammar["words"]
+    for entries in (grammar["templates"], grammar["followups"], *words.values()):
+        repeated = entries is words.get("lang")  # weights the languages
+        assert (repeated or len(entries) == len(set(entries))) and all(entry.strip() == entry for entry in entries)
+        quotes = re.findall(r"{(text|block)}", " ".join(entries))
+        assert not quotes or entries is grammar["templates"]
+    quotes = {"{text}": "QUOTE", "{block}": "BLOCK"}
+    for i, template in enumerate(grammar["templates"] + grammar["followups"]):
+        message = writing.fill(random.Random(i), [template], words, quotes)
+        assert not writing.PLACEHOLDER.search(message)
+        assert all((quote in message) == (name in template) for name, quote in quotes.items())
+    drawn = [writing.fill(random.Random(i), grammar["templates"], words, dict.fromkeys(quotes, ""))
+             for i in range(1000)]
+    assert "" not in drawn and len(set(drawn)) > 900
+    pairs = [writing.fill(random.Random(i), ["{app} {app2} {app}"], dict(app=["a", "b"]), {}).split() for i in range(9)]
     assert all(a == c != b for a, b, c in pairs)
+
+
+def test_templates_are_drawn_from_all_files_and_broken_ones_refused(encoding, tmp_path, monkeypatch):
+    """Catches a file that is never drawn from, and one that fails after hours."""
+    files = []
+    for name in "ab":
+        files.append(tmp_path / f"{name}.json")
+        files[-1].write_text(json.dumps(dict(templates=[f"{name} {{0-999}}"], followups=["More."], words={})))
+    encoding.template = CHATML
+    monkeypatch.setattr(writing, "Engine", Scripted(encoding, lambda *call: f"hell {call[1].seed} {call[2]}"))
+    model = toy_model(vocab_size=264, block_size=1024)
+    made = writing.Writer(tmp_path / "self", model, encoding, [END, 261], templates=files)
+    made.claim()
+    made.write(1)
+    first = [chat[0][0] for chat in conversations(made.folder) if re.fullmatch("[ab] [0-9]+", chat[0])]
+    assert first.count("a") == first.count("b") > 8
+    refusal(writing.Writer(tmp_path / "self", model, encoding, [END]).claim, "--templates")
+    whole = dict(templates=["a"], followups=["b"], words={})
+    for broken in (dict(words=None), dict(templates=["{x}"]), dict(templates=[]), dict(words=dict(x=[1]))):
+        files[0].write_text(json.dumps(whole | broken))
+        refusal(lambda: writing.read_templates(files[0]), "a.json")
+
+
+def test_code_is_quoted_whole():
+    """Catches an answer's text quoted as code, half a block, and blocks too long to quote."""
+    block = "```python\n" + "x = 1\n" * 20 + "```"
+    assert writing.CODE.findall(f"Like this:\n\n{block}\n\nor `x`:\n\n```\nshort\n```\n") == [block]
+    assert writing.CODE.findall("```\n" + "x = 1\n" * 300 + "```") == []

@@ -36,6 +36,7 @@ class RunConfig:
     draft_vocabulary: int | None = None
     init: str | None = None   # absolute path
     prompts: str | None = None  # absolute path
+    templates: list | None = None  # absolute paths
     device: str | None = None
 
     @property
@@ -73,6 +74,9 @@ def parse_heads(argv=None):
                         '"prompt" or "messages"')
     add = run.add_argument
     count = dict(type=at_least(1), metavar="N")
+    add("--templates", nargs="+", type=absolute, metavar="FILE", help="draw half of the user "
+        "messages from these templates; default: training/prompts.json, general; "
+        "training/coding.json is for coding models")
     add("--self-tokens", **count, help="tokens that the model writes; default: steps x batch size "
         "x block size, for one pass")
     add("--steps", **count, help=f"default: {RunConfig.steps}")

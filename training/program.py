@@ -28,6 +28,8 @@ def read_config(args, out, group):
     check("seed", config.seed, 0, 2**31, whole=True)
     expect(config.draft_vocabulary in (None, 0) or config.draft_vocabulary >= MIN_VOCABULARY,
            f"draft vocabulary must be auto, 0 for all, or at least {MIN_VOCABULARY}")
+    expect(not (config.templates and (config.prompts or config.data not in (None, [SELF]))),
+           "--templates is for text that the model writes without --prompts or --data")
     expect(args.evaluate or config.batch_size % group.size == 0, f"a batch size of "
            f"{config.batch_size} cannot be split over {group.size} processes; use a multiple")
     if "init" in args:
@@ -100,7 +102,8 @@ def write_texts(config, out, group):
     goal = config.self_tokens or enough
     group.print(f"generating {human(goal)} tokens of training text with the model, in {folder}")
     stop = stop_tokens(config.model, encoding)
-    writer = writing.Writer(folder, model, encoding, stop, config.seed, prompts, group.print)
+    writer = writing.Writer(folder, model, encoding, stop, config.seed, prompts,
+                            config.templates or [writing.TEMPLATES], group.print)
     for prompt in prompts or ():
         if prompt.grammar:  # a bad one fails here, not hours later
             writer.grammar_tokenizer.compile(*prompt.grammar)

@@ -97,7 +97,7 @@ def progress(start, steps, tokens_per_step, log):
     began = time.perf_counter()
 
     def show(step, line):
-        speed = (step - start) / (time.perf_counter() - began)  # steps per second
+        speed = max(step - start, 1) / (time.perf_counter() - began)  # steps per second
         left = timedelta(seconds=int(max(steps - step, 0) / speed))
         log(f"{line}  {speed * tokens_per_step:.0f} tokens/s  {left} left")
     return show

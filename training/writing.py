@@ -1,7 +1,8 @@
 """Generates training text for draft heads with the model itself. A chat model answers two kinds of
 user messages: those that it writes itself, from the chat template up to the point where a user
 message begins (Magpie, arXiv 2406.08464), and those drawn from the templates and word lists of
-prompts.json. With prompts it only answers these. A base model continues an empty prompt."""
+prompts.json or other files. With prompts it only answers these. A base model continues an empty
+prompt."""
 
 import contextlib
 import hashlib
@@ -10,6 +11,7 @@ import json
 import random
 import re
 import sys
+import time
 from collections import Counter, deque
 from functools import cached_property
 from pathlib import Path
@@ -33,21 +35,25 @@ LONGEST = dict(user=128, assistant=384)  # tokens of a message
 TEMPERATURES = (0.0, 0.8, 0.5, 1.0)  # for answers, cycled through by task
 USER_TEMPERATURE = 0.9               # for user messages
 MARK = "the user's words"            # placeholder for a user message in a chat template
-GRAMMAR = Path(__file__).with_name("prompts.json")
+TEMPLATES = Path(__file__).with_name("prompts.json")
 PLACEHOLDER = re.compile(r"\{(?:(\d+)-(\d+)|([a-z]+)\d?)\}")
 QUOTED = range(200, 1200)            # lengths of answers to quote as {text}, in characters
+CODE = re.compile(r"^```\w*\n[^`]{60,1200}^```$", re.MULTILINE)  # to quote as {block}
+SENTENCE = re.compile(r".*(?:[.!?:](?=\s)|\n)", re.DOTALL)  # up to the last sentence's end
+SHOW_EVERY = 60.0                    # seconds
 
 
 class Writer:
     """Writes files of texts to a folder, each with its token ids, since rendering and encoding it
     again may give others. stop: token ids that end a text. prompts: `Prompt`s to answer, once per
-    temperature; None: the model's own text.
+    temperature; None: the model's own text. templates: .json files, drawn from equally often.
 
     A file is the work of PER_FILE tasks, generators that write one or two texts each and yield the
     sequences that they wait for. Task n depends on the seed and n only, and its duplicates are
     dropped when its file is saved, in order: a killed writer continues to the same texts."""
 
-    def __init__(self, folder, model, encoding, stop, seed=0, prompts=None, log=print):
+    def __init__(self, folder, model, encoding, stop, seed=0, prompts=None, templates=(TEMPLATES,),
+                 log=print):
         self.folder = Path(folder)
         self.model = model
         self.encoding = encoding
@@ -57,20 +63,21 @@ class Writer:
         self.seed = seed
         self.prompts = prompts
         self.log = log
-        self.grammar = read_json(GRAMMAR)
+        self.grammars = list(map(read_templates, templates))
         self.seen = set()         # the first words of all turns in the files so far
         self.dropped = Counter()  # reason -> messages
         self.running = {}         # Sequence -> (task, its number, the texts of its file)
 
     def claim(self):
         """Creates the folder. Raises InputError if it has texts of another model, or answers to
-        other prompts."""
+        other prompts or templates."""
         self.folder.mkdir(parents=True, exist_ok=True)
-        prompts = hashlib.sha256(repr(self.prompts).encode()).hexdigest()
+        prompts = hashlib.sha256(repr(self.prompts or self.grammars).encode()).hexdigest()
         about = dict(model=self.model.hash, prompts=prompts, format=self.format)
         file = self.folder / ABOUT
         expect(not file.exists() or read_json(file) == about, f"{self.folder}: another model wrote "
-               "these texts, or they have other prompts or --template-kwargs; use another --out")
+               "these texts, or they have other prompts, --templates or --template-kwargs; use "
+               "another --out")
         save_lines(file, [about])
 
     def write(self, tokens, rank=0, size=1):
@@ -82,25 +89,35 @@ class Writer:
         files = deque()  # those in progress, in order: (path, {task number: its texts, or None})
         slots = SLOTS[self.model.device.type]
         done = 0
-        show = None
+        show = shown = None
         while done < goal:
+            if show and time.monotonic() > shown + SHOW_EVERY:
+                shown = time.monotonic()
+                ended = [texts for _, tasks in files for texts in tasks.values() if texts]
+                written = done + count_tokens(itertools.chain(*ended))
+                written += sum(len(sequence.tokens) for sequence in self.running)
+                show(written, self.describe(written, goal))
             if files and None not in files[0][1].values():
                 path, texts = files.popleft()
-                before = done
                 done += self.save(path, [*itertools.chain(*texts.values())])
-                if show and 50 * before // goal < 50 * done // goal:
-                    dropped = ", ".join(f"{n} {flaw}" for flaw, n in self.dropped.items())
-                    show(done, f"{path.name}: {human(done)} of {human(goal)} tokens, dropped "
-                               f"{dropped or 'none'}")
             elif len(self.running) < slots and (number := next(numbers, None)) is not None:
                 files.append(self.begin(number))
             elif self.running:
-                show = show or progress(done, goal, 1, self.log)
+                if not show:
+                    show = progress(done, goal, 1, self.log)
+                    shown = time.monotonic()
                 self.step()
             else:
                 self.log(f"all prompts are answered, at {len(TEMPERATURES)} temperatures, with "
                          f"{human(done * size)} tokens; give more prompts for better heads")
                 break
+        if show and done >= goal:
+            show(done, self.describe(done, goal))
+
+    def describe(self, written, goal):
+        """The line that reports progress."""
+        dropped = ", ".join(f"{n} {flaw}" for flaw, n in self.dropped.items())
+        return f"{human(written)} of {human(goal)} tokens, dropped {dropped or 'none'}"
 
     def begin(self, number):
         """Reads a file, or else begins its tasks -> (path, {task number: its texts, or None})."""
@@ -159,7 +176,7 @@ class Writer:
                "the model's own texts are all unusable for training; give --data")
         if not path.exists():
             save_lines(path, [text | dict(format=self.format) for text in texts])
-        return sum(len(part) for text in texts for part in text["ids"][-2:])
+        return count_tokens(texts)
 
     def without_repeats(self, text):
         """A chat, an object of a line, up to a turn whose message and answer begin like those of an
@@ -207,17 +224,18 @@ class Writer:
 
     def pair(self, number):
         """Writes two chats: one whose first message the model writes, and one whose first message
-        is drawn, and may quote the other's answer. Half have a second turn, of either kind,
-        unless the first answer was cut: it may have ended within its reasoning."""
+        is drawn, and may quote the other's answer or its code. Half have a second turn, of either
+        kind, unless the first answer was cut: it may have ended within its reasoning."""
         draw = random.Random(f"{self.seed} {number}")
         temperature = TEMPERATURES[number % len(TEMPERATURES)]
+        grammar = self.grammars[number // len(TEMPERATURES) % len(self.grammars)]
         chats = []
-        quote = ""
+        quotes = {"{text}": "", "{block}": ""}
         for index, drawn in enumerate((False, True)):
             chat, ids = [], []
             for kind in ("templates", "followups")[:draw.choice((1, 2))]:
                 if drawn:
-                    message = fill(draw, self.grammar[kind], self.grammar["words"], quote)
+                    message = fill(draw, grammar[kind], grammar["words"], quotes)
                 else:
                     message, _ = yield from self.say("user", chat, number, USER_TEMPERATURE, index)
                 if not message:
@@ -231,7 +249,10 @@ class Writer:
                 if ids[-1][-1] not in self.stop:
                     break
                 shown = answer.rpartition("</think>")[2].strip()
-                quote = shown if len(shown) in QUOTED else quote
+                if len(shown) in QUOTED:
+                    quotes["{text}"] = shown
+                if blocks := CODE.findall(shown):
+                    quotes["{block}"] = blocks[-1]
                 drawn = draw.random() < 0.5
             chats.append(dict(messages=chat, ids=ids))
         return chats
@@ -266,12 +287,13 @@ class Writer:
         flaws = {
             "empty": not text.strip(),
             "special tokens": not banned.isdisjoint(tokens),
-            "repetitive": len(set(grams)) < len(grams) / 2,
-            "unfinished": role == "user" and sequence.ended != "stop"}
+            "repetitive": len(set(grams)) < len(grams) / 2}
         for flaw, applies in flaws.items():
             if applies:
                 self.dropped[flaw] += 1
                 return None, []
+        if role == "user" and sequence.ended != "stop" and (whole := SENTENCE.match(text)):
+            text = whole[0]
         return text, [prompt, sequence.tokens]
 
     def prompt(self, role, messages, tools={}):
@@ -287,11 +309,33 @@ class Writer:
         return self.encoding.encode(text, allowed_special="all")
 
 
-def fill(draw, templates, words, quote):
+def count_tokens(texts):
+    """The number of tokens of texts, objects of .jsonl lines."""
+    return sum(len(part) for text in texts for part in text["ids"][-2:])
+
+
+def read_templates(file):
+    """The templates, followups and word lists in a .json file. Raises InputError if it is
+    malformed."""
+    grammar = read_json(file)
+    words = grammar.get("words")
+    lists = [grammar.get("templates"), grammar.get("followups")]
+    lists += words.values() if isinstance(words, dict) else [None]
+    are_texts = (isinstance(entries, list) and entries and all(isinstance(x, str) for x in entries)
+                 for entries in lists)
+    expect(all(are_texts), f'{file}: expected "templates", "followups" and the lists of "words", '
+           "all of strings")
+    missing = {kind for entries in lists for entry in entries
+               for *_, kind in PLACEHOLDER.findall(entry)} - {"", "text", "block", *words}
+    expect(not missing, f"{file}: no words for {{{', '.join(missing)}}}")
+    return grammar
+
+
+def fill(draw, templates, words, quotes):
     """Draws a template and fills in its placeholders. {name}, {name2}: different entries of
-    words["name"], each the same in the whole message. {3-9}: a number, drawn each time. {text}: the
-    quote; without one, templates that need it are not drawn."""
-    chosen = {"{text}": quote}
+    words["name"], each the same in the whole message. {3-9}: a number, drawn each time. quotes:
+    what stands for {text} and {block}; templates that need an empty one are not drawn."""
+    chosen = dict(quotes)
 
     def value(match):
         low, high, kind = match.groups()
@@ -301,7 +345,8 @@ def fill(draw, templates, words, quote):
             chosen[match[0]] = draw.choice([x for x in words[kind] if x not in chosen.values()])
             chosen[match[0]] = PLACEHOLDER.sub(value, chosen[match[0]])  # entries have some, too
         return chosen[match[0]]
-    return PLACEHOLDER.sub(value, draw.choice([x for x in templates if quote or "{text}" not in x]))
+    possible = [x for x in templates if all(quotes[name] or name not in x for name in quotes)]
+    return PLACEHOLDER.sub(value, draw.choice(possible))
 
 
 def written_by(folder):
