@@ -1,4 +1,4 @@
-// CPU kernels, the counterpart of the Triton kernels in kernels.py; compiled by backends/cpu.py.
+// CPU kernels, the counterpart of the Triton kernels in kernels.py; compiled by cpu_library.py.
 //
 //     pack_rows     packs a weight of 32, 16, 8, 6, 5 or 4 bits from a file's rows
 //     product       rows times a packed weight
@@ -24,7 +24,7 @@
 #include <string.h>
 #include "cpu.h"
 
-// backends/cpu.py defines GROUP (inputs rounded to 8 bits with one scale), BINS, SCHEMA, SOURCES
+// cpu_library.py defines GROUP (inputs rounded to 8 bits with one scale), BINS, SCHEMA, SOURCES
 // (see kernels.py) and the maxima MAX_TREE (T), MAX_HEAD (D), MAX_DEPTH (K), MAX_CHAIN (tokens
 // proposed by lookup or a schema) and LARGEST (T chosen by a step)
 #if !defined(PLAIN) && defined(__AVX512BW__)

@@ -1,5 +1,5 @@
-// Structs, constants and functions of cpu.c that Python uses. backends/cpu.py reads them from this
-// file, so each declaration is `type name, *name;` without arrays or nested structs.
+// Structs, constants and functions of cpu.c that Python uses. backends/cpu_library.py reads them from
+// this file, so each declaration is `type name, *name;` without arrays or nested structs.
 //
 // Letters: B sequences, T tokens or nodes of each, M = B * T rows, S cache capacity, V vocabulary,
 // C hidden size, Hq and Hkv query and key/value heads, G = Hq / Hkv, D head size.

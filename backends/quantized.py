@@ -1,11 +1,11 @@
 """8- and 4-bit weights (`linear.Quantized`) as files store them, and the rounding of `--quantize`.
-backends/cpu.py and backends/gpu.py compute with them. hf/quantization.py reads them from folders,
-hf/gguf.py from GGUF files."""
+cpu_layers.py and gpu.py compute with them. hf/quantization.py reads them from folders, hf/gguf.py
+from GGUF files."""
 
 import torch
 import torch.nn as nn
 
-from backends import cpu
+from backends.cpu_layers import pack_quantized
 from backends.linear import Quantized, unpack_nibbles
 from model import expect
 
@@ -28,7 +28,7 @@ def select_rows(weight, index):
 
 
 def pack(weight):
-    """A `Quantized` weight as a `cpu.PackedWeight`. float8 has no C kernel: it is rounded to 8
+    """A `Quantized` weight as a `PackedWeight` of cpu.c. float8 has no C kernel: it is rounded to 8
     bits."""
     q, scales, minimums, order = weight
     assert order is None  # no C kernel gathers its inputs
@@ -38,7 +38,7 @@ def pack(weight):
         scales = scales.float()
     if minimums is not None:
         minimums = minimums.float() if minimums.is_floating_point() else -minimums.float() * scales
-    return cpu.pack_quantized(unpack_nibbles(q) if q.dtype == torch.uint8 else q, scales, minimums)
+    return pack_quantized(unpack_nibbles(q) if q.dtype == torch.uint8 else q, scales, minimums)
 
 
 def stack(parts):

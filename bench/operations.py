@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 
 import kernels
-from backends import cpu, gpu, quantized, tree
+from backends import cpu, cpu_library, gpu, quantized, tree
 from backends.linear import Quantized, linear_rows
 from backends.sampling import filtered_sample
 from bench import Table, size_config
@@ -244,10 +244,10 @@ def over_plain(rows):
 def bench(args):
     """`bench decode --random-weights`: prints the time of each step and returns the result."""
     device = pick_device(args.device)
-    expect(not args.quantize or cpu.is_usable(device), "--quantize needs a CPU with a C compiler; "
-           "leave it out")
+    expect(not args.quantize or cpu_library.is_usable(device), "--quantize needs a CPU with a C "
+           "compiler; leave it out")
     dtype = getattr(torch, args.dtype) if args.dtype else cpu.default_dtype(
-        device, torch.bfloat16, packed=cpu.is_usable(device))
+        device, torch.bfloat16, packed=cpu_library.is_usable(device))
     bandwidth = copy_bandwidth(device)
     sizes = [T for T in args.tree_sizes if T not in (1, None)]  # auto needs accepted tokens
     methods = [("plain", 1), *product(("lookup", "heads"), sizes)]

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import save_file
 from tqdm import tqdm
 
-from backends import cpu, gpu, quantized, tensor_parallel
+from backends import cpu, cpu_layers, gpu, quantized, tensor_parallel
 from common.files import atomic_write, files_hash, read_json
 from common.memory import check_memory, free_memory
 from common.values import warn
@@ -206,10 +206,10 @@ def choose_packers(model, matches, rounding, dtype, on_gpu):
     pack = (lambda weight: weight) if on_gpu else quantized.pack
     if not on_gpu:
         names = [f"{name}.weight" for name, layer in model.named_modules()
-                 if type(layer) in cpu.LAYERS]
+                 if type(layer) in cpu_layers.LAYERS]
         if model.config.tied:
             names[names.index("head.weight")] = "embed.weight"
-        pack_floats = lambda tensor: cpu.pack_floats(tensor.load().to(dtype))
+        pack_floats = lambda tensor: cpu_layers.pack_floats(tensor.load().to(dtype))
         packers = dict.fromkeys(names, (8 * dtype.itemsize, pack_floats))
     for name, stacked in matches.items():
         read = "read_quantized" if on_gpu else "read_packed"

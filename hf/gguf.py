@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from gguf import GGMLQuantizationType, GGUFValueType, TokenType
 
-from backends import cpu, quantized
+from backends import cpu_layers, quantized
 from backends.linear import Quantized
 from common.values import one_line, one_of, warn
 from hf.families import family_of, value_of
@@ -264,7 +264,7 @@ class GGUFFile:
                               partial(self.read_values, tensor), order=self.row_order(tensor))
         if per_block == 1 or len(tensor.shape) != 2:
             return stored
-        bits = 8 * size / per_block if kind.name in cpu.FORMATS else 8
+        bits = 8 * size / per_block if kind.name in cpu_layers.FORMATS else 8
         return stored._replace(bits=bits, read_packed=partial(self.read_packed, tensor),
                                read_quantized=partial(self.read_quantized, tensor),
                                quantized_bits=5 if kind.name.startswith("Q4") else 9)  # at most
@@ -289,9 +289,9 @@ class GGUFFile:
     def read_packed(self, tensor, order):
         """Packs a tensor's rows in this order. Types without a kernel are rounded to 8 bits."""
         kind = tensor.kind
-        if kind.name not in cpu.FORMATS:
-            return quantized.pack(self.read_rounded(tensor, order, cpu.FORMATS))
-        packed = cpu.pack_blocks(kind.name, kind.value, tensor.data, tensor.shape[1], order)
+        if kind.name not in cpu_layers.FORMATS:
+            return quantized.pack(self.read_rounded(tensor, order, cpu_layers.FORMATS))
+        packed = cpu_layers.pack_blocks(kind.name, kind.value, tensor.data, tensor.shape[1], order)
         release(tensor)
         return packed
 

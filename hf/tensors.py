@@ -25,7 +25,7 @@ class StoredTensor(NamedTuple):
     read: Callable            # () -> the stored values, memory-mapped if possible
     bits: float | None = None            # bits per number, if quantised
     # row order -> its values as they are quantised in the file, if they are
-    read_packed: Callable | None = None     # as a `cpu.PackedWeight`
+    read_packed: Callable | None = None     # as a `cpu_layers.PackedWeight`
     read_quantized: Callable | None = None  # as a `linear.Quantized`,
     quantized_bits: float | None = None     # which has this many bits per number
     order: torch.Tensor | None = None    # which stored row comes where, int64 [N]; None: in order

@@ -19,14 +19,14 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from backends import cpu
+from backends import cpu_library
 from clover import PRESETS, CloverHeads
 from common.files import read_json
 from model import GPT, GPTConfig, InputError
 from training.data import builtin_corpus
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
-needs_compiler = pytest.mark.skipif(cpu.library() is None, reason="needs a C compiler, such as gcc")
+needs_compiler = pytest.mark.skipif(cpu_library.library() is None, reason="needs a C compiler, such as gcc")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
 
 

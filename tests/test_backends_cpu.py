@@ -20,7 +20,9 @@ import pytest
 import torch
 
 import model as models
-from backends import cpu
+from backends import cpu, cpu_layers, cpu_library
+from backends.cpu_layers import PackedBlocks, PackedHeads, PackedLinear, pack_quantized
+from backends.cpu_library import header, library
 from backends.tensor_parallel import Group
 from clover import BINS, PRESETS, CloverHeads, preset
 from common.values import warn
@@ -43,22 +45,22 @@ ROOT = Path(__file__).parents[1]
 # Functions of cpu.c
 
 def packed_weight(kind, n, k, group=32):
-    """(a `cpu.PackedWeight` with a bias, the weight and the bias in float64)"""
+    """(a `cpu_layers.PackedWeight` with a bias, the weight and the bias in float64)"""
     bias = torch.randn(n)
-    if kind in (cpu.header.FLOAT32, cpu.header.BFLOAT16):
-        weight = torch.randn(n, k).to(torch.float32 if kind == cpu.header.FLOAT32 else torch.bfloat16)
-        return cpu.pack_floats(weight, bias), weight.double(), bias.double()
+    if kind in (header.FLOAT32, header.BFLOAT16):
+        weight = torch.randn(n, k).to(torch.float32 if kind == header.FLOAT32 else torch.bfloat16)
+        return cpu_layers.pack_floats(weight, bias), weight.double(), bias.double()
     q = torch.randint(-128, 128, (n, k), dtype=torch.int8)
-    if kind == cpu.header.INT4:
+    if kind == header.INT4:
         q = (q & 15).view(torch.uint8)
     G = -(-k // 32) * 32 // group
-    scales = (torch.rand(G, n) + 0.1).to(torch.float16 if kind == cpu.header.INT8 else torch.float32)
-    minimums = torch.randn(G, n) if kind == cpu.header.INT4 else None
+    scales = (torch.rand(G, n) + 0.1).to(torch.float16 if kind == header.INT8 else torch.float32)
+    minimums = torch.randn(G, n) if kind == header.INT4 else None
     spread = lambda x: x.double().T.repeat_interleave(group, 1)[:, :k]
     weight = spread(scales) * q.double()
     if minimums is not None:
         weight = weight + spread(minimums)
-    return cpu.pack_quantized(q, scales, minimums, bias), weight, bias.double()
+    return pack_quantized(q, scales, minimums, bias), weight, bias.double()
 
 
 def rounded(x):
@@ -79,7 +81,7 @@ def test_product_is_the_sum_of_products(kind, n, k, group):
     for M in (1, 2, 3, 8, 11, 64):
         x = torch.randn(M, k)
         got = packed.multiply(x)
-        floats = {cpu.header.FLOAT32: x, cpu.header.BFLOAT16: x.bfloat16()}
+        floats = {header.FLOAT32: x, header.BFLOAT16: x.bfloat16()}
         whole = floats.get(kind, math.prod(rounded(x)).flatten(1)[:, :k])
         want = whole.double() @ weight.T + bias
         assert (got - want).abs().max() < 1e-5 * want.abs().max(), M
@@ -99,7 +101,7 @@ def test_sums_of_integers_in_a_product_are_exact(name, size, groups):
     else:
         scales = 4 if name.endswith("_1") else 2
         rows[..., :scales] = one[:scales]
-    packed = cpu.pack_blocks(name, getattr(cpu.header, name), rows.reshape(40, -1), 512)
+    packed = cpu_layers.pack_blocks(name, getattr(header, name), rows.reshape(40, -1), 512)
     x = torch.randint(-127, 128, (9, 512)).float()
     x[:, ::32] = 127  # so that a group's scale is 1
     want = x.double() @ packed.unpack(torch.arange(40)).double().T
@@ -117,8 +119,8 @@ def test_rows_are_rounded_as_the_formula_says(k):
     x[5, k - 1] = math.inf
     q, scale = rounded(x)
     ones = torch.ones(q.shape[1], k)
-    got = cpu.pack_quantized(torch.eye(k, dtype=torch.int8), ones).multiply(x)  # returns the rounded rows
-    sums = cpu.pack_quantized(torch.zeros(k, k, dtype=torch.uint8), 0 * ones, ones).multiply(x)
+    got = pack_quantized(torch.eye(k, dtype=torch.int8), ones).multiply(x)  # returns the rounded rows
+    sums = pack_quantized(torch.zeros(k, k, dtype=torch.uint8), 0 * ones, ones).multiply(x)
     finite = [0, 1, 2, 3, 6, 7, 8]
     assert torch.equal(got[finite], (q * scale).flatten(1)[finite, :k]) and not got[4:6].isfinite().any()
     want = sum((scale[..., 0] * q.sum(-1)).unbind(1), start=torch.zeros(9))
@@ -129,12 +131,12 @@ def attend(q, kv, slopes, window, lengths, ancestors, threads=1, slots=None):
     """cpu.c's attention of q [B, T, Hq, D] over keys and values kv [2, slots, Hkv, S, D]."""
     B, T, Hq, D = q.shape
     sizes = dict(n_head=Hq, n_kv_head=kv.shape[2], head_size=D)
-    block = cpu.header.BlockWeights(**sizes, window=window, rope=-1, scale=D ** -0.5)
+    block = header.BlockWeights(**sizes, window=window, rope=-1, scale=D ** -0.5)
     tensors = slots, lengths, ancestors, None, None, None, slopes, kv
-    a_pass = cpu.header.Pass(B, T, threads, kv.dtype == torch.bfloat16, kv.shape[3], 0, *map(cpu.pointer, tensors), 0,
-                      *kv.stride()[:3])
+    a_pass = header.Pass(B, T, threads, kv.dtype == torch.bfloat16, kv.shape[3], 0,
+                         *map(cpu_layers.pointer, tensors), 0, *kv.stride()[:3])
     out = torch.empty_like(q)
-    cpu.library().attention(block, a_pass, q.data_ptr(), out.data_ptr())
+    library().attention(block, a_pass, q.data_ptr(), out.data_ptr())
     return out
 
 
@@ -175,11 +177,11 @@ def test_argmax_is_gumbel_argmax(temperature):
     for seed in (0, 2**64 - 1):
         args = temperature, seed, sequence, position
         want = gumbel_argmax(logits, *args)
-        assert torch.equal(cpu.argmax(logits, *args), want)
+        assert torch.equal(cpu_layers.argmax(logits, *args), want)
     rows = torch.tensor([temperature, 0.0, 1.3]), torch.tensor([5, -7, 2**62]), sequence[:3]  # of two rows each
-    assert torch.equal(cpu.argmax(logits, *rows, position), gumbel_argmax(logits, *rows, position))
+    assert torch.equal(cpu_layers.argmax(logits, *rows, position), gumbel_argmax(logits, *rows, position))
     logits[2, 100] = math.nan
-    assert torch.equal(cpu.argmax(logits, *args), want)
+    assert torch.equal(cpu_layers.argmax(logits, *args), want)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
@@ -195,7 +197,7 @@ TOKENS = [96, 3, 50, 7, 21, 8, 0, 11]
 @pytest.fixture
 def exact(monkeypatch):
     """Packs heads in float32: with 4 bits, torch and C round differently and some tokens differ."""
-    monkeypatch.setattr(cpu, "pack_rounded", cpu.pack_floats)
+    monkeypatch.setattr(cpu_layers, "pack_rounded", cpu_layers.pack_floats)
 
 
 def packed_toy(shape="llama", name=None, dtype=torch.float32, **flags):
@@ -247,7 +249,7 @@ def test_accept_in_c_is_its_reference(T, P):
         decoder.slots.active.copy_(active)
     for name, size in dict(tree_size=T, T=T, P=P).items():
         setattr(decoder.struct, name, size)
-    cpu.library().step_accept(decoder.struct)
+    library().step_accept(decoder.struct)
     assert all(map(torch.equal, cpu.unpacked(decoder.results["accepted"][:50 * (3 * P + 2)].view(50, -1)), want))
     assert torch.equal(decoder.policy.counts, counts) and counts.sum() > 20
 
@@ -387,11 +389,11 @@ def test_only_what_has_kernels_is_packed():
     model.blocks[0].mlp.up.__class__ = type("Own", (torch.nn.Linear,), {})
     cpu.apply(model)
     assert isinstance(model.blocks[0].mlp.up, torch.nn.Linear) and not cpu.is_exact(model)
-    assert isinstance(model.blocks[0].mlp.down, cpu.PackedLinear)
+    assert isinstance(model.blocks[0].mlp.down, PackedLinear)
     heads = random_heads(toy_model())
     heads.heads[1].project.linear.__class__ = type("Own", (torch.nn.Linear,), {})
     cpu.apply(heads.model, heads)
-    assert not isinstance(heads.heads, cpu.PackedHeads) and isinstance(heads.heads[1].mix.query, cpu.PackedLinear)
+    assert not isinstance(heads.heads, PackedHeads) and isinstance(heads.heads[1].mix.query, PackedLinear)
     assert decoder_class(heads.model, heads) is cpu.PackedDecoder
     assert generate(heads.model, [[5]], 9, heads, tree_size=17).emitted == 9
     model = toy_model().to("meta")
@@ -414,8 +416,8 @@ def test_models_and_their_heads_are_loaded_packed(quantize, tmp_path, capsys):
     assert half.dtype == torch.bfloat16 and capsys.readouterr().err.count("float16 is not for a CPU") == 1
     for model in (load(), half):
         heads = CloverHeads.from_pretrained(tmp_path / "clover", model)
-        assert cpu.is_exact(model) and isinstance(heads.heads[0].mix.query, cpu.PackedLinear)
-        assert isinstance(heads.augment_blocks, cpu.PackedBlocks)
+        assert cpu.is_exact(model) and isinstance(heads.heads[0].mix.query, PackedLinear)
+        assert isinstance(heads.augment_blocks, PackedBlocks)
         want = generate(model, random_prompts([9, 30]), 20, batch_size=1).tokens
         assert generate(model, random_prompts([9, 30]), 20, heads, tree_size=17).tokens == want
 
@@ -458,13 +460,13 @@ def run_with(environment, code, *arguments):
 
 TEXT = """
 import sys, torch
-from backends import cpu
+from backends.cpu_library import library
 from generate import generate
 from hf import checkpoint
 torch.set_num_threads(1)
 dtypes = [checkpoint.load(path, device="cpu").dtype for path in sys.argv[2:]]  # stored in bfloat16, float16
 model = checkpoint.load(sys.argv[1], device="cpu")
-print(cpu.library() is not None, *dtypes, generate(model, [[1, 2, 3], [50] * 40], 20, lookup=True, tree_size=5).tokens)
+print(library() is not None, *dtypes, generate(model, [[1, 2, 3], [50] * 40], 20, lookup=True, tree_size=5).tokens)
 """
 
 
@@ -472,7 +474,7 @@ def test_the_library_is_built_once_and_again_if_broken(tmp_path, monkeypatch, ca
     """Bug: a compiler that runs each time, a broken, another machine's or half-written file that is loaded, a traceback
     or several lines if the cache folder is not writable."""
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cpu.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(cpu_library.tempfile, "tempdir", str(tmp_path))
     runs, run, macros = [], subprocess.run, [""]
 
     def run_here(command, **options):
@@ -486,29 +488,30 @@ def test_the_library_is_built_once_and_again_if_broken(tmp_path, monkeypatch, ca
     command = ["cc", "-shared", "-fPIC"]
     for name, text in {"cpu.c": "int answer(void) { return 42; }", "cpu.h": ""}.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
-    code = f"from backends import cpu; cpu.FOLDER = cpu.Path({str(tmp_path)!r}); cpu.load_or_build({command})"
+    monkeypatch.setattr(cpu_library, "FOLDER", tmp_path)
+    code = (f"from backends import cpu_library as x; x.FOLDER = x.Path({str(tmp_path)!r}); "
+            f"x.load_or_build({command})")
     both = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(2)]
     assert [process.wait() for process in both] == [0, 0]
     (file,) = (tmp_path / "clover").iterdir()
     assert file.suffix == ".so" and not compiled()
     file.write_bytes(b"truncated")
     for _ in range(2):
-        assert cpu.load_or_build(command).answer() == 42
+        assert cpu_library.load_or_build(command).answer() == 42
     assert compiled() == 1
     macros.append("#define another CPU")
-    cpu.load_or_build(command)
+    cpu_library.load_or_build(command)
     assert compiled() == 2 and len(list((tmp_path / "clover").iterdir())) == 2
     file.parent.chmod(0o500)  # not writable, but not empty
-    assert cpu.load_or_build(command).answer() == 42 and compiled() == 2 and not capsys.readouterr().err
+    assert cpu_library.load_or_build(command).answer() == 42 and compiled() == 2 and not capsys.readouterr().err
 
 
 def test_without_a_home_the_library_is_cached_where_nobody_else_can_plant_one(tmp_path, monkeypatch, capsys):
     """Bug: a traceback for a user id without a passwd entry; a library of another user that is loaded."""
     for name, text in {"cpu.c": "int answer(void) { return 42; }", "cpu.h": ""}.items():
         (tmp_path / name).write_text(text)
-    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
-    monkeypatch.setattr(cpu.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setattr(cpu_library, "FOLDER", tmp_path)
+    monkeypatch.setattr(cpu_library.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME", raising=False)
@@ -517,7 +520,7 @@ def test_without_a_home_the_library_is_cached_where_nobody_else_can_plant_one(tm
     def load(says):
         warn.cache_clear()
         for _ in range(2):
-            assert cpu.load_or_build(["cc", "-shared", "-fPIC"]).answer() == 42
+            assert cpu_library.load_or_build(["cc", "-shared", "-fPIC"]).answer() == 42
         (line,) = capsys.readouterr().err.splitlines()
         assert says in line
     load(f"are cached in {folder}")
@@ -541,9 +544,9 @@ def test_libraries_load_from_where_they_can_and_without_a_compiler(tmp_path, mon
         (tmp_path / name).write_text(text)
     cache, temporary = tmp_path / "cache", tmp_path / "temporary"
     temporary.mkdir()
-    monkeypatch.setattr(cpu, "FOLDER", tmp_path)
-    monkeypatch.setattr(cpu.header, "functions", {})
-    monkeypatch.setattr(cpu.tempfile, "tempdir", str(temporary))
+    monkeypatch.setattr(cpu_library, "FOLDER", tmp_path)
+    monkeypatch.setattr(header, "functions", {})
+    monkeypatch.setattr(cpu_library.tempfile, "tempdir", str(temporary))
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
     monkeypatch.delenv("CLOVER_CFLAGS", raising=False)
     native = ctypes.CDLL
@@ -558,7 +561,7 @@ def test_libraries_load_from_where_they_can_and_without_a_compiler(tmp_path, mon
             patch.setattr(ctypes, "CDLL", mapped)
             for name, value in environment.items():
                 patch.setenv(name, value)
-            loaded = cpu.library.__wrapped__()
+            loaded = cpu_library.library.__wrapped__()
         lines = capsys.readouterr().err.splitlines()
         assert len(lines) == bool(says) and says in "".join(lines)
         assert loaded is None or loaded.answer() == 42
@@ -568,7 +571,7 @@ def test_libraries_load_from_where_they_can_and_without_a_compiler(tmp_path, mon
     assert load("", [temporary]) and load("", CC="") and load("", CFLAGS="-march=nocona -O0")
     assert load(f"with the C kernels of {cache}", CC="/none") and load("No closing quotation", CC="'")
     assert load("without the C kernels", CC="/none", CLOVER_CFLAGS="-DPLAIN") is None
-    monkeypatch.setattr(cpu, "find", lambda *args: "another CPU")
+    monkeypatch.setattr(cpu_library, "find", lambda *args: "another CPU")
     assert load("without the C kernels", CC="/none") is None
     assert load("", CLOVER_CFLAGS="-mtune=generic -march=native")
 
@@ -577,12 +580,12 @@ def test_the_environments_flags_do_not_choose_the_instructions(monkeypatch):
     """Bug: conda's CFLAGS, whose kernels are three times slower, or other arithmetic; no way to choose on purpose."""
     for name in ("CC", "CFLAGS", "CLOVER_CFLAGS"):
         monkeypatch.delenv(name, raising=False)
-    own = cpu.compiler_command()
+    own = cpu_library.compiler_command()
     monkeypatch.setenv("CC", " ")
     monkeypatch.setenv("CFLAGS", "-march=nocona -mtune=haswell -mno-avx2 -O2 -ffast-math -isystem /opt/include")
-    assert cpu.compiler_command() == ["cc", "-isystem", "/opt/include", *own[1:]]
+    assert cpu_library.compiler_command() == ["cc", "-isystem", "/opt/include", *own[1:]]
     monkeypatch.setenv("CLOVER_CFLAGS", "-march=x86-64-v3 -O1")
-    assert cpu.compiler_command()[-2:] == ["-march=x86-64-v3", "-O1"]
+    assert cpu_library.compiler_command()[-2:] == ["-march=x86-64-v3", "-O1"]
 
 
 @pytest.mark.parametrize("compiler", ["/nonexistent/cc", slow("false")])

@@ -4,7 +4,7 @@ Triton's interpreter."""
 import pytest
 import torch
 
-from backends import cpu, gpu
+from backends import cpu, cpu_library, gpu
 from backends.quantized import pack_nibbles
 from clover import CloverHeads
 from conftest import SHAPES, edit_weights, random_prompts, refusal, slow, toy_model
@@ -136,12 +136,12 @@ def test_act_order_permutes_the_inputs(tmp_path, monkeypatch):
     torch.testing.assert_close(shuffled.blocks[0].attn.qkv(x), model.blocks[0].attn.qkv(x[:, order.argsort()]))
     plain = checkpoint.load(path, FP32, "cpu", packed=False)
     assert torch.equal(plain.blocks[0].attn.qkv.weight, weight[:, order])
-    if cpu.library():
+    if cpu_library.library():
         monkeypatch.setattr(cpu, "is_usable", lambda device: True)
         monkeypatch.setattr(gpu, "is_usable", lambda device: False)
         attn = checkpoint.load(path, BF16, "cpu").blocks[0].attn
         assert torch.equal(attn.qkv.embedding(torch.arange(256)), weight[:, order].bfloat16().float())
-        assert attn.qkv.packed.linear.kind < cpu.header.INT8 <= attn.proj.packed.linear.kind
+        assert attn.qkv.packed.linear.kind < cpu_library.header.INT8 <= attn.proj.packed.linear.kind
 
 
 @pytest.mark.parametrize("kind, options", [

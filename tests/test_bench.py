@@ -11,7 +11,7 @@ from xml.etree import ElementTree
 import pytest
 import torch
 
-from backends import cpu, tensor_parallel
+from backends import cpu, cpu_library, tensor_parallel
 from bench import MODEL_SIZES, ROOT, Measured, decoding, draw, llama_cpp, operations, roofline, size_config, timing
 from bench import __main__ as bench
 from bench import cpu as bench_cpu
@@ -223,8 +223,8 @@ def test_decode_on_random_weights(run, monkeypatch):
     assert all((row["draft_ms"] > 0) == (row["tree_size"] > 1) and {f"{x}_ms" for x in STAGES} < {*row} for row in rows)
     model, heads = operations.random_model("8b", torch.device("cpu"), torch.float32)
     assert len(heads.vocabulary) == 97 and model.blocks[0].attn.qkv.weight.std() == pytest.approx(0.02, rel=0.1)
-    usable = cpu.is_usable(model.device)
-    packed = -97 % cpu.lanes() * 64 if usable else 0  # the LM head's rows are padded to a multiple
+    usable = cpu_library.is_usable(model.device)
+    packed = -97 % cpu_library.lanes() * 64 if usable else 0  # the LM head's rows are padded to a multiple
     floor = 4 * (sum(p.numel() for p in model.parameters()) - 97 * 64 + packed + 2 * PREFIX * 2 * 2 * 2 * 16)
     assert rows[0]["floor_ms"] == pytest.approx(1e3 * floor / 1e10) and rows[0]["prefix"] == PREFIX
     monkeypatch.setattr(operations, "free_memory", lambda device: 1000)

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save_file
 
-from backends import cpu
+from backends import cpu, cpu_library
 from backends.tensor_parallel import Group, VocabParallelHead
 from conftest import ToyGrammar, needs_compiler, random_prompts, refusal, toy_model
 from drafters.block import BlockHeads
@@ -178,7 +178,7 @@ def taught(kind):
 def test_output_is_that_of_plain_decoding(options, rest):
     """Bug: a wrong guess accepted, a committed row that a draft overwrote, a batch that shifts heads' rows."""
     (batch_size, tree_size, mode), (kind, name) = options, rest
-    if name != "torch" and cpu.library() is None:
+    if name != "torch" and cpu_library.library() is None:
         pytest.skip("is only exact with a C compiler, such as gcc")
     model = base(name)
     heads = KINDS[kind](model, weights=taught(kind) if "eagle3" in kind else None)

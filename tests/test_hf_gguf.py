@@ -14,7 +14,7 @@ import tokenizers
 import torch
 
 import test_hf_tokenizer as tk
-from backends import cpu
+from backends import cpu_layers
 from clover import PRESETS, CloverHeads, sizes_of
 from common.values import warn
 from conftest import needs_compiler, random_prompts, refusal
@@ -162,14 +162,14 @@ EDGES = [0, 0x8000, 1, 0x83ff, 0x0400, 0x3c00, 0x7bff, 0x7c00, 0xfc00, 0x7e01]  
 
 
 @needs_compiler
-@pytest.mark.parametrize("name", cpu.FORMATS)
+@pytest.mark.parametrize("name", cpu_layers.FORMATS)
 def test_blocks_are_packed_as_they_are(name):
     """Catches misplaced bits, scales or minimums, rows in the wrong order, edge cases of float16, wrong outputs of
     stacked weights."""
     kind = Type[name]
     raw = random_blocks(kind, (37, 512), EDGES)
     order = torch.randperm(37)
-    packed = cpu.pack_blocks(name, kind.value, raw, 512, order)
+    packed = cpu_layers.pack_blocks(name, kind.value, raw, 512, order)
     with np.errstate(invalid="ignore"):
         want = torch.from_numpy(gguf.dequantize(raw, kind))[order]
     torch.testing.assert_close(packed.unpack(torch.arange(37)), want, rtol=1e-5, atol=0, equal_nan=True)
@@ -177,10 +177,10 @@ def test_blocks_are_packed_as_they_are(name):
     parts, values = [], []
     for n, kind in ((37, kind), (20, Type.Q6_K), (16, Type.Q8_0)):
         raw = random_blocks(kind, (n, 512))
-        parts.append(cpu.pack_blocks(kind.name, kind.value, raw, 512))
+        parts.append(cpu_layers.pack_blocks(kind.name, kind.value, raw, 512))
         values.append(torch.from_numpy(gguf.dequantize(raw, kind)).double())
     bias = torch.randn(73)
-    whole, values = cpu.stack(parts, bias), torch.cat(values)
+    whole, values = cpu_layers.stack(parts, bias), torch.cat(values)
     rows = torch.tensor([72, 0, 36, 37, 56, 57])
     torch.testing.assert_close(whole.unpack(rows), values[rows].float(), rtol=1e-5, atol=0)
     for M in (1, 5, 11):

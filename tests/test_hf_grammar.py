@@ -14,7 +14,7 @@ from itertools import cycle
 import pytest
 import torch
 
-from backends import cpu
+from backends import cpu_library
 from clover import CloverHeads
 from conftest import refusal
 from engine.policy import Policy
@@ -199,7 +199,7 @@ def plain_outputs(dtype, packed):
 def test_output_is_valid_and_that_of_plain_decoding(drafter, tree_size, batch_size, dtype, decoder):
     """Bug: a mask of another node, row or slot, a guess accepted that the grammar forbids, a matcher that lags behind
     or is ahead, a token after the end, sequences with and without grammars that change each other."""
-    if decoder == "c" and cpu.library() is None:
+    if decoder == "c" and cpu_library.library() is None:
         pytest.skip("needs a C compiler, such as gcc")
     packed = None if decoder == "c" else False
     model, heads, encoding, tokenizer = load("demo", dtype, packed)

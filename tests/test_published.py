@@ -8,7 +8,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 import record_published as recorded
-from backends import cpu
+from backends import cpu, cpu_library
 from conftest import random_prompts, toy_model
 from drafters.block import BlockHeads
 from drafters.published import BlockConfig
@@ -103,7 +103,7 @@ class Loaded:
         (path / "config.json").write_text(json.dumps(config))
         save_file({name: x.contiguous() for name, x in tensors.items()}, path / "model.safetensors")
         self.model = base_of(weights, self.ids)
-        if packed and cpu.library():
+        if packed and cpu_library.library():
             cpu.apply(self.model)
         self.heads = load_heads(path, self.model)
         self.case = case
@@ -227,7 +227,7 @@ def test_block_heads_read_accepted_paths(packed):
     """Bug: keys of a rejected node, or of a draft's MASK, left in a committed row. DSpark's bias has learnt which token
     follows which, so that many guesses are accepted."""
     model = toy_model()
-    if packed and cpu.library():
+    if packed and cpu_library.library():
         cpu.apply(model)
     prompts = random_prompts([9, 30, 1])
     texts = [prompt + text for prompt, text in zip(prompts, generate(model, prompts, 40).tokens)]

@@ -2,7 +2,7 @@
 
 import torch
 
-from backends import cpu
+from backends import cpu, cpu_library
 from kernels import filter_logits, gumbel, mask_logits
 from tools.load import make_engine
 from tools.statistics import Statistics
@@ -23,7 +23,7 @@ def against_plain(args, loaded, output, say):
                             loaded.encoding, sampling, grammars=grammars)
     say(f"plain decoding: {plain.tokens_per_second:.1f} tokens per second; speed-up "
         f"{output.tokens_per_second / plain.tokens_per_second:.2f}x; C kernels: "
-        f"{cpu.instructions(loaded.model.device)}")
+        f"{cpu_library.instructions(loaded.model.device)}")
     difference = first_difference(loaded.model, prompts, output.tokens, plain.tokens, sampling,
                                   grammars)
     if difference is None:

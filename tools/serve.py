@@ -37,7 +37,7 @@ from starlette.responses import FileResponse, JSONResponse, PlainTextResponse, S
 from starlette.routing import Route
 from tqdm import tqdm
 
-from backends import cpu, tensor_parallel
+from backends import cpu_library, tensor_parallel
 from backends.capture import capture_all
 from common.values import warn
 from generate import Sampling
@@ -208,7 +208,7 @@ class Worker(threading.Thread):
         self.tree_size = engine.policy.tree_size  # unless drafting is off
         self.jobs = {}  # sequence -> its Job
         self.calls = queue.SimpleQueue()  # functions to run between two steps
-        self.metrics = Metrics(cpu.instructions(engine.decoder.device))
+        self.metrics = Metrics(cpu_library.instructions(engine.decoder.device))
 
     def run(self):
         try:
