@@ -8,9 +8,9 @@ import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import NamedTuple
 
 ROOT = Path(__file__).parent.parent
+CHATS = ROOT / "bench" / "prompts.jsonl"
 FIELDS = "vocab_size n_layer n_head n_kv_head head_size n_embd n_inner".split()
 LLAMA = dict(block_size=8192, rope_theta=500000.0, tied=False)
 SMOL = LLAMA | dict(tied=True)
@@ -24,15 +24,6 @@ MODEL_SIZES = {  # name: values of FIELDS, other fields of GPTConfig
     "70b": ((128256, 80, 64, 8, 128, 8192, 28672), LLAMA),
     "tiny": ((97, 2, 4, 2, 16, 64, 96), LLAMA | dict(block_size=512)),  # for `gpu --dry-run`
 }
-
-
-class Measured(NamedTuple):
-    """One run over some prompts."""
-    tokens: list  # new tokens of each prompt
-    steps: int    # verify steps, summed over the prompts
-    seconds: float
-    decode_seconds: float  # without prefill and each prompt's first token
-    prompt_tokens: int
 
 
 def size_config(name):

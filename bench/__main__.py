@@ -15,7 +15,6 @@ def parse(argv=None):
     add_decode_flags(add("decode", help="compare drafters with plain decoding"))
     add_cpu_flags(add("cpu", help="measure the CPU figures of README.md and docs/results.md"))
     add_gpu_flags(add("gpu", help="measure everything that needs a GPU"))
-    add_kinds_flags(add("kinds", help="train kinds of draft heads side by side"))
     add("draw", help="draw the pictures of README.md and docs/results.md")
     args = parser.parse_args(argv)
     if args.command == "decode":
@@ -88,24 +87,8 @@ def add_gpu_flags(parser):
     add("--dry-run", action="store_true", help="use tiny sizes, also on a CPU")
 
 
-def add_kinds_flags(parser):
-    flags.add_model_flags(parser)
-    flags.add_quantize_flag(parser)
-    add_data_flag(parser)
-    add = parser.add_argument
-    count = flags.at_least(1)
-    add("--kinds", nargs="+", required=True, metavar="KIND", help="presets of train_heads.py, each "
-        "perhaps with its switches or --lr, such as 'clover --mix none'")
-    add("--out", type=flags.home, required=True, metavar="DIR", help="a folder for each kind")
-    add("--steps", type=count, default=500, metavar="N", help="default: 500")
-    add("--batch-size", type=count, default=8, metavar="N", help="sequences per step; default: 8")
-    add("--draft-vocabulary", type=flags.at_least(0, auto=True), metavar="N|auto",
-        help="default: auto: the tokens that cover 97%% of the text")
-    add("--seed", type=int, default=1, metavar="N", help="default: 1")
-
-
 def main(args):
-    from bench import cpu, decoding, draw, finish, gpu, kinds, operations
+    from bench import cpu, decoding, draw, finish, gpu, operations
     from generate import Sampling
     from model import MAX_TREE, check
     if args.command == "decode":
@@ -118,8 +101,6 @@ def main(args):
         cpu.bench(args, parse)
     elif args.command == "gpu":
         gpu.bench(args)
-    elif args.command == "kinds":
-        finish(args, kinds.bench(args), Path(args.out) / "kinds.json")
     else:
         draw.bench()
 

@@ -6,11 +6,10 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from bench import ROOT, decoding, operations, record
+from bench import CHATS, decoding, operations, record
 from common.files import atomic_write
 from hf.paths import default_heads, find_model
 
-CHATS = str(ROOT / "bench" / "prompts.jsonl")
 FORMATS = "Q4_1", "Q4_0", "Q8_0"  # of SmolLM2: the published file, and two made from it
 
 

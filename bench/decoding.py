@@ -2,16 +2,16 @@
 sizes, interleaved, so that other work on the machine slows all of them alike."""
 
 import time
-from functools import partial, reduce
+from functools import partial
 from itertools import islice, product
-from operator import add, eq
+from operator import eq
 from pathlib import Path
 from statistics import fmean, median
 
 from backends.capture import warm_up
-from bench import Measured, Table, operations
+from bench import Table, operations
 from bench.llama_cpp import llama_cpp_methods
-from bench.timing import step_time, timing_decoder
+from bench.timing import Measured, step_time, timing_decoder
 from engine.policy import Policy
 from generate import Sampling, prepare
 from hf.chat import stop_tokens
@@ -68,17 +68,22 @@ def load_drafters(drafters, model, encoding):
 
 def load_prompts(args, encoding):
     """({kind: prompts}, stop tokens) of --chats, or of held-out texts without stop tokens."""
-    if not args.chats:
-        n = args.prompts or max(16, *args.batch_sizes)
-        heldout = load_tokens(args.data, encoding, "heldout")
-        return dict(text=prompts(heldout, n, args.prompt_tokens)), ()
+    if args.chats:
+        return read_chats(args.chats, args.model, encoding, args.prompts)
+    n = args.prompts or max(16, *args.batch_sizes)
+    heldout = load_tokens(args.data, encoding, "heldout")
+    return dict(text=prompts(heldout, n, args.prompt_tokens)), ()
+
+
+def read_chats(file, model, encoding, count=None):
+    """({kind: prompts}, stop tokens) of the first chats of a file."""
     groups = {}
     parse = lambda value: (str(value.get("kind", "chat")), messages_of(value), tools_of(value))
-    found = read_objects(Path(args.chats), parse, 'an object with "messages"')
-    for _, (kind, messages, tools) in islice(found, args.prompts):
+    found = read_objects(Path(file), parse, 'an object with "messages"')
+    for _, (kind, messages, tools) in islice(found, count):
         groups.setdefault(kind, []).append(encoding.chat(messages, **tools))
-    expect(groups, f"{args.chats}: contains no prompts")
-    return groups, stop_tokens(args.model, encoding)
+    expect(groups, f"{file}: contains no prompts")
+    return groups, stop_tokens(model, encoding)
 
 
 def start_decoding(model, texts, new, stop=(), **options):
@@ -98,8 +103,8 @@ def start_decoding(model, texts, new, stop=(), **options):
         first = decode(engine, part, 1)
         engine.policy = policy
         out = decode(engine, part, new, stop)
-        return Measured(out.tokens, out.steps, out.seconds, out.seconds - first.seconds,
-                        sum(map(len, part)))
+        return Measured(**vars(out), decode_seconds=out.seconds - first.seconds,
+                        prompt_tokens=sum(map(len, part)))
     return run
 
 
@@ -135,25 +140,28 @@ def interleave(methods, groups, new, rounds, batch_size=1):
 
 
 def total(runs):
-    return Measured(*(reduce(add, values) for values in zip(*runs)))
+    """The sum of several `Measured`."""
+    runs = list(runs)
+    add = lambda name: sum(getattr(run, name) for run in runs)
+    return Measured([one for run in runs for one in run.sequences], add("steps"),
+                    seconds=add("seconds"), decode_seconds=add("decode_seconds"),
+                    prompt_tokens=add("prompt_tokens"))
 
 
 def compare(runs):
     """{method: row} from {method: its runs}, plain decoding first. Figures are those of the run of
     median duration, ratios are medians over the rounds."""
     plain = next(iter(runs.values()))
-    emitted = lambda run: sum(map(len, run.tokens))
-    speed = lambda run: emitted(run) / run.seconds
     rows = {}
     for method, own in runs.items():
         run = sorted(own, key=lambda run: run.seconds)[len(own) // 2]
         same = [x == y for a, b in zip(own, plain) for x, y in zip(a.tokens, b.tokens)]
-        decoded = emitted(run) - len(run.tokens)
+        decoded = run.emitted - len(run.tokens)
         rows[method] = dict(
-            tokens_per_step=emitted(run) / run.steps, tokens_per_second=speed(run),
+            tokens_per_step=run.tokens_per_step, tokens_per_second=run.tokens_per_second,
             decoding_per_second=decoded / run.decode_seconds if run.decode_seconds > 0 else None,
             prompt_tokens_per_second=run.prompt_tokens / (run.seconds - run.decode_seconds),
-            speed_up=median(speed(a) / speed(b) for a, b in zip(own, plain)),
+            speed_up=median(a.tokens_per_second / b.tokens_per_second for a, b in zip(own, plain)),
             identical=fmean(same) if method[1] else None)  # not for llama.cpp
     return rows
 

@@ -7,7 +7,7 @@ import json
 from statistics import fmean
 from xml.sax.saxutils import escape
 
-from bench import ROOT, roofline
+from bench import ROOT
 from common.files import read_json
 from model import InputError
 
@@ -26,9 +26,6 @@ MONO = 'font-family="DejaVu Sans Mono, Menlo, Consolas, monospace"'
 STYLE = {"figure.facecolor": CARD, "savefig.facecolor": CARD, "axes.facecolor": CARD,
          "axes.grid": True, "grid.color": FRAME, "grid.alpha": 0.4, "legend.fontsize": 8,
          "axes.titlesize": 10, "svg.fonttype": "none", "svg.hashsalt": "clover"}
-LARGEST = 256  # batch size of the prediction
-PREDICTED = ("plain, T = 1", "heads + lookup, T = 5", "heads + lookup, T = 17",
-             "chain of 5 at 0.4")  # of `roofline.predict`
 
 
 def line(y, content, style=""):
@@ -84,29 +81,24 @@ def measured(record):
 
 
 def draw_batches(record, path):
-    """Draws throughput over batch size like Figure 2 of the paper, as SVG: predicted for a model of
-    32 B parameters, and measured for SmolLM2. Returns a matplotlib Figure."""
-    predicted = roofline.predict(*roofline.NOMINAL)
-    curves = {name: [*enumerate(predicted[name][1][:LARGEST], start=1)] for name in PREDICTED}
-    with two_panels(path, 3.6) as panels:
-        for axes, title, lines, marker in zip(
-                panels, ("predicted: 32 B parameters, H100", "measured: SmolLM2-135M, H200"),
-                (curves, measured(record)), ("", "o")):
-            axes.set(title=title, xlabel="sequences decoded together, B",
-                     ylabel="tokens per second", yscale="log")
-            axes.set_xscale("log", base=2)
-            axes.xaxis.set_major_formatter("{x:g}")
-            axes.yaxis.set_major_formatter("{x:,g}")
-            for label, points in lines.items():
-                axes.plot(*zip(*points), label=label, marker=marker)
-            axes.legend()
-    return panels[0].figure
+    """Draws SmolLM2's throughput over batch size, like Figure 2 of the paper, as SVG. Returns a
+    matplotlib Figure."""
+    with panels(path, 1, 3.6) as (axes,):
+        axes.set(title="SmolLM2-135M, H200, greedy", xlabel="sequences decoded together, B",
+                 ylabel="tokens per second", yscale="log")
+        axes.set_xscale("log", base=2)
+        axes.xaxis.set_major_formatter("{x:g}")
+        axes.yaxis.set_major_formatter("{x:,g}")
+        for label, points in measured(record).items():
+            axes.plot(*zip(*points), label=label, marker="o")
+        axes.legend()
+    return axes.figure
 
 
 @contextlib.contextmanager
-def two_panels(path, height, shared=False):
-    """Two matplotlib Axes side by side, which are saved at the end. Raises InputError without
-    matplotlib."""
+def panels(path, count, height):
+    """A list of matplotlib Axes side by side, which share their vertical axis and are saved at the
+    end. Raises InputError without matplotlib."""
     try:
         from matplotlib import style
         from matplotlib.figure import Figure
@@ -114,7 +106,7 @@ def two_panels(path, height, shared=False):
         raise InputError("bench draw needs matplotlib; pip install matplotlib") from None
     with style.context(["dark_background", STYLE]):
         figure = Figure(figsize=(7.6, height), layout="constrained")
-        yield figure.subplots(1, 2, sharey=shared)
+        yield figure.subplots(1, count, sharey=True, squeeze=False)[0]
         figure.savefig(path, format="svg", metadata=dict(Date=None))
 
 
@@ -127,8 +119,8 @@ def draw_kinds(record, path):
     temperatures = sorted({row["temperature"] for row in rows})
     kinds = [*dict.fromkeys(row["kind"] for row in rows)]
     drafters = [*dict.fromkeys(row["drafted_by"] for row in rows)]
-    with two_panels(path, 3.2, shared=True) as panels:
-        for axes, temperature in zip(panels, temperatures):
+    with panels(path, len(temperatures), 3.2) as found:
+        for axes, temperature in zip(found, temperatures):
             axes.set_title(f"temperature {temperature:g}" if temperature else "greedy")
             for i, drafter in enumerate(drafters):
                 bars = {row["kind"]: row["speed_up"] for row in rows
@@ -142,9 +134,9 @@ def draw_kinds(record, path):
                             rotation=20, ha="right")
             axes.set_axisbelow(True)
             axes.tick_params(labelsize=8)
-        panels[0].set_ylabel("speed-up over plain decoding")
-        panels[1].legend()
-    return panels[0].figure
+        found[0].set_ylabel("speed-up over plain decoding")
+        found[-1].legend()
+    return found[0].figure
 
 
 def bench():

@@ -24,18 +24,18 @@ from types import SimpleNamespace
 import torch
 
 from backends.gpu import apply
-from bench import ROOT, machine, serving, size_config
+from bench import CHATS, ROOT, machine, serving, size_config
 from bench import operations as ops
-from bench.decoding import gpu_rows, load_prompts
+from bench.decoding import gpu_rows, read_chats
 from bench.timing import copy_bandwidth, seconds
 from generate import Sampling
 from hf.heads import load_heads
 from hf.paths import default_heads, find_model
 from hf.tokenizer import load_encoding
 from kernels import add_norm
-from model import InputError, expect
+from model import GPT, InputError, expect
 from tools.flags import DEMO
-from tools.load import load_model
+from training.data import load_tokens, prompts
 
 SIZES = dict(  # name=(value, value with --dry-run)
     models=(("135m", "1.2b", "8b"), ("tiny",)),  # of bench.MODEL_SIZES
@@ -111,18 +111,16 @@ def demo(run):
     return decoded(run, DEMO, default_heads(DEMO), run.sizes.batch_sizes, (0.0,))
 
 
-def decoded(run, model, heads, batch_sizes, temperatures):
+def decoded(run, path, heads, batch_sizes, temperatures):
     """Rows of `gpu_rows`: half of the prompts at B = 1, else all of them, with two seeds."""
-    args = SimpleNamespace(model=str(model), device=str(run.device), dtype=None, quantize=None,
-                           template_kwargs={})
-    prompts, stop = read_prompts(args.model, run.sizes.prompts)
-    model, encoding = load_model(args)
-    heads = load_heads(heads, model, encoding.hash)
+    texts, stop = read_prompts(path, run.sizes.prompts)
+    model = GPT.from_pretrained(path, device=run.device)
+    heads = load_heads(heads, model, load_encoding(path).hash)
     for B, temperature in product(batch_sizes, temperatures):
-        own, seeds = (prompts[::2], (0,)) if B == 1 else (prompts, (0, 1))
+        own, seeds = (texts[::2], (0,)) if B == 1 else (texts, (0, 1))
         rows = gpu_rows(model, heads, own, run.sizes.new_tokens, stop, B, temperature, seeds)
         for row in rows:
-            yield dict(model=Path(args.model).name) | row
+            yield dict(model=Path(path).name) | row
 
 
 @cache
@@ -130,16 +128,16 @@ def read_prompts(model, count):
     """Chats, or held-out texts for a model without a chat template, as token ids; and the stop
     tokens."""
     encoding = load_encoding(model)
-    chats = ROOT / "bench" / "prompts.jsonl" if encoding.template else None
-    args = SimpleNamespace(model=model, chats=chats, data=None, prompts=count, prompt_tokens=64)
-    groups, stop = load_prompts(args, encoding)
+    if not encoding.template:
+        return prompts(load_tokens(None, encoding, "heldout"), count, 64), ()
+    groups, stop = read_chats(CHATS, model, encoding, count)
     return [prompt for row in zip(*groups.values()) for prompt in row], stop  # kinds alternate
 
 
 def server(run):
     """A server under load, plain and with all drafters. start_seconds: until it listens."""
     sizes = run.sizes
-    prompts = read_prompts(str(run.model), sizes.prompts)[0][:sizes.clients]
+    texts = read_prompts(run.model, sizes.prompts)[0][:sizes.clients]
     flags = ("--port", "0", "--model", run.model, "--batch-size", str(sizes.slots),
              "--context", "1024", "--device", str(run.device))
     plain = None
@@ -149,7 +147,7 @@ def server(run):
             port = wait_for_port(*running)
             row = dict(model=Path(run.model).name, drafter=name, batch_size=sizes.slots,
                        clients=sizes.clients, start_seconds=time.perf_counter() - started)
-            row |= serving.load(port, prompts, sizes.new_tokens)
+            row |= serving.load(port, texts, sizes.new_tokens)
         plain = plain or row["tokens_per_second"]
         yield row | dict(speed_up=row["tokens_per_second"] / plain)
 
@@ -171,7 +169,7 @@ def training(run):
                   "--self-tokens", str(run.sizes.written), *run.sizes.training, "--out", out,
                   "--device", str(run.device)) as (process, output)):
         row = dict(model=Path(run.model).name, exit_code=process.wait())
-        for kind, start in (("written", r"\d+[.]jsonl"), ("trained", "step")):
+        for kind, start in (("written", r"\d.* of .* tokens,"), ("trained", "step")):
             rates = re.findall(rf"^{start}.* (\d+) tokens/s", output(), re.MULTILINE)
             row[f"{kind}_tokens_per_second"] = int(rates[-1]) if rates else None
     yield row

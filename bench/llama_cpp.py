@@ -3,11 +3,12 @@ decodes the same file and prompts with the same number of threads."""
 
 import time
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import torch
 
-from bench import Measured
+from bench.timing import Measured
 from model import InputError, expect
 
 INSTALL = "pip install --no-binary llama-cpp-python llama-cpp-python"  # compiles for this CPU
@@ -97,9 +98,9 @@ def decode(model, stop, draft, prompts, new):
     batches = [prompts[i:i + model.batch_size] for i in range(0, len(prompts), model.batch_size)]
     outputs, steps, seconds = zip(*(decode_batch(model, stop, draft, batch, new)
                                     for batch in batches))
-    tokens = [output for batch in outputs for output in batch]
-    return Measured(tokens, sum(steps) + len(prompts), time.perf_counter() - started, sum(seconds),
-                    sum(map(len, prompts)))
+    sequences = [SimpleNamespace(tokens=output) for batch in outputs for output in batch]
+    return Measured(sequences, sum(steps) + len(prompts), seconds=time.perf_counter() - started,
+                    decode_seconds=sum(seconds), prompt_tokens=sum(map(len, prompts)))
 
 
 def decode_batch(model, stop, draft, prompts, new):

@@ -2,15 +2,23 @@
 
 import math
 import time
+from dataclasses import dataclass
 from functools import partial
 
 import torch
 
 from engine.policy import Policy
-from generate import Plan, capture, decoder_class
+from generate import Output, Plan, capture, decoder_class
 
 STAGES = ("draft", "verify", "sample", "accept", "commit")
 PREFIX = 256  # cached tokens while a step is timed
+
+
+@dataclass
+class Measured(Output):
+    """The `Output` of one run over some prompts, by any program."""
+    decode_seconds: float = 0.0  # without prefill and each prompt's first token
+    prompt_tokens: int = 0
 
 
 def seconds(body, device):

@@ -1,21 +1,23 @@
-"""bench decode: tables agree with `generate`, steps are timed. draw and roofline: they agree with the records."""
+"""bench decode: tables agree with `generate`, steps are timed. bench draw: pictures agree with the records."""
 
 import json
 import shutil
 import sys
+from dataclasses import replace
 from functools import partial
 from itertools import count, product
 from pathlib import Path
+from types import SimpleNamespace
 from xml.etree import ElementTree
 
 import pytest
 import torch
 
-from backends import cpu, cpu_library, tensor_parallel
-from bench import MODEL_SIZES, ROOT, Measured, decoding, draw, llama_cpp, operations, roofline, size_config, timing
+from backends import cpu, cpu_library
+from bench import MODEL_SIZES, decoding, draw, llama_cpp, operations, size_config, spec_bench, timing
 from bench import __main__ as bench
 from bench import cpu as bench_cpu
-from bench.timing import PREFIX, STAGES
+from bench.timing import PREFIX, STAGES, Measured
 from clover import PRESETS, CloverHeads
 from common.files import read_json
 from conftest import call_once, needs_compiler, refusal
@@ -23,9 +25,7 @@ from engine.batching import Engine
 from generate import generate
 from hf.tokenizer import load_encoding
 from model import GPT
-from training import data, evaluate, program
 from training.data import load_tokens, prompts
-from training.flags import parse_heads
 
 DECODE = "decode --runs 1 --max-new-tokens 12".split()
 
@@ -114,13 +114,14 @@ def test_chats_are_measured_per_kind_and_in_total(run, folders, checkpoint, tmp_
 
 def spent(*seconds):
     """Runs of 12 tokens with these durations, a quarter of it for the first token."""
-    return [Measured([[7] * 12], 12, s, decode_seconds=s - s / 4, prompt_tokens=3) for s in seconds]
+    return [Measured([SimpleNamespace(tokens=[7] * 12)], 12, seconds=s, decode_seconds=s - s / 4, prompt_tokens=3)
+            for s in seconds]
 
 
 def test_runs_are_interleaved_and_ratios_are_per_round():
     """Bug: a ratio of medians, or inverted; all prompts by one method, then the next; only first outputs compared."""
     order, done = [], {("plain", 1): spent(1, 2, 4), ("other", 5): spent(4, 1, 2)}
-    done["other", 5][2].tokens[0] = [8] * 12
+    done["other", 5][2].sequences[0].tokens = [8] * 12
 
     def start(method, prompts, new):
         def decode(part):
@@ -140,7 +141,9 @@ def test_runs_are_interleaved_and_ratios_are_per_round():
     done |= {method: spent(1, 2) for method in done}
     (_, runs), = decoding.interleave(methods, dict(text=[[1], [2]]), 12, rounds=1)
     assert order[2:] == [(method, [prompt]) for prompt in ([1], [2]) for method in methods]
-    assert runs["other", 5] == [Measured([[7] * 12] * 2, 24, 3, 2.25, 6)]
+    run, = runs["other", 5]
+    assert run.tokens == [[7] * 12] * 2
+    assert (run.steps, run.seconds, run.decode_seconds, run.prompt_tokens) == (24, 3, 2.25, 6)
 
 
 def test_every_run_of_auto_starts_with_a_new_policy(toy, monkeypatch):
@@ -203,7 +206,7 @@ def test_llama_cpp_decodes_and_counts_correctly(monkeypatch):
     assert plain.tokens == guessed.tokens == [[3, 5, 6, 7], [15, 16, 17], [31, 32, 33, 35]]
     assert (plain.steps, plain.prompt_tokens, guessed.steps) == (11, 4, 7)
     other = "llama.cpp", None
-    rows = decoding.compare({("plain", 1): [plain._replace(seconds=1)], other: [plain._replace(seconds=0.5)]})
+    rows = decoding.compare({("plain", 1): [replace(plain, seconds=1)], other: [replace(plain, seconds=0.5)]})
     assert (rows[other]["speed_up"], rows[other]["identical"]) == (2.0, None)
     monkeypatch.setitem(sys.modules, "llama_cpp", None)
     refusal(lambda: llama_cpp.llama_cpp_methods("a.gguf", "cpu", 1, 80, 0.0, ()), "pip install --no-binary llama-cpp")
@@ -278,31 +281,6 @@ def test_all_values_are_checked_before_measuring():
         refusal(lambda: bench.main(bench.parse(["decode", *flags.split()])), message)
 
 
-def test_kinds_side_by_side_are_those_of_train_heads(run, flags, checkpoint, tmp_path):
-    """Bug: a loss, gradient or learning rate of another kind, other batches, accuracies in another order."""
-    text, shared = tmp_path / "texts.jsonl", ["--model", str(checkpoint), "--steps", "5", "--batch-size", "4"]
-    kinds = ["clover", "hydra --lr 0.001", "clover --mix none"]
-    _, record = run("kinds", *shared, "--data", str(text), "--out", str(tmp_path), "--kinds", *kinds)
-    assert json.loads((tmp_path / "kinds.json").read_text()) == record
-    for given, says in ((["clover --steps 9"], "--steps for all"), (["hydra", "hydra --draft-heads 3"], "same --draft"),
-                        (["clover --lr 11"], "lr must be"), (["clover"], "use another --out")):
-        refusal(lambda: run("kinds", *shared, "--data", str(text), "--out", str(tmp_path), "--kinds", *given), says)
-    model = GPT.from_pretrained(checkpoint, device="cpu", packed=False)
-    for kind, row in zip(kinds, record["accuracy"]):
-        alone = tmp_path / f"alone-{row['kind']}"
-        args = parse_heads([*shared, "--data", str(text), "--out", str(alone), "--preset", *kind.split()])
-        args.device = "cpu"
-        config = program.read_config(args, alone, group := tensor_parallel.start("cpu"))
-        trained, corpus = program.prepare(config, alone, group, False)
-        assert trained.train(program.windows_of(trained, corpus)) == 0
-        heads = CloverHeads.from_pretrained(tmp_path / row["kind"], model)
-        for one, other in zip(heads.parameters(), trained.heads.parameters(), strict=True):
-            torch.testing.assert_close(one, other.detach(), rtol=0.01, atol=1e-4)  # saved in bfloat16
-        found = evaluate.head_accuracy(trained.heads, data.open_tokens(tmp_path / data.FILE)["heldout"], 4,
-                                       trained.config.block_size)
-        assert [x for key, x in row.items() if key != "kind"] == pytest.approx(found, abs=0.02)
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # bench cpu
 
@@ -347,8 +325,24 @@ def test_a_file_is_requantised_except_for_its_embedding(tmp_path):
         assert abs(gguf.dequantize(other.data, other.tensor_type) - want).max() < 0.02 * abs(want).max()
 
 
+def test_questions_of_spec_bench_become_chats(tmp_path):
+    """Bug: a category of MT-Bench is a kind of its own, a second turn is asked, kinds do not alternate, or the first
+    are those of one category."""
+    questions = [dict(question_id=n, category=category, turns=[f"{category} {n}?", "And then?"])
+                 for n, category in enumerate(["writing"] * 3 + ["rag"] * 2 + ["stem"] * 3 + [*spec_bench.KINDS[1:5]])]
+    (tmp_path / "question.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    spec_bench.main(tmp_path / "question.jsonl", tmp_path / "chats.jsonl")
+    chats = [json.loads(line) for line in (tmp_path / "chats.jsonl").read_text().splitlines()]
+    assert [chat["kind"] for chat in chats] == [*spec_bench.KINDS, "mt_bench", "rag", *["mt_bench"] * 4]
+    said = {(chat["kind"], chat["messages"][0]["role"], chat["messages"][0]["content"]) for chat in chats}
+    assert said == {("mt_bench" if q["category"] in ("writing", "stem") else q["category"], "user", q["turns"][0])
+                    for q in questions} and all(len(chat["messages"]) == 1 for chat in chats)
+    assert {*chats[6]["messages"][0]["content"].split()[:1], chats[0]["messages"][0]["content"].split()[0]} == {
+        "writing", "stem"}
+
+
 # ---------------------------------------------------------------------------------------------------------------------
-# draw, roofline
+# bench draw
 
 SVG = "{http://www.w3.org/2000/svg}"
 
@@ -371,7 +365,7 @@ def test_hostile_tokens_are_escaped():
     assert "<b>&\"'\ufffd[31m\ufffd\ufffd\ufffd\ufffd\ufffdgnirts\ufffd]]>\u4e2d\U0001f600xxx" in shown
 
 
-def test_measured_throughput_is_drawn_beside_the_prediction(tmp_path):
+def test_measured_throughput_is_drawn(tmp_path):
     """Bug: rows of another part or temperature, one seed instead of the mean."""
     pytest.importorskip("matplotlib")
     names = "part", "drafter", "tree_size", "batch_size", "temperature", "seed", "tokens_per_second"
@@ -379,11 +373,9 @@ def test_measured_throughput_is_drawn_beside_the_prediction(tmp_path):
     rows = [(*plain, 32, 0.0, 0, 100), (*plain, 32, 0.0, 1, 300), (*plain, 8, 0.0, 0, 50), (*plain, 8, 0.8, 0, 7),
             ("demo", "plain", 1, 8, 0.0, 0, 7), (*ours, 16, 8, 0.0, 0, 70)]
     record.write_text("\n".join(json.dumps(dict(zip(names, row))) for row in rows))
-    predicted, measured = draw.draw_batches(record, tmp_path / "drawn.svg").axes
+    measured, = draw.draw_batches(record, tmp_path / "drawn.svg").axes
     assert {line.get_label(): list(line.get_xydata().ravel()) for line in measured.lines} == {
         "plain, T = 1": [8, 50, 32, 200], "heads, T = 16": [8, 70]}
-    assert [line.get_label() for line in predicted.lines] == list(draw.PREDICTED)
-    assert list(predicted.lines[0].get_ydata()) == list(roofline.predict(*roofline.NOMINAL)["plain, T = 1"][1][:256])
     assert ElementTree.parse(tmp_path / "drawn.svg").getroot().tag == SVG + "svg"
 
 
@@ -408,16 +400,3 @@ def test_speed_ups_are_drawn_by_kind(tmp_path):
 def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
     monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
     refusal(lambda: draw.draw_batches([], "x.svg"), "pip install matplotlib")
-
-
-def test_the_prediction_is_in_docs_results(capsys):
-    """Bug: docs/results.md has other numbers, or a tree pays beyond the last batch size reported."""
-    roofline.print_table()
-    roofline.print_table(predict=roofline.predict_published, sizes=(1, 8, 32))
-    for table in capsys.readouterr().out.strip().split("\n\n")[1::2]:
-        assert table in (ROOT / "docs" / "results.md").read_text()
-    for predict in roofline.predict, roofline.predict_published:
-        (_, plain, _), *others = predict(*roofline.NOMINAL).values()
-        for tokens, rates, last in others:
-            gains = rates / plain
-            assert (gains[:last] > 1).all() and (gains[last:] <= 1).all() and gains[0] <= tokens
