@@ -391,10 +391,10 @@ class CloverHeads(nn.Module):
                                      for _ in range(config.augment_layers))
         is_whole = model.blocks[-1].attn.config == base  # not split over processes
         if not next(self.parameters()).is_meta:  # on meta: the weights come from a folder later
-            model.check_plain("used to train heads")
-            if is_whole:
+            if is_whole and self.augment_blocks:
+                state = model.blocks.last_state()
                 for block in self.augment_blocks:
-                    block.load_state_dict(model.blocks[-1].state_dict())
+                    block.load_state_dict(state)
         if is_whole:  # else all processes have to compute it together
             _ = self.embedding_scale  # caches it: a traced or captured step cannot compute it
         # draft vocabulary: int32 token ids, most frequent first; None: all tokens
@@ -471,7 +471,7 @@ class CloverHeads(nn.Module):
         if positions is None:
             positions = token_positions(hidden, start, documents)
         if self.mix_in is not None:
-            hidden = self.mix_in(hidden, self.embedding(tokens))
+            hidden = self.mix_in(hidden, self.embedding(tokens).to(hidden.dtype))
         residual = None
         if self.augment_blocks:
             hidden, residual, _ = self.augment_blocks(hidden, self.model.tables, positions, cache,
@@ -489,7 +489,8 @@ class CloverHeads(nn.Module):
         state = self.augment(hidden, tokens[:, :T], documents=documents)
         outputs = []
         for i in range(self.config.n_draft):
-            state, out, residual = self.draft_head(i)(state, self.embedding(tokens[:, i:i + T]))
+            e = self.embedding(tokens[:, i:i + T]).to(state.dtype)
+            state, out, residual = self.draft_head(i)(state, e)
             outputs.append(out if residual is None else residual + out)
         return outputs
 
@@ -527,10 +528,10 @@ class CloverHeads(nn.Module):
         replace_file(Path(path, "heads.json"), record.encode())
 
     @classmethod
-    def from_pretrained(cls, path, model, tokenizer=""):
-        """Loads heads in the model's dtype, on its device, packed if the model is. Raises
-        InputError for heads of other sizes or another tokenizer; `hf.heads.load_heads` also for
-        a folder that is missing or broken."""
+    def from_pretrained(cls, path, model, tokenizer="", packed=True):
+        """Loads heads in the model's dtype, on its device; packed, if the model is, unless they are
+        to be trained. Raises InputError for heads of other sizes or another tokenizer;
+        `hf.heads.load_heads` also for a folder that is missing or broken."""
         record = json.loads(Path(path, "heads.json").read_bytes())
         theirs = record["base"]
         sizes = sizes_of(model)
@@ -545,7 +546,8 @@ class CloverHeads(nn.Module):
         heads.info = record
         heads.set_vocabulary(heads.vocabulary if config.vocabulary else [])
         heads.to(device=model.device, dtype=model.dtype).requires_grad_(False).eval()
-        model.blocks.prepare(heads)
+        if packed:
+            model.blocks.prepare(heads)
         return heads
 
 

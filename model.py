@@ -352,9 +352,9 @@ class LMHead(nn.Linear):
         """float32 [M, V]: rounding to half precision would cause ties."""
         return kernels.float_logits(hidden, self.weight)
 
-    def embedding(self, tokens):
-        """Token ids [...] -> their rows of the weight [..., C]."""
-        return F.embedding(tokens, self.weight)
+    def embedding(self, tokens=None):
+        """Token ids [...] -> their rows of the weight [..., C]; without, the whole weight."""
+        return self.weight if tokens is None else F.embedding(tokens, self.weight)
 
 
 class Blocks(nn.ModuleList):
@@ -391,6 +391,10 @@ class Blocks(nn.ModuleList):
                     states[layer + 1] = add(hidden, residual)
         states = torch.cat([states[n] for n in layers], dim=-1) if layers else None
         return hidden, residual, states
+
+    def last_state(self):
+        """The state dict of the last block, in floats."""
+        return self[-1].state_dict()
 
     def prepare(self, module):
         """Applies the backend of these blocks to another module, such as draft heads."""

@@ -21,7 +21,6 @@ if __name__ == "__main__":  # parse the flags before loading torch, to report a 
         args = parse_heads()
 
 import sys
-from itertools import cycle
 
 import torch
 import torch.nn.functional as F
@@ -49,8 +48,8 @@ def run_model(model, ids, documents=None, dtype=torch.float32):
     """The model's hidden states [B, T, C] for all but the last of the token ids [B, T + 1], and
     their documents likewise."""
     documents = None if documents is None else documents[:, :-1]
-    is_half = model.dtype.itemsize == 2  # needs no autocast, like decoding
-    with autocast(model, None if is_half else dtype):
+    as_decoded = model.dtype.itemsize == 2 or model.blocks.is_packed  # without autocast
+    with autocast(model, None if as_decoded else dtype):
         return model(ids[:, :-1], documents=documents)
 
 
@@ -60,7 +59,9 @@ def run_heads(heads, hidden, ids, documents=None, dtype=torch.float32):
     K = heads.config.n_draft
     documents = None if documents is None else documents[:, :-K - 1]
     inputs = hidden[:, :-K], ids[:, 1:], documents
-    if heads.model.dtype == dtype:  # as in decoding; autocast would compute norms in float32
+    if heads.model.blocks.is_packed:  # decodes in float32
+        inputs = inputs[0].float(), *inputs[1:]
+    elif heads.model.dtype == dtype:  # as in decoding; autocast would compute norms in float32
         weights = {name: weight.to(dtype) for name, weight in heads.named_parameters()}
         return functional_call(heads, weights, inputs)
     with autocast(heads.model, dtype):
@@ -113,10 +114,13 @@ def guess_masks(tokens, K, loss_mask, documents=None):
     return torch.stack([loss_mask[:, at] & (documents[:, at] == documents[:, :T]) for at in ahead])
 
 
-def window_losses(heads, ids, loss_mask, documents=None, dtype=torch.float32, rows=ROWS):
+def window_losses(heads, ids, loss_mask, documents=None, hidden=None, dtype=torch.float32,
+                  rows=ROWS):
     """Losses of windows [B, T + K + 1], as in `Trainer.train_step` -> the losses and hits of
     `head_losses`, and the number of guesses, each float32 [K]."""
-    hidden = run_model(heads.model, ids, documents, dtype)
+    if hidden is None:
+        hidden = run_model(heads.model, ids, documents, dtype)
+    hidden = hidden.to(heads.model.dtype)
     outputs = run_heads(heads, hidden, ids, documents, dtype)
     guess_mask = guess_masks(ids, len(outputs), loss_mask, documents)
     losses, hits = head_losses(heads, hidden, outputs, guess_mask, dtype, rows)
@@ -126,28 +130,27 @@ def window_losses(heads, ids, loss_mask, documents=None, dtype=torch.float32, ro
 def head_losses(heads, hidden, outputs, guess_mask, dtype=torch.float32, rows=ROWS):
     """Sums over guess_mask [K, B, T] for each head -> (cross-entropy against the model's next-token
     distribution in nats, hits: top-1 is the model's greedy token), each float32 [K]. hidden:
-    [B, T + K, C] of the model; outputs: K tensors [B, T, C]; both before the final norm. outputs
-    of m kinds of heads with one draft vocabulary, m K tensors, give m K results."""
+    [B, T + K, C] of the model; outputs: K tensors [B, T, C]; both before the final norm."""
     K = len(guess_mask)
     teacher_rows, head_rows = rows
     norm = heads.model.norm
-    weight = heads.model.head.weight.to(dtype)  # (V, C)
+    head = heads.model.head
+    V = heads.model.config.vocab_size
     drafted = heads.vocabulary
-    drafted_weight = weight if drafted is None else weight[drafted]  # (n, C)
-    teacher = norm(hidden).to(dtype).flatten(0, 1)  # (B (T + K), C)
+    drafted_weight = head.embedding(drafted).to(dtype)  # (n, C)
+    teacher = norm(hidden).flatten(0, 1)  # (B (T + K), C)
     # head i's position t is in row t + 1 + i, as the model's prediction of the same token
     shifts = [(i + 1, K - 1 - i) for i in range(K)]
     states = [F.pad(norm(out.to(hidden.dtype)).to(dtype), (0, 0, *shift)).flatten(0, 1)
-              for out, shift in zip(outputs, cycle(shifts))]
+              for out, shift in zip(outputs, shifts)]
     counted = torch.stack([F.pad(mask, shift).flatten() for mask, shift in zip(guess_mask, shifts)])
-    counted = counted.repeat(len(outputs) // K, 1)  # (m K, B (T + K))
     grads = [torch.zeros_like(x) for x in states]
     wants_gradient = torch.is_grad_enabled()
-    chunk_logits = CUDA_CHUNK_LOGITS if weight.is_cuda else CHUNK_LOGITS
-    losses, hits = torch.zeros(2, *counted.shape, device=weight.device)
+    chunk_logits = CUDA_CHUNK_LOGITS if teacher.is_cuda else CHUNK_LOGITS
+    losses, hits = torch.zeros(2, *counted.shape, device=teacher.device)
     with torch.no_grad():
-        for chunk in chunks(counted.any(dim=0), max(1, chunk_logits // len(weight))):
-            target, mass, greedy = teacher_rows(teacher[chunk] @ weight.T, drafted)
+        for chunk in chunks(counted.any(dim=0), max(1, chunk_logits // V)):
+            target, mass, greedy = teacher_rows(head.logits(teacher[chunk]), drafted)
             for i, state in enumerate(states):
                 losses[i, chunk], guess, gradient = head_rows(state[chunk] @ drafted_weight.T,
                                                               target, mass)
@@ -200,20 +203,20 @@ class Trainer:
         while self.step < self.steps:
             yield self.train_step(*windows(self.step))
 
-    def train_step(self, ids, loss_mask, documents=None):
+    def train_step(self, ids, loss_mask, documents=None, hidden=None):
         """Does one optimizer step on windows of token ids [B, T + K + 1] -> (loss, head accuracies
         [K]). loss_mask: the tokens to guess, bool; documents: the number of each token's document,
-        None if no window has two; both like ids."""
-        loss, accuracies = self.loss(ids, loss_mask, documents)
+        None if no window has two; both like ids. hidden: as from `run_model`, if it is known."""
+        loss, accuracies = self.loss(ids, loss_mask, documents, hidden)
         loss.backward()
         self.update()
         return loss.detach(), accuracies
 
-    def loss(self, ids, loss_mask, documents):
+    def loss(self, ids, loss_mask, documents, hidden=None):
         """The (loss in nats, head accuracies [K]) of a batch over all processes. The gradient
         covers only this process's part of the batch."""
-        losses, hits, guesses = window_losses(self.heads, ids, loss_mask, documents, self.dtype,
-                                              self.rows)
+        losses, hits, guesses = window_losses(self.heads, ids, loss_mask, documents, hidden,
+                                              self.dtype, self.rows)
         count = self.reduce(guesses).clamp(min=1)
         weights = HEAD_WEIGHT ** torch.arange(len(count), device=count.device)
         loss = (losses * weights / count).sum()

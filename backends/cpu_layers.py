@@ -127,6 +127,12 @@ class PackedWeight:
         self.bias = None if bias is None else bias.float()
         self.linear.bias = pointer(self.bias)
 
+    def whole_bias(self):
+        """The bias of all outputs, float32 [n]; or None."""
+        if self.bias is None or self.below is None:
+            return self.bias
+        return torch.cat((self.bias, self.below.whole_bias()))
+
     @property
     def n(self):
         return self.linear.n + (self.below.n if self.below else 0)
@@ -239,8 +245,9 @@ class PackedLinear(Packed):
             self.refuse()
         return self.packed.multiply(x).to(x.dtype)
 
-    def embedding(self, tokens):
-        """Rows of the weight: token ids [...] -> float32 [..., C]."""
+    def embedding(self, tokens=None):
+        """Rows of the weight: token ids [...], by default all -> float32 [..., C]."""
+        tokens = torch.arange(self.out_features) if tokens is None else tokens
         return self.packed.unpack(tokens.flatten().long()).view(*tokens.shape, -1)
 
 
@@ -347,6 +354,17 @@ class PackedBlocks(Packed, Blocks):
             states[last] = x.to(hidden.dtype, copy=last < len(self))
         joined = torch.cat([states[n] for n in layers], -1) if layers else None
         return states[last], normed, joined
+
+    def last_state(self):
+        state = {}
+        for name, layer in self[-1].named_modules():
+            if isinstance(layer, PackedLinear):
+                state[f"{name}.weight"] = layer.embedding()
+                if (bias := layer.packed.whole_bias()) is not None:
+                    state[f"{name}.bias"] = bias
+            else:
+                state |= {f"{name}.{key}": x for key, x in layer.named_parameters(recurse=False)}
+        return state
 
     def prepare(self, module):
         pack(module)

@@ -14,10 +14,10 @@ from hf.published import load_published
 from model import InputError, expect
 
 
-def load_heads(path, model, tokenizer=""):
+def load_heads(path, model, tokenizer="", packed=True):
     """The draft heads in a folder or a Hugging Face repository, with their `hash`: `CloverHeads` or
-    those of `load_published`. Raises InputError for a missing or broken folder, and for heads of
-    another model or tokenizer."""
+    those of `load_published`. packed: as in `CloverHeads.from_pretrained`. Raises InputError for a
+    missing or broken folder, and for heads of another model or tokenizer."""
     if is_repository(path):
         from hf import hub
         path = hub.fetch(path, is_heads=True)
@@ -26,7 +26,7 @@ def load_heads(path, model, tokenizer=""):
         return load_published(path, model)
     read_record(path)
     try:
-        heads = CloverHeads.from_pretrained(path, model, tokenizer)
+        heads = CloverHeads.from_pretrained(path, model, tokenizer, packed)
     except (OSError, SafetensorError, RuntimeError, TypeError) as error:
         raise InputError(
             f"{path}/heads.safetensors: missing, truncated, or not the weights of these heads "

@@ -387,7 +387,7 @@ def paths(library, tmp_path):
 
 
 def same(tokens, other):
-    return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in zip(tokens, other, strict=True))
+    return all(a.dtype == b.dtype and np.array_equal(a, b) for a, b in zip(tokens[:3], other[:3], strict=True))
 
 
 def store(file, paths, encoding):
@@ -467,11 +467,14 @@ def test_a_pass_reads_all_windows_once_in_an_order_of_the_seed(N, n):
 
 
 def test_windows_carry_their_loss_masks_and_the_numbers_of_their_documents():
-    """Catches wrong document indices, and the last document read as one with the first, which follows it."""
+    """Catches wrong document indices, the last document read as one with the first, which follows it, and states of
+    other tokens."""
     rng = np.random.default_rng(0)
     begins = np.append(True, rng.random(299) < 0.2)
-    tokens = data.Tokens(np.arange(300).astype(np.uint32), rng.random(300) < 0.5, np.flatnonzero(begins))
-    ids, loss_mask, numbers = data.window_batch(tokens, 90, 15, 2, 3, 0)
+    states = torch.arange(300).bfloat16().view(torch.int16)[:, None].expand(-1, 2).numpy()
+    tokens = data.Tokens(np.arange(300).astype(np.uint32), rng.random(300) < 0.5, np.flatnonzero(begins), states)
+    ids, loss_mask, numbers, hidden = data.window_batch(tokens, 90, 15, 2, 3, 0)
+    assert torch.equal(hidden, ids[:, :-1, None].expand(-1, -1, 2).bfloat16())
     assert (ids.dtype, loss_mask.dtype, numbers.dtype) == (torch.int64, torch.bool, torch.int64)
     assert (ids[:, 1:] == 0).any()  # a window goes on at the first document
     assert np.array_equal(loss_mask, tokens.loss_mask[ids])

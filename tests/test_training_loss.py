@@ -10,6 +10,7 @@ import torch
 import train_heads
 from clover import CloverHeads, preset
 from conftest import SHAPES, Operations, random_prompts, toy_model
+from model import LMHead
 from train_heads import guess_masks, head_losses, run_heads, run_model
 
 K, B, T = 3, 3, 11
@@ -96,7 +97,7 @@ def test_memory_does_not_grow_with_heads_tokens_and_vocabulary(monkeypatch):
     V, C, N, heads, chunk = 152_000, 4096, 1024, 5, 2**23
     monkeypatch.setattr(train_heads, "CHUNK_LOGITS", chunk)
     with torch.device("meta"):
-        weight, hidden = torch.empty(V, C), torch.empty(1, N + heads, C)
+        hidden = torch.empty(1, N + heads, C)
         outputs = [torch.empty(1, N, C, requires_grad=True) for _ in range(heads)]
         guess_mask = torch.empty(heads, 1, N, dtype=torch.bool)
 
@@ -112,7 +113,8 @@ def test_memory_does_not_grow_with_heads_tokens_and_vocabulary(monkeypatch):
 
     class Model:
         norm = staticmethod(lambda x: x * 1.0)
-        head = type("Head", (), dict(weight=weight))
+        head = LMHead(C, V, bias=False, device="meta", dtype=torch.float32).requires_grad_(False)
+        config = SimpleNamespace(vocab_size=V)
     with Operations(note):
         losses, _ = head_losses(SimpleNamespace(model=Model, vocabulary=None), hidden, outputs, guess_mask)
         losses.sum().backward()

@@ -252,6 +252,7 @@ class Tokens(NamedTuple):
     ids: np.ndarray        # uint32 [N]
     loss_mask: np.ndarray  # bool [N]: the token is a training target
     starts: np.ndarray     # int64, ascending: offset of each document's first token
+    states: np.ndarray | None = None  # int16 [N, C], from `states.store_states`
 
 
 def pack(documents):
@@ -329,7 +330,7 @@ def store_tokens(file, keys, paths, encoding, vocab_size):
     tokens = encode_splits(paths, SPLITS, encoding)
     expect(all((tokens[split].ids < vocab_size).all() for split in SPLITS), "--data has token "
            f"ids of {vocab_size} and up, for which the model has no embeddings; remove them")
-    arrays = {split: list(map(torch.from_numpy, tokens[split])) for split in SPLITS}
+    arrays = {split: list(map(torch.from_numpy, tokens[split][:3])) for split in SPLITS}
     with saving(f"{file}: cannot be written", "make room, or use another --out"):
         save_file(file, dict(key=keys[0]) | arrays)
     return open_tokens(file)
@@ -363,8 +364,9 @@ def set_draft_vocabulary(heads, ids, n, log=print):
 def window_batch(tokens, n, block_size, ahead, seed, step, device="cpu", mine=slice(None)):
     """The n windows of a step, block_size tokens and the `ahead` after them, and of these windows
     the slice `mine`: ids int64, loss_mask bool, documents int64 (one number per document; None if
-    no window has two), each [windows, block_size + ahead]. Steps 0, 1, ... pass over the tokens
-    again and again, each time in another order. Raises InputError for too few tokens."""
+    no window has two), each [windows, block_size + ahead], and the states of all but the last of
+    the tokens, bfloat16 [windows, block_size + ahead - 1, C], or None. Steps 0, 1, ... pass over
+    the tokens again and again, each time in another order. Raises InputError for too few tokens."""
     N = len(tokens.ids)
     length = block_size + ahead
     expect(N >= length, f"expected {length} tokens or more in each split, got {N}; give more text, "
@@ -378,7 +380,10 @@ def window_batch(tokens, n, block_size, ahead, seed, step, device="cpu", mine=sl
     crosses = documents.any()
     arrays = tokens.ids[columns].astype(np.int64), tokens.loss_mask[columns], documents
     ids, loss_mask, documents = (to_device(array, device) for array in arrays)
-    return ids, loss_mask, documents if crosses else None
+    states = None
+    if tokens.states is not None:
+        states = to_device(tokens.states[columns[:, :-1]], device).view(torch.bfloat16)
+    return ids, loss_mask, documents if crosses else None, states
 
 
 @lru_cache(maxsize=2)  # a step reads one or two

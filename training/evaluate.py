@@ -5,17 +5,15 @@ from pathlib import Path
 
 import torch
 
-from backends import cpu
 from clover import BINS
 from generate import prepare
 from hf.heads import load_heads
 from model import InputError, expect
-from tools.load import load_model
 from train_heads import window_losses
 from training import data
 from training.flags import SELF
 from training.loss import ROWS
-from training.runs import STANDARD_LIBRARY, data_record, pick_block_size, saving
+from training.runs import STANDARD_LIBRARY, data_record, load_frozen, pick_block_size, saving
 
 PROMPTS = 32       # held-out prompts to decode
 DECODED = 64       # new tokens per prompt
@@ -51,7 +49,6 @@ def measure(heads, heldout, batch_size, block_size):
     """Measures heads -> the dict to add to heads.json."""
     print("measuring 1 of 3: head accuracy", flush=True)
     accuracy = head_accuracy(heads, heldout, batch_size, block_size)
-    cpu.apply(heads.model, heads)  # packs both for decoding
     room = heads.model.config.block_size - DECODED  # prompts have up to 4 * length tokens
     starts = data.prompts(heldout, PROMPTS, max(min(64, room // 4), 1))
     print(f"measuring 2 of 3: sampled, tree size {TREE_SIZE}", flush=True)
@@ -65,7 +62,7 @@ def measure(heads, heldout, batch_size, block_size):
 def evaluate(config, out):
     """Measures the heads in `out`, prints the results, adds them to heads.json, and says how to use
     the heads."""
-    model, encoding = load_model(config, packed=False)
+    model, encoding = load_frozen(config)
     heads = load_heads(out, model, encoding.hash)
     size = pick_block_size(config, heads)
     heldout, measured_on = heldout_tokens(config, out, heads, encoding)

@@ -23,6 +23,7 @@ class RunConfig:
     lr: float = 6e-3
     seed: int = 1
     self_tokens: int | None = None
+    store_states: bool = False
     template_kwargs: dict = field(default_factory=dict)
     dtype: str | None = None
     quantize: str | None = None
@@ -79,6 +80,8 @@ def parse_heads(argv=None):
         "training/coding.json is for coding models")
     add("--self-tokens", **count, help="tokens that the model writes; default: steps x batch size "
         "x block size, for one pass")
+    add("--store-states", action="store_true", help="compute the frozen model's hidden states of "
+        "the text once, into a file of 2 C bytes per token: on a CPU further passes are faster")
     add("--steps", **count, help=f"default: {RunConfig.steps}")
     add("--batch-size", **count, help=f"sequences per step; default: {RunConfig.batch_size}")
     add("--block-size", **count, help="tokens per sequence; default: 256, if the context allows")

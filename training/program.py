@@ -16,6 +16,7 @@ from tools.load import load_model, read_prompt_file
 from training import data, runs, writing
 from training.evaluate import evaluate
 from training.flags import SELF, SWITCHES, RunConfig
+from training.states import open_states, store_states
 
 MIN_VOCABULARY = 8  # the smallest draft vocabulary: twice the default beam width
 MIN_SELF_TOKENS = 30_000  # over a hundred texts, so that some are held out
@@ -49,10 +50,10 @@ def prepare(config, out, group, resume):
     writes = config.prompts or load_chat_template(config.model)
     if config.data == [SELF] or (config.data is None and writes):
         config = replace(config, data=[write_texts(config, out, group)])
-    model, encoding = load_frozen(config)
+    model, encoding = runs.load_frozen(config)
     torch.manual_seed(config.seed)
     if config.init and not state:
-        heads = load_heads(config.init, model, encoding.hash)
+        heads = load_heads(config.init, model, encoding.hash, packed=False)
     else:
         heads = CloverHeads(preset(config.preset, **config.select(SWITCHES)), model)
     config = replace(config, block_size=runs.pick_block_size(config, heads))
@@ -73,22 +74,19 @@ def prepare(config, out, group, resume):
         return stored["key"]
     run = runs.Run(config, out, heads, encoding.hash, group.on_first(prepare_text), group, state)
     corpus = data.open_tokens(home / data.FILE)["train"]
+    if config.store_states:
+        group.on_first(lambda: store_states(home, model, corpus, group.print))
+        corpus = corpus._replace(states=open_states(home, model, len(corpus.ids)))
     if not state and not config.init:
         data.set_draft_vocabulary(heads, corpus.ids[corpus.loss_mask], config.draft_vocabulary,
                                   group.print)
     return run, corpus
 
 
-def load_frozen(config):
-    """The model that heads are trained on, in bfloat16 on a GPU, and its tokenizer."""
-    dtype = torch.bfloat16 if config.device.startswith("cuda") else torch.float32
-    return load_model(config, packed=False, dtype=dtype)
-
-
 def write_texts(config, out, group):
     """Generates text with the model, or its answers to --prompts, and returns their folder."""
     # packed weights are faster on a CPU, not for the many sequences that a GPU decodes together
-    load = load_frozen if config.device.startswith("cuda") else load_model
+    load = runs.load_frozen if config.device.startswith("cuda") else load_model
     model, encoding = load(config)
     prompts = None
     if config.prompts:

@@ -17,6 +17,7 @@ from common.files import atomic_write, read_json
 from common.values import warn
 from hf.paths import is_repository
 from model import InputError, check, expect
+from tools.load import load_model
 from train_heads import Trainer
 from training.flags import FIXED, SELF, STORED, TRAINING, RunConfig
 from training.loss import ROWS
@@ -54,6 +55,14 @@ def run_config(args, out):
 def flag(name):
     """The flag of a field of `RunConfig`, without its dashes."""
     return name.replace("n_draft", "draft_heads").replace("_", "-")
+
+
+def load_frozen(config):
+    """The model that heads are trained on, and its tokenizer: on a GPU plain and in bfloat16, on a
+    CPU packed, as it decodes. Packed products are faster there and take less memory."""
+    if config.device.startswith("cuda"):
+        return load_model(config, packed=False, dtype=torch.bfloat16)
+    return load_model(config)
 
 
 @contextlib.contextmanager
