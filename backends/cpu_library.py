@@ -21,7 +21,7 @@ import torch
 
 from clover import BINS, MAX_DRAFT, SCHEMA, SOURCES
 from common.files import atomic_write
-from common.memory import find
+from common.machine import find
 from common.values import one_line, warn
 from engine.policy import LARGEST
 from generate import MAX_CHAIN

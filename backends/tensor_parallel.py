@@ -17,7 +17,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from backends.sampling import filtered_sample
-from common.devices import pick_device
+from common.machine import pick_device
 from kernels import best_tokens
 from model import Block, Blocks, InputError, LMHead, expect
 

@@ -12,12 +12,13 @@ from backends.capture import warm_up
 from bench import Table, operations
 from bench.llama_cpp import llama_cpp_methods
 from bench.timing import Measured, step_time, timing_decoder
+from common.files import read_objects
 from engine.policy import Policy
 from generate import Sampling, prepare
 from hf.chat import stop_tokens
 from hf.heads import load_heads
+from hf.messages import messages_of, tools_of
 from hf.paths import find_model
-from hf.text import messages_of, read_objects, tools_of
 from model import expect
 from tools.compare import first_difference
 from tools.load import load_model

@@ -16,8 +16,7 @@ from backends.sampling import filtered_sample
 from bench import Table, size_config
 from bench.timing import PREFIX, copy_bandwidth, seconds, stage_times, step_time, timing_decoder
 from clover import SOURCES, Candidates, CloverHeads, Tree, preset
-from common.devices import pick_device
-from common.memory import check_memory, free_memory
+from common.machine import check_memory, free_memory, pick_device
 from generate import Sampling, capture
 from model import GPT, expect
 

@@ -1,1 +1,1 @@
-"""What the folders share: files, values, memory, devices."""
+"""What the folders share: files, values, and what the machine has."""

@@ -1,12 +1,18 @@
-"""Reads, writes and identifies files."""
+"""Reads, writes and identifies files. Text is UTF-8, with or without a byte order mark. Its lines
+end with \\n or \\r\\n; str.splitlines would also split at U+2028, form feeds and others."""
 
+import contextlib
+import gzip
 import hashlib
 import json
 import os
+import re
+import zlib
 from pathlib import Path
 
 from model import InputError, expect
 
+OBJECTS = (".jsonl", ".jsonl.gz", ".json")  # suffixes of files of JSON objects
 SAMPLES = 64   # how many samples of a file are hashed
 SAMPLE = 4096  # bytes per sample
 
@@ -32,6 +38,48 @@ def read_json(path):
         raise InputError(f"{path}: not a readable JSON file ({error})") from None
     expect(isinstance(value, dict), f"{path}: expected a JSON object, got {type(value).__name__}")
     return value
+
+
+def decode(data, name):
+    """Decodes bytes to text without a byte order mark. name: of the data, in an InputError."""
+    try:
+        return data.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise InputError(f"{name} is not UTF-8 text (byte {error.start})") from None
+
+
+def read_text(file):
+    """The text of a file (a Path)."""
+    try:
+        return decode(file.read_bytes(), file)
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error.strerror})") from None
+
+
+def read_lines(file):
+    """The lines of a file (a Path), without blank ones."""
+    return [line for line in re.split("\r?\n", read_text(file)) if line.strip()]
+
+
+def read_objects(file, parse, expected):
+    """Yields ("line 3" or the like, parse(value)) for each line of a .jsonl or .jsonl.gz file, or
+    each element of a .json array. A bad one raises an InputError that says what was expected."""
+    kind, number = "line", 1
+    try:
+        with (gzip.open if file.suffix == ".gz" else open)(file, "rb") as values:
+            if file.suffix == ".json":
+                with contextlib.suppress(ValueError):  # it may contain lines like .jsonl
+                    array = json.loads(file.read_bytes())
+                    kind = "element"
+                    values = array if isinstance(array, list) else [array]
+            for number, value in enumerate(values, start=1):
+                if kind == "element" or value.strip():
+                    yield f"{kind} {number}", parse(json.loads(value) if kind == "line" else value)
+    except OSError as error:
+        raise InputError(f"{file}: cannot be read ({error.strerror or error})") from None
+    except (AttributeError, EOFError, RecursionError, TypeError, ValueError, zlib.error) as error:
+        raise InputError(f"{file}, {kind} {number}: expected {expected}, but: {error}; "
+                         "correct it") from None
 
 
 def content_hash(file):

@@ -13,7 +13,7 @@ import torch
 import torch.nn as nn
 
 from clover import Candidates, extend_candidates, is_allowed, linear_weights
-from drafters.published import PublishedHeads
+from drafters.base import PublishedHeads
 from kernels import gumbel, per_row
 from model import MAX_TREE, Block, Blocks, KVCache, Norm, add, token_positions
 

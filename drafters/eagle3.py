@@ -15,7 +15,7 @@ import torch.nn as nn
 import torch.nn.functional as F
 
 from clover import Candidates, extend_candidates, is_allowed
-from drafters.published import PublishedHeads
+from drafters.base import PublishedHeads
 from kernels import tree_attention
 from model import MAX_TREE, MLP, Attention, Blocks, KVCache, Norm, TreeMask, add, token_positions
 

@@ -5,7 +5,7 @@ policy."""
 from dataclasses import dataclass, field
 
 from clover import Tree
-from common.memory import check_caches
+from common.machine import check_caches
 from engine.clock import seconds_between, timestamp
 from engine.guide import Guide, GuidedSequence
 from engine.logprobs import LogProbs

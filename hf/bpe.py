@@ -8,7 +8,7 @@ from unicodedata import category
 
 import tiktoken
 
-from hf.splits import piece_pattern
+from hf.tokenizer_json import piece_pattern
 
 PRINTABLE = [*range(33, 127), *range(161, 173), *range(174, 256)]
 OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]

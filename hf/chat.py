@@ -11,12 +11,12 @@ from pathlib import Path
 
 import jinja2.sandbox
 
+from common.files import read_text
 from common.values import one_line, warn
 from hf.families import text_config
 from hf.files import optional_part, part_file
 from hf.paths import find_model, is_gguf
-from hf.splits import END_TOKENS
-from hf.text import read_text
+from hf.tokenizer_json import END_TOKENS
 from model import InputError, expect
 
 SAMPLING_KEYS = ("temperature", "top_k", "top_p", "min_p")  # keys of generation_config.json

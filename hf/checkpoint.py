@@ -3,6 +3,8 @@
 import json
 import math
 from collections import defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 
@@ -12,7 +14,7 @@ from tqdm import tqdm
 
 from backends import cpu, cpu_layers, gpu, quantized, tensor_parallel
 from common.files import atomic_write, files_hash, read_json
-from common.memory import check_memory, free_memory
+from common.machine import check_memory, free_memory
 from common.values import warn
 from hf.families import family_of, llama_json
 from hf.files import read_family, read_part
@@ -24,6 +26,19 @@ from model import GPT, InputError, expect
 FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
 PATIENCE = 2  # seconds before a progress bar appears
 BUFFERS = ("rotary_emb.inv_freq", ".attn.bias", ".attn.masked_bias")  # recomputed from the config
+
+
+@dataclass
+class Source:
+    """Where the values of a parameter come from, and how a backend packs its layer, if it does."""
+    stacked: list                   # [(first row that it fills, `StoredTensor`)], in order
+    rounding: tuple | None = None   # (bits, group) for `quantized.round_weight`, of --quantize
+    pack: Callable | None = None    # StoredTensor -> a part for the backend's `put`
+    bits: float | None = None       # of a packed number in memory
+
+    @property
+    def tensors(self):
+        return [tensor for _, tensor in self.stacked]
 
 
 def weight_files(path):
@@ -42,7 +57,7 @@ def weight_files(path):
 
 
 def read_headers(path):
-    """Reads config.json and headers -> (GPT on the meta device, tensors as in `match_tensors`)."""
+    """Reads config.json and headers -> (GPT on the meta device, {parameter name: Source})."""
     family = read_family(path)
     if is_gguf(path):
         tensors = read_part(path, "weights")
@@ -71,8 +86,8 @@ def short(name):
 
 
 def match_tensors(path, model, family, tensors):
-    """Maps {name: StoredTensor} to {parameter name: [(first row it fills, tensor)]}. Unties the
-    LM head if the checkpoint stores one that differs from the embeddings."""
+    """Maps {name: StoredTensor} to {parameter name: Source}. Unties the LM head if the checkpoint
+    stores one that differs from the embeddings."""
     stored = {short(name): tensor for name, tensor in tensors.items() if not name.endswith(BUFFERS)}
     if model.config.tied and "lm_head.weight" in stored:  # alone, or beside the embeddings
         head = stored["lm_head.weight"]
@@ -108,7 +123,7 @@ def match_parameters(path, module, family, stored):
                f"as in config.json, got {tensor.shape}; download the checkpoint again")
         matches[name].append((start, family.convert(name, start, tensor)))
     expect(not expected, f"{path}: the weights lack {', '.join([*expected][:3])}; download again")
-    return {name: sorted(stacked) for name, stacked in matches.items()}
+    return {name: Source(sorted(stacked)) for name, stacked in matches.items()}
 
 
 def untie(model):
@@ -129,16 +144,15 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
     backend = None  # the module whose layers replace the model's
     if packed is not False:
         backend = next((module for module in (gpu, cpu) if module.is_usable(device)), None)
-    model, matches = read_headers(path)
-    rounding = choose_rounding(path, model, matches, quantize)
-    dtype = choose_dtype(dtype, device, matches, backend, group)
-    packers = {}
+    model, sources = read_headers(path)
+    choose_rounding(path, model, sources, quantize)
+    dtype = choose_dtype(dtype, device, sources, backend, group)
     if backend and group.size == 1:
-        packers = choose_packers(model, matches, rounding, dtype, backend is gpu)
+        choose_packing(model, sources, dtype, backend is gpu)
     with torch.device("meta"):
         group.divide(model)
-    allocate(path, model, dtype, device, matches, packers, backend is gpu)
-    read_weights(model, matches, group, rounding, packers, backend and backend.put)
+    allocate(path, model, dtype, device, sources, backend is gpu)
+    read_weights(model, sources, group, backend)
     model.hash = files_hash(weight_files(path))
     group.connect(model)
     if backend:
@@ -150,46 +164,78 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
     return model
 
 
-def choose_rounding(path, model, matches, quantize):
-    """{weight name: (bits, group) for `quantized.round_weight`} of --quantize. Unties the LM head,
-    which is rounded, from the embeddings, which are not."""
+def choose_rounding(path, model, sources, quantize):
+    """Sets how --quantize rounds weights. Unties the LM head, which is rounded, from the
+    embeddings, which are not."""
     if not quantize:
-        return {}
-    bits = max(tensor.bits or 0 for stacked in matches.values() for _, tensor in stacked)
+        return
+    bits = max(tensor.bits or 0 for source in sources.values() for tensor in source.tensors)
     expect(not bits or is_gguf(path), f"{path}: the checkpoint is quantised already, to {bits} "
            "bits; leave out --quantize")
     if model.config.tied:
         untie(model)
-        matches["head.weight"] = matches["embed.weight"]
-    return quantized.rounding(model, quantize)
+        sources["head.weight"] = Source(sources["embed.weight"].stacked)
+    for name, rounding in quantized.rounding(model, quantize).items():
+        sources[name].rounding = rounding
 
 
-def choose_dtype(dtype, device, matches, backend, group):
+def choose_dtype(dtype, device, sources, backend, group):
     """The dtype to compute in: if none is given, the largest tensor's, if it is fast here."""
     if dtype == torch.float16 and backend is cpu:
         warn("float16 is not for a CPU: there are no kernels for it; using bfloat16")
         return torch.bfloat16
     if dtype is not None:
         return dtype
-    tensors = [tensor for stacked in matches.values() for _, tensor in stacked]
+    tensors = [tensor for source in sources.values() for tensor in source.tensors]
     stored = max(tensors, key=lambda tensor: math.prod(tensor.shape)).dtype
     if any(tensor.bits for tensor in tensors):
         stored = torch.bfloat16
     return cpu.default_dtype(device, stored, backend is cpu and group.size == 1, group.rank)
 
 
-def allocate(path, model, dtype, device, matches, packers, on_gpu):
-    """Moves a model from the meta device to uninitialised memory, but for the layers in packers,
-    which `put` will replace. Raises InputError if memory is short for all of them."""
+def choose_packing(model, sources, dtype, on_gpu):
+    """Sets how the layers that a backend replaces are packed: those that are rounded, or quantised
+    unless dtype is float32, and on a CPU all layers."""
+    floats = set()
+    if not on_gpu:
+        floats = {f"{name}.weight" for name, layer in model.named_modules()
+                  if type(layer) in cpu_layers.LAYERS}
+        if model.config.tied:
+            floats.add("embed.weight")  # it is the LM head, too
+    for name, source in sources.items():
+        read = "read_quantized" if on_gpu else "read_packed"
+        is_quantized = all(getattr(tensor, read) for tensor in source.tensors)
+        if name == "head.weight" and model.config.unit_head:
+            continue  # read_weights normalises its rows first
+        if source.rounding:
+            source.pack = partial(pack_rounded, source.rounding, on_gpu)
+            source.bits = source.rounding[0]
+        elif is_quantized and dtype != torch.float32:
+            source.pack = StoredTensor.quantized if on_gpu else StoredTensor.packed
+            source.bits = max(x.quantized_bits if on_gpu else x.bits for x in source.tensors)
+        elif name in floats:
+            source.pack = lambda tensor: cpu_layers.pack_floats(tensor.load().to(dtype))
+            source.bits = 8 * dtype.itemsize
+
+
+def pack_rounded(rounding, on_gpu, tensor):
+    weight = quantized.round_weight(tensor.load(), *rounding)
+    return weight if on_gpu else quantized.pack(weight)
+
+
+def allocate(path, model, dtype, device, sources, on_gpu):
+    """Moves a model from the meta device to uninitialised memory, but for the layers to pack, which
+    `put` will replace. Raises InputError if memory is short for all of them."""
+    packed = {name: source for name, source in sources.items() if source.pack}
     size = 0
-    for name, (bits, _) in packers.items():
+    for name, source in packed.items():
         layer = model.get_submodule(name.removesuffix(".weight"))
-        size += int(layer.weight.numel() * bits / 8)
+        size += int(layer.weight.numel() * source.bits / 8)
         layer.weight = None
     model.to(dtype)
     size += model.weight_bytes()
-    if on_gpu and packers:
-        largest = max(math.prod(tensor.shape) for name in packers for _, tensor in matches[name])
+    if on_gpu and packed:
+        largest = max(math.prod(x.shape) for source in packed.values() for x in source.tensors)
         size += 2 * largest * dtype.itemsize  # a long prompt dequantises a layer at a time
     advice = "use a smaller model" + " or --dtype bfloat16" * (dtype == torch.float32)
     check_memory(f"{path}: its weights take", size, free_memory(device), device, advice)
@@ -198,47 +244,21 @@ def allocate(path, model, dtype, device, matches, packers, on_gpu):
     model.requires_grad_(False).eval()
 
 
-def choose_packers(model, matches, rounding, dtype, on_gpu):
-    """{weight name: (bits per number, StoredTensor -> a part for `cpu.put` or `gpu.put`)} of the
-    layers to replace: those that are quantised, unless dtype is float32, or rounded, on a CPU all
-    layers."""
-    packers = {}
-    pack = (lambda weight: weight) if on_gpu else quantized.pack
-    if not on_gpu:
-        names = [f"{name}.weight" for name, layer in model.named_modules()
-                 if type(layer) in cpu_layers.LAYERS]
-        if model.config.tied:
-            names[names.index("head.weight")] = "embed.weight"
-        pack_floats = lambda tensor: cpu_layers.pack_floats(tensor.load().to(dtype))
-        packers = dict.fromkeys(names, (8 * dtype.itemsize, pack_floats))
-    for name, stacked in matches.items():
-        read = "read_quantized" if on_gpu else "read_packed"
-        if all(getattr(tensor, read) for _, tensor in stacked) and dtype != torch.float32:
-            bits = max(tensor.quantized_bits if on_gpu else tensor.bits for _, tensor in stacked)
-            packers[name] = bits, StoredTensor.quantized if on_gpu else StoredTensor.packed
-    pack_rounded = lambda how, tensor: pack(quantized.round_weight(tensor.load(), *how))
-    for name, how in rounding.items():
-        packers[name] = how[0], partial(pack_rounded, how)
-    if model.config.unit_head:  # read_weights normalises its rows first
-        packers.pop("head.weight", None)
-    return packers
-
-
-def read_weights(model, matches, group, rounding, packers, put):
-    """Loads the stored tensors into a model, or into this rank's shard. rounding: {name: (bits,
-    group) for `round_weight`}. packers: from `choose_packers`. put: `cpu.put` or `gpu.put`."""
+def read_weights(model, sources, group, backend):
+    """Loads {parameter name: Source} into a model, or into this rank's shard. backend: the module
+    that packs layers."""
     parameters = dict(model.named_parameters())
-    biases_first = sorted(matches, key=lambda name: len(matches[name][0][1].shape))
+    biases_first = sorted(sources, key=lambda name: len(sources[name].stacked[0][1].shape))
     for name in tqdm(biases_first, "reading the weights", leave=False, delay=PATIENCE,
                      disable=group.rank > 0 or None):  # None: only on a terminal
-        if name in packers:
-            _, pack = packers[name]
-            put(model, name.removesuffix(".weight"), [pack(x) for _, x in matches[name]])
+        source = sources[name]
+        if source.pack:
+            backend.put(model, name.removesuffix(".weight"), list(map(source.pack, source.tensors)))
             continue
-        for start, tensor in matches[name]:
+        for start, tensor in source.stacked:
             value = tensor.load()
-            if name in rounding:
-                value = quantized.round_weight(value, *rounding[name]).values()
+            if source.rounding:
+                value = quantized.round_weight(value, *source.rounding).values()
             copy_shard(parameters[name], value, start, group.shard_slices(name, model.config))
     if model.config.unit_head:
         for rows in parameters["head.weight"].split(4096):  # chunks, as float32 takes memory

@@ -19,8 +19,8 @@ from backends.linear import Quantized
 from common.values import one_line, one_of, warn
 from hf.families import family_of, value_of
 from hf.paths import gguf_parts
-from hf.splits import END_TOKENS, PIECE_IS_TOKEN, byte_level_spec, sentencepiece_spec
 from hf.tensors import StoredTensor
+from hf.tokenizer_json import END_TOKENS, PIECE_IS_TOKEN, byte_level_spec, sentencepiece_spec
 from model import InputError, expect
 
 ARCHITECTURES = "llama", "qwen2", "qwen3", "gemma3", "phi3", "smollm3"

@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from clover import BINS, CloverConfig, CloverHeads
 from common.files import files_hash
 from hf.paths import is_repository
-from hf.published import load_published
+from hf.published_heads import load_published
 from model import InputError, expect
 
 

@@ -168,11 +168,11 @@ def combine_layer(stem, layer, scheme):
     expect(shared_columns(C, columns), f"{what}: {C} inputs in groups of {columns} are not "
            "supported; expected groups of 128, 64 or 32")
     weight = partial(read_layer, what, layer, scheme, (N, C))
-    rows = lambda order: select_rows(weight(), order)
+    ordered = lambda order: select_rows(weight(), order)
     scale_bits = 8 * layer[scales].dtype.itemsize + (scheme.bits == 4) * 8  # and a zero
     quantized_bits = scheme.bits + scale_bits / shared_columns(C, columns)
     # no kernel for a CPU gathers inputs, so there the layer is dequantised
     read_packed = None if act_order(what, layer, C, columns) is not None else (
-        lambda order: pack(rows(order)))
+        lambda order: pack(ordered(order)))
     return StoredTensor(file, (N, C), torch.bfloat16, lambda: weight().values(), scheme.bits,
-                        read_packed, rows, quantized_bits)
+                        read_packed, ordered, quantized_bits)

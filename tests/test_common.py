@@ -5,8 +5,7 @@ import math
 import pytest
 import torch
 
-from common.devices import pick_device
-from common.memory import available_cpus, free_memory
+from common.machine import available_cpus, free_memory, pick_device
 from conftest import needs_cuda
 from generate import capture
 from model import InputError

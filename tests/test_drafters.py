@@ -12,15 +12,15 @@ from safetensors.torch import save_file
 from backends import cpu, cpu_library
 from backends.tensor_parallel import Group, VocabParallelHead
 from conftest import ToyGrammar, needs_compiler, random_prompts, refusal, toy_model
+from drafters.base import BlockConfig, Eagle3Config
 from drafters.block import BlockHeads
 from drafters.eagle3 import Eagle3Heads
-from drafters.published import BlockConfig, Eagle3Config
 from engine.batching import Engine
 from engine.policy import Policy
 from generate import Fixed, Sampling, prepare
 from hf import checkpoint
 from hf.heads import load_heads
-from hf.published import read_config
+from hf.published_heads import read_config
 from model import GPTConfig, add
 from record_published import weights_of
 from test_published import base_of, speculators

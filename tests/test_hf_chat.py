@@ -7,7 +7,7 @@ import pytest
 import test_hf_tokenizer as tk
 from conftest import refusal
 from hf import chat, tokenizer
-from hf.splits import LLAMA3_PATTERN
+from hf.tokenizer_json import LLAMA3_PATTERN
 
 SAID = {"generation_config.json": {"eos_token_id": 0}}
 

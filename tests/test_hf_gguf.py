@@ -21,8 +21,8 @@ from conftest import needs_compiler, random_prompts, refusal
 from hf import chat
 from hf.files import read_config
 from hf.paths import default_heads, find_model
-from hf.splits import NORMALISED, PIECE_IS_TOKEN, SPLITS
 from hf.tokenizer import encode_prompt, load_encoding
+from hf.tokenizer_json import NORMALISED, PIECE_IS_TOKEN, SPLITS
 from model import GPT, InputError
 from test_backends_cpu import rounded
 from test_hf_checkpoint import ROPES, theirs_of

@@ -16,7 +16,8 @@ import tokenizers
 from conftest import refusal
 from hf.bpe import BYTES
 from hf.chat import end_of_text
-from hf.splits import (
+from hf.tokenizer import Encoding, encode_prompt, load_encoding, read_package
+from hf.tokenizer_json import (
     BYTE_LEVEL,
     CODE_PATTERN,
     DIGITS,
@@ -26,7 +27,6 @@ from hf.splits import (
     TEKKEN_PATTERN,
     split_steps,
 )
-from hf.tokenizer import Encoding, encode_prompt, load_encoding, read_package
 
 EOT = "<|endoftext|>"
 BYTES_IN_ORDER = [*BYTES.values()]  # tiny_spec's ids are positions in this list

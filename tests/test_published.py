@@ -10,8 +10,8 @@ from safetensors.torch import load_file, save_file
 import record_published as recorded
 from backends import cpu, cpu_library
 from conftest import random_prompts, toy_model
+from drafters.base import BlockConfig
 from drafters.block import BlockHeads
-from drafters.published import BlockConfig
 from engine.batching import Engine
 from generate import Fixed, generate
 from hf.heads import load_heads

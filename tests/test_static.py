@@ -11,9 +11,9 @@ import torch
 import static
 from bench.operations import quantize_randomly
 from conftest import slow
+from drafters.base import BlockConfig, Eagle3Config
 from drafters.block import BlockHeads
 from drafters.eagle3 import Eagle3Heads
-from drafters.published import BlockConfig, Eagle3Config
 from generate import Decoder, Fixed, Sampling
 from static import launches_of, step_launches
 from test_kernels import records

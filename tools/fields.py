@@ -3,6 +3,7 @@ its name and value, and returns the value to use or raises an InputError that na
 
 import json
 
+from hf.messages import joined
 from model import InputError, expect
 
 
@@ -70,12 +71,7 @@ def prompts(name, value):
 
 def content(name, value):
     """Returns a message's content as one string, with the texts of its parts joined."""
-    if not isinstance(value, list):
-        return text(name, value)
-    for part in value:
-        kind = variables(f"a part of {name}", part).get("type")
-        expect(kind == "text", f"{name}: a part of type {kind!r} is not supported; use type text")
-    return "".join(text(name, part.get("text")) for part in value)
+    return text(name, joined(name, value))
 
 
 MESSAGE = dict(role=text, content=content, name=text, tool_call_id=text,

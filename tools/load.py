@@ -13,8 +13,8 @@ import torch
 
 from backends import cpu, tensor_parallel
 from backends.capture import warm_up
-from common.devices import pick_device
-from common.memory import available_cpus
+from common.files import OBJECTS, decode, read_lines, read_objects, read_text
+from common.machine import available_cpus, pick_device
 from common.values import warn
 from engine.clock import seconds_between, timestamp
 from generate import Plan, Sampling, prepare
@@ -24,8 +24,8 @@ from hf.chat import SAMPLING_KEYS, load_chat_template, not_applied, sampling_def
 from hf.files import part_file, read_config
 from hf.grammar import GrammarTokenizer
 from hf.heads import load_heads
+from hf.messages import messages_of, tools_of
 from hf.paths import default_heads, find_model
-from hf.text import OBJECTS, decode, messages_of, read_lines, read_objects, read_text, tools_of
 from hf.tokenizer import Encoding, encode_prompt, load_encoding
 from model import GPT, InputError, check, expect
 from tools import fields

@@ -6,8 +6,8 @@ import random
 import sys
 
 from backends import tensor_parallel
+from common.files import decode
 from generate import check_prompt
-from hf.text import decode
 from model import InputError
 from tools import errors
 from tools.compare import against_plain

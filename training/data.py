@@ -15,10 +15,10 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from common.files import content_hash
+from common.files import OBJECTS, content_hash, read_objects, read_text
 from common.values import warn
 from hf.chat import end_of_text
-from hf.text import OBJECTS, messages_of, read_objects, read_text, tools_of
+from hf.messages import messages_of, tools_of
 from model import InputError, expect
 from training.runs import STATE_FILE, load_file, save_file, saving
 
@@ -299,45 +299,34 @@ def format_key(encoding):
     return hash_of(encoding.hash, encoding.prefix, template)
 
 
-def tokens_keys(paths, encoding):
-    """The keys that the data's tokens may have, 16 hex digits each: a hash of the `format_key` and
-    each file's content, and that of older versions, with each file's path, size and time."""
+def tokens_key(paths, encoding):
+    """16 hex digits that identify the data's tokens: a hash of the `format_key` and of each file's
+    content."""
     if paths is None:
         paths = [file for split in SPLITS for file in builtin_corpus(split)]
     contents = sorted((file.suffix, content_hash(file))
                       for path in paths for file in find_files(path, defaultdict(list)))
-    times = sorted((str(file.absolute()), file.stat().st_size, file.stat().st_mtime_ns)
-                   for path in paths for file in older_files(path))
-    form = format_key(encoding)
-    return hash_of(form, contents, PIECE), hash_of(form, times, TEXT_SUFFIXES, PIECE)
+    return hash_of(format_key(encoding), contents, PIECE)
 
 
-def older_files(path):
-    """The files of a path whose times are in its older key. Links to folders were not followed."""
-    path = Path(path)
-    runs = {state.parent for state in path.rglob(STATE_FILE)}
-    return [file for file in path.rglob("*") if file.name.endswith(TEXT_SUFFIXES)
-            and file.is_file() and not runs & set(file.parents)] or [path]
-
-
-def store_tokens(file, keys, paths, encoding, vocab_size):
-    """Writes the token file unless it has one of these `tokens_keys` already, and returns its
+def store_tokens(file, key, paths, encoding, vocab_size):
+    """Writes the token file unless it has this `tokens_key` already, and returns its
     `open_tokens`. Raises InputError for token ids of vocab_size and up."""
     with contextlib.suppress(InputError):
         stored = open_tokens(file)
-        if stored["key"] in keys:
+        if stored["key"] == key:
             return stored
     tokens = encode_splits(paths, SPLITS, encoding)
     expect(all((tokens[split].ids < vocab_size).all() for split in SPLITS), "--data has token "
            f"ids of {vocab_size} and up, for which the model has no embeddings; remove them")
     arrays = {split: list(map(torch.from_numpy, tokens[split][:3])) for split in SPLITS}
     with saving(f"{file}: cannot be written", "make room, or use another --out"):
-        save_file(file, dict(key=keys[0]) | arrays)
+        save_file(file, dict(key=key) | arrays)
     return open_tokens(file)
 
 
 def open_tokens(file):
-    """Opens a token file -> {"key": one of its `tokens_keys`, split: memory-mapped Tokens}."""
+    """Opens a token file -> {"key": its `tokens_key`, split: memory-mapped Tokens}."""
     stored = load_file(file, ("key", *SPLITS), mmap=True)
     return stored | {split: Tokens(*(x.numpy() for x in stored[split])) for split in SPLITS}
 

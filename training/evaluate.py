@@ -81,16 +81,16 @@ def evaluate(config, out):
 def heldout_tokens(config, out, heads, encoding):
     """Held-out Tokens of --data, by default of the training data -> (Tokens, `data_record`)."""
     about = heads.info.get("training", {})
-    keys = about.get("key"),
+    key = about.get("key")
     if config.data:
-        keys = data.tokens_keys(config.data, encoding)
-        about = data_record(config.data, keys[0])
+        key = data.tokens_key(config.data, encoding)
+        about = data_record(config.data, key)
     for folder in (out, out / SELF, *map(Path, config.data or ())):
         with contextlib.suppress(InputError):
             stored = data.open_tokens(folder / data.FILE)
-            if stored["key"] in keys:
-                return stored["heldout"], dict(data=about["data"], key=stored["key"])
+            if stored["key"] == key:
+                return stored["heldout"], dict(data=about["data"], key=key)
     expect(config.data or about.get("data") == STANDARD_LIBRARY, f"{out}: the tokens of the "
            f"training data ({about.get('data')}) are gone; give --data")
-    about = data_record(config.data, data.tokens_keys(config.data, encoding)[0])
+    about = data_record(config.data, data.tokens_key(config.data, encoding))
     return data.load_tokens(config.data, encoding, "heldout"), about

@@ -62,16 +62,16 @@ def prepare(config, out, group, resume):
         home = Path(config.data[0])
 
     def prepare_text():
-        keys = data.tokens_keys(config.data, encoding)
-        expect(not state or state["identity"] in ([model.hash, key] for key in keys), f"{out} "
-               "holds a run with another model or other data; --resume needs the same")
-        stored = data.store_tokens(home / data.FILE, keys, config.data, encoding,
+        key = data.tokens_key(config.data, encoding)
+        expect(not state or state["identity"] == [model.hash, key], f"{out} holds a run with "
+               "another model or other data; --resume needs the same")
+        stored = data.store_tokens(home / data.FILE, key, config.data, encoding,
                                    model.config.vocab_size)
         for leftover in {*out.glob("*.tmp*"), *home.glob("*.tmp*")}:  # from a killed run
             leftover.unlink()
         for split in data.SPLITS:  # raises if there is too little text
             data.window_batch(stored[split], 1, config.block_size, config.n_draft + 1, 0, 0)
-        return stored["key"]
+        return key
     run = runs.Run(config, out, heads, encoding.hash, group.on_first(prepare_text), group, state)
     corpus = data.open_tokens(home / data.FILE)["train"]
     if config.store_states:

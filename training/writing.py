@@ -16,13 +16,12 @@ from collections import Counter, deque
 from functools import cached_property
 from pathlib import Path
 
-from common.files import read_json
+from common.files import read_json, read_lines
 from common.values import human
 from engine.batching import Engine
 from generate import Sampling
 from hf.chat import end_of_text
 from hf.grammar import GrammarTokenizer
-from hf.text import read_lines
 from hf.tokenizer import encode_prompt
 from model import InputError, expect
 from training.data import ABOUT, format_key

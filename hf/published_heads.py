@@ -9,9 +9,9 @@ from backends.tensor_parallel import VocabParallelHead
 from clover import MAX_DRAFT
 from common.files import files_hash, read_json
 from common.values import one_of
+from drafters.base import BlockConfig, Eagle3Config
 from drafters.block import BlockHeads
 from drafters.eagle3 import Eagle3Heads
-from drafters.published import BlockConfig, Eagle3Config
 from hf.checkpoint import BUFFERS, match_parameters, short, weight_files
 from hf.families import LLAMA_NAMES, Family, family_of, value_of
 from hf.tensors import open_tensors
@@ -54,8 +54,8 @@ def load_published(path, model):
     with torch.device("meta"):  # without memory and random numbers: weights follow
         heads = CLASSES[type(config)](config, model)
     family = Family(names=NAMES, **vars(config.layers))
-    weights = {name: torch.cat([tensor.load() for _, tensor in parts]) for name, parts
-               in match_parameters(path, heads, family, tensors).items()}
+    weights = {name: torch.cat([tensor.load() for tensor in source.tensors])
+               for name, source in match_parameters(path, heads, family, tensors).items()}
     heads.load_state_dict(weights, strict=False, assign=True)
     heads.vocabulary = tokens if n else None
     heads.hash = files_hash(weight_files(path))

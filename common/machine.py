@@ -1,4 +1,4 @@
-"""How much memory is free, checked before something large is allocated, and how many CPUs."""
+"""What the machine has: devices, free memory, checked before something large is allocated, CPUs."""
 
 import contextlib
 import math
@@ -9,7 +9,22 @@ from pathlib import Path
 import torch
 
 from common.values import human
-from model import expect
+from model import InputError, expect
+
+
+def pick_device(name=None):
+    """A torch.device, default CUDA if there is a GPU. Raises InputError if it is not available."""
+    name = name or ("cuda" if torch.cuda.is_available() else "cpu")
+    try:
+        device = torch.device(name)
+        torch.zeros(1, device=device).item()
+        if device.type not in ("cpu", "cuda"):
+            raise RuntimeError("only cpu and cuda are supported")
+    except (RuntimeError, AssertionError) as error:
+        reason = str(error).splitlines()[0]
+        raise InputError(f"device {name!r} is not available here ({reason}); try --device "
+                         "cpu") from None
+    return device
 
 
 def check_memory(what, size, free, device, advice):

@@ -1,0 +1,56 @@
+"""Messages in the objects of datasets and prompt files, in the one form that chat templates get."""
+
+import json
+
+from model import expect
+
+ROLES = {name: name for name in ("system", "developer", "user", "assistant", "tool")}
+ROLES |= dict(human="user", prompter="user") | dict.fromkeys(  # names in other datasets
+    ("gpt", "chatgpt", "bing", "bard", "model", "ai", "bot"), "assistant")
+
+
+def messages_of(value):
+    """The messages of an object in OpenAI's format ("messages"), TRL's (a "prompt" of messages) or
+    ShareGPT's ("conversations"), whose turns may also be OpenAI's. Roles have OpenAI's names."""
+    messages = value.get("messages")
+    if messages is None and isinstance(value.get("prompt"), list):
+        messages = value["prompt"]
+    if messages is None and isinstance(value.get("conversations"), list):
+        turns = [{"from": "system", "value": value["system"]}] if value.get("system") else []
+        messages = [turn if "role" in turn else from_sharegpt(turn)
+                    for turn in turns + value["conversations"]]
+    expect(isinstance(messages, list), 'its "messages" are not a list')
+    return list(map(message_of, messages))
+
+
+def tools_of(value):
+    """{"tools": [...]}, variables for the chat template, of an object whose tools are a list or a
+    string with one; {} without any."""
+    tools = value.get("tools")
+    tools = json.loads(tools) if isinstance(tools, str) and tools else tools
+    return dict(tools=tools) if tools else {}
+
+
+def from_sharegpt(turn):
+    return dict(role=turn.get("from"), content=turn.get("value"))
+
+
+def message_of(message):
+    """A message, with the parts of its content joined. It needs no content beside tool calls."""
+    content = joined("content", message.get("content"))
+    is_valid = isinstance(content, str) or content is None and message.get("tool_calls")
+    role = message.get("role")
+    expect(is_valid and isinstance(role, str), "a message is no object with a role and a content")
+    return message | dict(role=ROLES.get(role.lower(), role), content=content)
+
+
+def joined(name, content):
+    """The content of a message, a list of parts as one string. name: its name in errors."""
+    if not isinstance(content, list):
+        return content
+    for part in content:
+        expect(isinstance(part, dict), f"a part of {name} must be an object")
+        kind = part.get("type")
+        expect(kind == "text", f"{name}: a part of type {kind!r} is not supported; use type text")
+        expect(isinstance(part.get("text"), str), f"{name}: text must be a string")
+    return "".join(part["text"] for part in content)
