@@ -3,7 +3,7 @@ sizes, interleaved, so that other work on the machine slows all of them alike.""
 
 import time
 from functools import partial
-from itertools import islice, product
+from itertools import product
 from operator import eq
 from pathlib import Path
 from statistics import fmean, median
@@ -12,16 +12,15 @@ from backends.capture import warm_up
 from bench import Table, operations
 from bench.llama_cpp import llama_cpp_methods
 from bench.timing import Measured, step_time, timing_decoder
-from common.files import read_objects
 from engine.policy import Policy
 from generate import Sampling, prepare
 from hf.chat import stop_tokens
 from hf.heads import load_heads
-from hf.messages import messages_of, tools_of
 from hf.paths import find_model
 from model import expect
 from tools.compare import first_difference
 from tools.load import load_model
+from tools.prompts import read_prompt_file
 from training.data import load_tokens, prompts
 
 
@@ -79,11 +78,9 @@ def load_prompts(args, encoding):
 def read_chats(file, model, encoding, count=None):
     """({kind: prompts}, stop tokens) of the first chats of a file."""
     groups = {}
-    parse = lambda value: (str(value.get("kind", "chat")), messages_of(value), tools_of(value))
-    found = read_objects(Path(file), parse, 'an object with "messages"')
-    for _, (kind, messages, tools) in islice(found, count):
-        groups.setdefault(kind, []).append(encoding.chat(messages, **tools))
-    expect(groups, f"{file}: contains no prompts")
+    for prompt in read_prompt_file(file)[:count]:
+        tokens = encoding.chat(prompt.messages, **prompt.tools)
+        groups.setdefault(prompt.kind, []).append(tokens)
     return groups, stop_tokens(model, encoding)
 
 

@@ -17,7 +17,7 @@ from conftest import refusal
 from hf.chat import ChatTemplate
 from hf.tokenizer import load_encoding
 from test_hf_tokenizer import write
-from tools.load import read_prompt_file
+from tools.prompts import read_prompt_file
 from training import data
 
 EOT = tk.EOT

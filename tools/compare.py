@@ -3,6 +3,7 @@
 import torch
 
 from backends import cpu, cpu_library
+from backends.capture import warm_up
 from kernels import filter_logits, gumbel, mask_logits
 from tools.load import make_engine
 from tools.statistics import Statistics
@@ -17,7 +18,9 @@ def against_plain(args, loaded, output, say):
     prompts = [sequence.prompt for sequence in output.sequences]
     sampling = [sequence.sampling for sequence in output.sequences]
     grammars = [sequence.grammar for sequence in output.sequences]
-    engine = make_engine(args, loaded, prompts, args.max_new_tokens, plain=True, grammars=grammars)
+    capacity = max(len(sequence.prompt) + sequence.limit for sequence in output.sequences)
+    engine = make_engine(args, loaded, output.batch_size, capacity, plain=True)
+    compile_all(engine, prompts, grammars)
     counted = Statistics()
     plain = engine.generate(prompts, args.max_new_tokens, loaded.stop, counted.count,
                             loaded.encoding, sampling, grammars=grammars)
@@ -33,6 +36,14 @@ def against_plain(args, loaded, output, say):
         detail = "one output ends there" if gap is None else f"the two scores differ by {gap:.2g}"
         say(f"outputs first differ at new token {position} of prompt {prompt}: a {kind}, {detail}")
     return plain, counted, difference
+
+
+def compile_all(engine, prompts, grammars):
+    """Compiles and loads everything that a timed run of these prompts needs."""
+    room = engine.decoder.capacity - len(prompts[0])
+    engine.generate(prompts[:1], min(4, room), grammars=grammars[:1])
+    engine.clear()
+    warm_up(engine, guided=any(grammars))
 
 
 @torch.inference_mode()

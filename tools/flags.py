@@ -149,7 +149,6 @@ def parse_serve(argv=None):
     add_sampling_flags(parser, new_tokens=1024, seed=None)
     add_drafting_flags(parser)
     add_machine_flags(parser, "sequences decoded together; default: 8", batch_size=8)
-    parser.set_defaults(compare=False)  # `make_engine` reads it
     args = parser.parse_args(argv)
     check_drafting_flags(parser, args)
     if not (find_spec("starlette") and find_spec("uvicorn")):

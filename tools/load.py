@@ -1,34 +1,29 @@
-"""Loads what the flags name (model, heads, tokenizer, prompts), and builds the engine."""
+"""Loads what the flags name (model, heads, tokenizer, sampling), and builds the engine."""
 
-import itertools
 import os
 import re
 import sys
 from dataclasses import dataclass
 from functools import cached_property, partial
-from pathlib import Path
-from typing import NamedTuple
 
 import torch
 
 from backends import cpu, tensor_parallel
-from backends.capture import warm_up
-from common.files import OBJECTS, decode, read_lines, read_objects, read_text
 from common.machine import available_cpus, pick_device
 from common.values import warn
+from engine.batching import Engine
 from engine.clock import seconds_between, timestamp
-from generate import Plan, Sampling, prepare
+from engine.policy import Policy
+from generate import Plan, Sampling
 from hf import checkpoint
-from hf.calls import CallText, Tools
+from hf.calls import CallText
 from hf.chat import SAMPLING_KEYS, load_chat_template, not_applied, sampling_defaults, stop_tokens
 from hf.files import part_file, read_config
 from hf.grammar import GrammarTokenizer
 from hf.heads import load_heads
-from hf.messages import messages_of, tools_of
 from hf.paths import default_heads, find_model
-from hf.tokenizer import Encoding, encode_prompt, load_encoding
+from hf.tokenizer import Encoding, load_encoding
 from model import GPT, InputError, check, expect
-from tools import fields
 
 
 def load_model(args, group=None, packed=None, dtype=None, template=None):
@@ -55,14 +50,6 @@ def threads_are_set():
     return re.match(r"\s*0*[1-9]", os.environ.get("OMP_NUM_THREADS", "")) is not None
 
 
-class Prompt(NamedTuple):
-    """A conversation, and what the answer must match."""
-    messages: list
-    tools: dict = {}              # as of `tools_of`
-    grammar: tuple | None = None  # arguments of `GrammarTokenizer.compile`
-    choice: dict = {}             # other arguments of `Tools`
-
-
 @dataclass(eq=False)
 class Loaded:
     """What the flags name, the same on all ranks."""
@@ -77,37 +64,6 @@ class Loaded:
     def grammars(self):
         """The `GrammarTokenizer`."""
         return GrammarTokenizer(self.encoding, self.model.config.vocab_size, self.stop)
-
-    def tools(self, prompt):
-        """The `Tools` of a `Prompt`, or None."""
-        return Tools(self.encoding, **prompt.tools, **prompt.choice) if prompt.tools else None
-
-    def encode(self, prompts, args):
-        """Token ids of each `Prompt`, or without --chat of its last message. Runs on rank 0, since
-        a template may read the clock."""
-        def tokens(number, prompt):
-            messages = prompt.messages
-            try:
-                tools = self.tools(prompt)
-                thinks = not (prompt.grammar or tools and tools.required)
-                options = {} if thinks else without_thinking(self.encoding.template)
-                options |= dict(tools=tools.for_template) if tools else {}
-                return (self.encoding.chat(messages, **options) if args.chat
-                        else encode_prompt(self.encoding, messages[-1]["content"]))
-            except InputError as error:
-                source = f"{args.prompts}, prompt {number}: " if args.prompts else ""
-                raise InputError(f"{source}{error}") from None
-        return self.group.on_first(lambda: list(map(tokens, itertools.count(1), prompts)))
-
-    def compile(self, prompts, ids):
-        """The `Grammar` or None of each `Prompt`. ids: the prompts' token ids."""
-        def grammar(number, prompt, tokens):
-            try:
-                source = ("tools", self.tools(prompt)) if prompt.tools else prompt.grammar
-                return source and self.grammars.compile(*source).for_prompt(tokens)
-            except InputError as error:
-                raise InputError(f"prompt {number}: {error}") from None
-        return list(map(grammar, itertools.count(1), prompts, ids))
 
     def stream(self, grammar=None):
         """A `TextStream` of an output. If its grammar has tools, calls are JSON."""
@@ -157,22 +113,18 @@ def drafts(args, drafter):
     return args.draft is None or drafter in args.draft
 
 
-def make_engine(args, loaded, prompts, max_new_tokens, plain=False, grammars=()):
-    """The Engine that the flags describe for these prompts. Sets torch's number of threads.
-    grammars: the `Grammar` or None of each prompt."""
-    engine = prepare(loaded.model, prompts, max_new_tokens, loaded.heads,
-                     lookup=drafts(args, "lookup"), schema=drafts(args, "schema") and any(grammars),
-                     tree_size=1 if plain else args.tree_size, beams=args.beams,
-                     batch_size=args.batch_size, **loaded.sampling)
+def make_engine(args, loaded, batch_size, capacity, plain=False, guided=False):
+    """The Engine that the flags describe. plain: for plain decoding. guided: some prompts have
+    grammars. Sets torch's number of threads."""
+    policy = Policy(loaded.model, loaded.heads, drafts(args, "lookup"),
+                    1 if plain else args.tree_size, guided and drafts(args, "schema"))
+    engine = Engine(loaded.model, policy=policy, batch_size=batch_size, capacity=capacity,
+                    beams=args.beams, sampling=Sampling(**loaded.sampling))
     may_choose = loaded.model.device.type == "cpu" and loaded.group.size == 1
     if args.threads:
         torch.set_num_threads(args.threads)
     elif may_choose and not threads_are_set():
         cpu.choose_threads(partial(plain_seconds, engine.decoder))
-    if args.compare:  # the timed run must not compile or load anything
-        engine.generate(prompts[:1], min(4, max_new_tokens), grammars=grammars)
-        engine.clear()
-        warm_up(engine, guided=any(grammars))
     return engine
 
 
@@ -209,88 +161,3 @@ def sampling_flags(args):
         print(f"sampling defaults of {args.model}: {settings.replace('_', '-')} (--temperature 0 "
               "is greedy)", file=sys.stderr)
     return defaults | flags
-
-
-def opening(args):
-    """The first messages of a conversation: --system."""
-    return [] if args.system is None else [dict(role="system", content=args.system)]
-
-
-def read_prompts(args):
-    """The `Prompt`s of --prompt and --prompts; "-" is standard input. Raises InputError for --chat
-    if the model has no chat template."""
-    expect(not args.chat or load_chat_template(args.model, args.chat_template), f"{args.model}: "
-           "has no chat template; leave out --chat, give --chat-template, or use a chat model")
-    if args.prompts:
-        found = read_prompt_file(args.prompts, None if args.chat else "--chat")
-    else:
-        found = [from_user(decode(sys.stdin.buffer.read(), "standard input") if text == "-"
-                           else text) for text in args.prompt or []]
-    own = read_grammar(args)
-    own_tools = read_tools(args)
-    prompts = [Prompt([*opening(args), *messages], tools or own_tools, grammar or own, choice)
-               for messages, tools, grammar, choice in found]
-    expect(not any(prompt.tools and prompt.grammar for prompt in prompts),
-           "a prompt has tools or a grammar, not both; leave out one")
-    return prompts
-
-
-def read_tools(args):
-    """The functions of --tools, as in `Prompt`."""
-    if args.tools is None:
-        return {}
-    try:
-        return tools_of(dict(tools=read_text(Path(args.tools))))
-    except (ValueError, RecursionError) as error:
-        raise InputError(f"{args.tools}: expected a JSON list of functions, but: {error}") from None
-
-
-def read_grammar(args):
-    """The grammar of --json-schema, --regex or --grammar, as in `Prompt`; None without."""
-    if args.json_schema is not None:
-        is_json = args.json_schema.lstrip().startswith("{")
-        return "json_schema", args.json_schema if is_json else read_text(Path(args.json_schema))
-    if args.regex is not None:
-        return "regex", args.regex
-    file = args.grammar and Path(args.grammar)
-    kinds = {".lark": "lark", ".gbnf": "gbnf"}
-    return file and (kinds.get(file.suffix.lower(), "grammar"), read_text(file))
-
-
-def read_prompt_file(file, missing=None, template=None):
-    """The `Prompt`s of a file: its lines, or the objects of a .jsonl or .json file with a "prompt"
-    or "messages", and maybe a "json_schema", or "tools" and a "tool_choice". missing: what messages
-    and tools need and do not have. template: renders each, so that an error names the line."""
-    file = Path(file)
-
-    def parse(value):
-        tools = tools_of(value)
-        schema = value.get("json_schema")
-        choice = fields.tool_choice("its tool_choice", value.get("tool_choice", "auto"))
-        expect(choice is not None, "its tool_choice is none; leave out the tools")
-        choice |= dict(parallel=value.get("parallel_tool_calls", True))
-        expect(isinstance(schema, dict | None), "its json_schema is no object")
-        is_text = isinstance(value.get("prompt"), str) and value.get("messages") is None
-        messages = from_user(value["prompt"]).messages if is_text else messages_of(value)
-        expect(messages, "it has no message")
-        expect(is_text and not tools or not missing, f"messages and tools need {missing}")
-        if template:
-            template.render(messages, **tools)
-        return Prompt(messages, tools, schema and ("json_schema", schema), choice)
-    if file.name.endswith(OBJECTS):
-        expected = 'an object with a "prompt" string or "messages"'
-        found = [prompt for _, prompt in read_objects(file, parse, expected)]
-    else:
-        found = list(map(from_user, read_lines(file)))
-    expect(found, f"{file}: contains no prompts")
-    return found
-
-
-def from_user(text):
-    return Prompt([dict(role="user", content=text)])
-
-
-def without_thinking(template):
-    """Options for which a chat template does not open <think>, unless --template-kwargs decides."""
-    is_set = template is None or "enable_thinking" in template.variables
-    return {} if is_set else dict(enable_thinking=False)

@@ -7,12 +7,13 @@ import sys
 
 from backends import tensor_parallel
 from common.files import decode
-from generate import check_prompt
+from generate import DEFAULT_BATCH, check_prompt
 from model import InputError
 from tools import errors
-from tools.compare import against_plain
-from tools.load import Prompt, load, make_engine, opening, read_grammar, read_prompts, read_tools
+from tools.compare import against_plain, compile_all
+from tools.load import load, make_engine
 from tools.printer import Printer, speed
+from tools.prompts import encode, opening, read_prompts, read_shape
 
 
 @errors.command()
@@ -26,9 +27,12 @@ def main(args):
     loaded = load(args, group)
     if not given:
         return converse(args, loaded)
-    prompts = loaded.encode(given, args)
-    grammars = loaded.compile(given, prompts)
-    engine = make_engine(args, loaded, prompts, args.max_new_tokens, grammars=grammars)
+    prompts, grammars = encode(loaded, given, args)
+    batch_size = min(len(prompts), args.batch_size or DEFAULT_BATCH)
+    capacity = min(max(map(len, prompts)) + args.max_new_tokens, loaded.model.config.block_size)
+    engine = make_engine(args, loaded, batch_size, capacity, guided=any(grammars))
+    if args.compare:
+        compile_all(engine, prompts, grammars)
     printer = Printer(args, loaded, [prompt.messages[-1]["content"] for prompt in given])
     output = printer.generate(engine, prompts, grammars)
     result = printer.report(output, engine)
@@ -52,7 +56,7 @@ def converse(args, loaded):
             import readline  # noqa: F401  enables line editing
         print("/clear starts over; Ctrl-C ends a reply, Ctrl-D the program", file=sys.stderr)
     messages, engine = opening(args), None
-    grammar, tools = loaded.group.on_first(lambda: (read_grammar(args), read_tools(args)))
+    shape = loaded.group.on_first(lambda: read_shape(args))
     while (line := loaded.group.on_first(read_line)) is not None:
         if line.strip() == "/clear":
             messages = opening(args)
@@ -60,10 +64,8 @@ def converse(args, loaded):
             continue
         turn = [*messages, dict(role="user", content=line)]
         try:
-            given = [Prompt(turn, tools, grammar)]
-            prompts = loaded.encode(given, args)
+            prompts, grammars = encode(loaded, [shape._replace(messages=turn)], args)
             check_prompt(loaded.model.config, prompts[0])
-            grammars = loaded.compile(given, prompts)
         except InputError as error:  # for example, the conversation is too long
             hint = "; /clear starts over" if messages != opening(args) else ""
             print(f"{error}{hint}", file=sys.stderr)
@@ -71,8 +73,8 @@ def converse(args, loaded):
         needed = min(len(prompts[0]) + args.max_new_tokens, loaded.model.config.block_size)
         if engine is None or needed > engine.decoder.capacity:
             engine = None  # frees its memory for the next one
-            engine = make_engine(args, loaded, prompts, args.max_new_tokens + 1024,  # later turns
-                                 grammars=grammars)
+            room = min(needed + 1024, loaded.model.config.block_size)  # for later turns
+            engine = make_engine(args, loaded, 1, room, guided=any(grammars))
         output = Printer(args, loaded).generate(engine, prompts, grammars)
         if not args.chat:
             print("-" * 40)

@@ -47,10 +47,11 @@ from hf.tokenizer import encode_prompt
 from model import InputError, expect
 from tools import fields
 from tools.errors import command, error_line
-from tools.load import load, make_engine, without_thinking
+from tools.load import load, make_engine
 from tools.logprobs import chat_logprobs, completion_logprobs
 from tools.metrics import Metrics
 from tools.printer import step_record
+from tools.prompts import without_thinking
 from tools.statistics import Statistics
 
 PATIENCE = 30         # seconds for a body to arrive, a client to read, sequences to end on SIGTERM
@@ -285,8 +286,7 @@ class App:
                 grammars = [loaded.grammars]  # else requests would wait for this
             except InputError as error:
                 warn(f"no structured output: {error}")
-        self.engine = make_engine(args, loaded, [[0]] * args.batch_size, context - 1,
-                                  grammars=grammars)
+        self.engine = make_engine(args, loaded, args.batch_size, context, guided=bool(grammars))
         if self.engine.decoder.pool is not None:  # else requests would wait for captures
             for guided in (False, True)[:1 + len(grammars)]:
                 progress = partial(tqdm, desc="capturing steps", leave=False)

@@ -12,7 +12,8 @@ from common.values import human
 from hf.chat import load_chat_template, stop_tokens
 from hf.heads import load_heads, read_record
 from model import check, expect
-from tools.load import load_model, read_prompt_file
+from tools.load import load_model
+from tools.prompts import read_prompt_file
 from training import data, runs, writing
 from training.evaluate import evaluate
 from training.flags import SELF, SWITCHES, RunConfig
