@@ -53,13 +53,11 @@ class GrammarTokenizer:
 
     def compile(self, kind, source):
         """A `Grammar`. kind: "json_schema" (source: a dict or its text), "regex", "choice" (a list
-        of texts), "lark", "gbnf" (llama.cpp's notation), "grammar" (either of these; no grammar
-        can be read as both), or "tools" (a `hf.calls.Tools`). Raises InputError."""
+        of texts), "lark", "gbnf" (llama.cpp's notation), or "tools" (a `hf.calls.Tools`). Raises
+        InputError."""
         made = self.llguidance
         if kind == "tools":
             return source.compile(self)
-        if kind == "grammar":
-            return self.compile_either(source)
         try:
             if kind == "json_schema":
                 schema = json.loads(source) if isinstance(source, str) else source
@@ -78,17 +76,6 @@ class GrammarTokenizer:
             raise InputError(f"not a {kind} that llguidance supports: {one_line(error)}") from None
         limits = made.LLParserLimits(**LIMITS, verbose_errors=False)
         return Grammar(self, made.LLMatcher(self.package, text, log_level=0, limits=limits))
-
-    def compile_either(self, source):
-        """A `Grammar` in llama.cpp's notation, or else in Lark's."""
-        try:
-            return self.compile("gbnf", source)
-        except InputError as gbnf:
-            try:
-                return self.compile("lark", source)
-            except InputError as lark:
-                raise InputError("expected a grammar in Lark's or llama.cpp's notation; as lark: "
-                                 f"{lark}; as gbnf: {gbnf}") from None
 
 
 def without_annotations(schema):

@@ -20,7 +20,10 @@ def messages_of(value):
         messages = [turn if "role" in turn else from_sharegpt(turn)
                     for turn in turns + value["conversations"]]
     expect(isinstance(messages, list), 'its "messages" are not a list')
-    return list(map(message_of, messages))
+    messages = [message_of(message, f"messages[{i}]") for i, message in enumerate(messages)]
+    expect(all("content" in message or message.get("tool_calls") for message in messages),
+           "an answer has no content")
+    return messages
 
 
 def tools_of(value):
@@ -35,22 +38,25 @@ def from_sharegpt(turn):
     return dict(role=turn.get("from"), content=turn.get("value"))
 
 
-def message_of(message):
-    """A message, with the parts of its content joined. It needs no content beside tool calls."""
-    content = joined("content", message.get("content"))
-    is_valid = isinstance(content, str) or content is None and message.get("tool_calls")
+def message_of(message, name="message"):
+    """A message without nulls, with the parts of its content joined. One of the assistant needs no
+    content. name: the message's, in errors."""
+    expect(isinstance(message, dict), f"{name} must be an object")
+    message = {key: value for key, value in message.items() if value is not None}
     role = message.get("role")
-    expect(is_valid and isinstance(role, str), "a message is no object with a role and a content")
-    return message | dict(role=ROLES.get(role.lower(), role), content=content)
+    expect(isinstance(role, str), f"{name}.role must be a string")
+    message["role"] = ROLES.get(role.lower(), role)
+    if "content" in message or message["role"] != "assistant":
+        message["content"] = joined(f"{name}.content", message.get("content"))
+    return message
 
 
 def joined(name, content):
     """The content of a message, a list of parts as one string. name: its name in errors."""
-    if not isinstance(content, list):
-        return content
-    for part in content:
+    parts = content if isinstance(content, list) else [dict(type="text", text=content)]
+    for part in parts:
         expect(isinstance(part, dict), f"a part of {name} must be an object")
         kind = part.get("type")
         expect(kind == "text", f"{name}: a part of type {kind!r} is not supported; use type text")
-        expect(isinstance(part.get("text"), str), f"{name}: text must be a string")
-    return "".join(part["text"] for part in content)
+        expect(isinstance(part.get("text"), str), f"{name} must be a string")
+    return "".join(part["text"] for part in parts)

@@ -15,7 +15,7 @@ from backends.capture import warm_up
 from backends.gpu import GraphDecoder
 from bench.timing import stage_times, timing_decoder
 from clover import BINS, PRESETS
-from common import memory
+from common import machine
 from conftest import SHAPES, needs_compiler, needs_cuda, random_prompts, refusal, slow, toy_model
 from engine import batching
 from engine.batching import Engine
@@ -302,7 +302,7 @@ def test_caches_that_do_not_fit_are_refused_before_allocation(toy, monkeypatch):
     for length, new in ((30, 5), (15, 6)):
         refusal(lambda: made.generate(random_prompts([length]), new), f"{length + new} tokens does not fit an engine")
     assert len(made.generate(random_prompts([15]), 5).tokens[0]) == 5
-    monkeypatch.setattr(memory, "free_memory", lambda device: 1000)
+    monkeypatch.setattr(machine, "free_memory", lambda device: 1000)
     monkeypatch.setattr(torch, "zeros", lambda *shape, device, dtype: torch.empty(*shape, device="meta", dtype=dtype)
                         if device == "meta" else pytest.fail("memory was taken"))
     refusal(lambda: new_engine(toy, policy=policy, batch_size=4, capacity=100), "4 sequences of 102 tokens",

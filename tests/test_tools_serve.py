@@ -241,13 +241,14 @@ def test_log_probabilities(served, chat, top):
 PAIR = dict(type="object", properties=dict(n=dict(type="integer", minimum=0, maximum=99), kind=dict(enum=["a", "b"])),
             required=["n", "kind"], additionalProperties=False)
 JSON, SCHEMA = r'\{"n": \d{1,2}, "kind": "[ab]"\}', dict(type="json_schema", json_schema=dict(name="pair", schema=PAIR))
+structured = lambda **source: dict(structured_outputs=source)
 STRUCTURED = {  # fields, an expression that the output matches
-    "OpenAI's": (dict(response_format=SCHEMA), JSON), "text of JSON": (dict(guided_json=json.dumps(PAIR)), JSON),
+    "OpenAI's": (dict(response_format=SCHEMA), JSON), "vLLM's": (structured(json=PAIR), JSON),
     "llama.cpp's": (dict(response_format=dict(type="json_object", schema=PAIR)), JSON),
-    "vLLM's": (dict(structured_outputs=dict(json=PAIR)), JSON), "choice": (dict(guided_choice=["a", "\"b"]), 'a|"b'),
-    "regex": (dict(structured_outputs=dict(regex="[ab]{3}-(x|y)")), "[ab]{3}-(x|y)"),
-    "GBNF": (dict(guided_grammar='root ::= "a" | "b" root'), "b*a"),
-    "Lark": (dict(structured_outputs=dict(grammar=dict(lark='?start: "a" | "b" start'))), "b*a")}
+    "text of JSON": (structured(json=json.dumps(PAIR)), JSON), "choice": (structured(choice=["a", "\"b"]), 'a|"b'),
+    "regex": (structured(regex="[ab]{3}-(x|y)"), "[ab]{3}-(x|y)"),
+    "GBNF": (structured(grammar='root ::= "a" | "b" root'), "b*a"),
+    "Lark": (structured(grammar=dict(lark='?start: "a" | "b" start')), "b*a")}
 
 
 @pytest.fixture(scope="module")
@@ -301,14 +302,14 @@ def test_a_grammar_that_explodes_fails_alone(thinker):
     """Bug: a step that raises, a request that fails with another one, an error without a reason; a schema that is not
     supported is found in a step."""
     from test_hf_grammar import EXPLODES  # needs llguidance, like the fixture
-    bodies = [ask(guided_grammar=EXPLODES, max_tokens=50, stop_token_ids=[257]), ask(max_tokens=40)]
+    bodies = [ask(**structured(grammar=dict(lark=EXPLODES)), max_tokens=50, stop_token_ids=[257]), ask(max_tokens=40)]
     alone = thinker.post(bodies[1]).json()["choices"]
     with ThreadPoolExecutor(2) as pool:
         failed, other = [answer.json()["choices"] for answer in pool.map(thinker.post, bodies)]
     assert failed[0]["finish_reason"] == "error" and failed[0]["error"].startswith("parser error") and other == alone
-    for fields, says in ((dict(guided_json=dict(uniqueItems=True)), 'Unimplemented keys: ["uniqueItems"]'),
-                         (dict(guided_regex="a", guided_choice=["b"]), "takes one of"),
-                         (dict(guided_grammar=dict(ebnf="a")), "guided_grammar.ebnf is not supported"),
+    for fields, says in ((structured(json=dict(uniqueItems=True)), 'Unimplemented keys: ["uniqueItems"]'),
+                         (structured(regex="a") | dict(response_format=SCHEMA), "takes one of"),
+                         (structured(grammar=dict(ebnf="a")), "structured_outputs.grammar.ebnf is not"),
                          (dict(response_format=dict(type="json_schema")), "response_format.json_schema must be")):
         answer = thinker.post(ask(**fields))
         assert answer.status_code == 400 and says in answer.json()["error"]["message"]
@@ -335,7 +336,7 @@ BAD = {
                  "messages[1].content: a part of type 'image_url' is not supported"),
     "a part": (say(dict(role="user", content=[dict(type="text")])), 400, "messages[0].content must be a string"),
     "calls": (say(SAID | dict(tool_calls=["f"])), 400, "messages[0].tool_calls must be a list of objects"),
-    "no content": (say(dict(role="user", content=None)), 400, "messages[0] needs a role and a content"),
+    "no content": (say(dict(role="user", content=None)), 400, "messages[0].content must be a string"),
     "nothing to continue": (("/v1/chat/completions", dict(messages=[CALL], continue_final_message=True)), 400,
                             "continue_final_message needs a text"),
     "top_logprobs": (say(SAID, logprobs=True, top_logprobs=21), 400, "top_logprobs must be a whole number from 0 to 2"),
@@ -363,8 +364,9 @@ def test_bad_requests_get_a_one_line_error(served, case):
     ids=["a book", "prompts", "messages", "ids"])
 def test_a_large_body_is_refused_before_it_is_encoded_or_checked_on_the_event_loop(served, monkeypatch, path, body):
     """Bug: /health and all streams stand still while one request is read, or its prompt is encoded to be refused."""
-    threads, read = [], serve.fields.read
-    monkeypatch.setattr(serve.fields, "read", lambda *args: threads.append(threading.current_thread()) or read(*args))
+    threads, fields = [], serve.request_fields
+    read = fields.read
+    monkeypatch.setattr(fields, "read", lambda *args: threads.append(threading.current_thread()) or read(*args))
     monkeypatch.setattr(served.loaded.encoding, "encode", lambda *args, **options: 1 / 0)
     answer = served.post(body, path)
     said = answer.json()["error"]["message"]
@@ -375,8 +377,8 @@ def test_a_large_body_is_refused_before_it_is_encoded_or_checked_on_the_event_lo
 
 
 REFUSED = dict(
-    ignore_eos=True, min_tokens=3, repetition_penalty=1.1, guided_json=5, guided_choice=[], bad_words=["a"],
-    structured_outputs=dict(structural_tag="a"), response_format=dict(type="xml"), guided_regex=["a"],
+    ignore_eos=True, min_tokens=3, repetition_penalty=1.1, guided_json=dict(type="object"), bad_words=["a"],
+    structured_outputs=dict(structural_tag="a"), response_format=dict(type="xml"),
     prompt_logprobs=0, logprobs="5", tool_choice="required", best_of=2,
     skip_special_tokens=False, include_stop_str_in_output=True, typical_p=0.9,
     tools=[dict(type="function")], logit_bias={"1": 5}, presence_penalty=0.5, suffix="a", echo=True, x="é",
@@ -570,9 +572,6 @@ def test_a_full_queue_sends_retry_after(served):
             assert refused.status_code == 429 and refused.headers["retry-after"] == "1"
         texts = [answer.result().json()["choices"][0]["text"] for answer in asked]
     assert texts == [served.want(ask(temperature=1, seed=seed))[0][0] for seed in range(8)]
-    said = parsed(served.client.get("/metrics").text)
-    assert said['clover_requests_total{status="429"}'] == 1 and said["clover_queue"] == 0
-    assert said["clover_first_token_seconds_count"] >= 8 and said["clover_tokens_per_step"] >= 1
 
 
 def parsed(text):
@@ -597,7 +596,7 @@ def test_metrics_have_vllms_names(served):
     new = read() - before
     count = lambda name: new[f'vllm:{name}{{model_name="toy"}}']
     steps, accepted = said[0]["speculation"]["steps"], sum(said[0]["speculation"]["guessed"].values())
-    assert count("generation_tokens_total") == new["clover_tokens_total"] == 80 and accepted > 0
+    assert count("generation_tokens_total") == 80 and accepted > 0
     assert count("spec_decode_num_drafts_total") == steps and count("spec_decode_num_draft_tokens_total") == 6 * steps
     by_position = [new[f'vllm:spec_decode_num_accepted_tokens_per_pos_total{{position="{i}",model_name="toy"}}']
                    for i in range(6)]

@@ -102,8 +102,8 @@ def parse_generate(argv=None):
     one_of = group.add_mutually_exclusive_group().add_argument
     one_of("--json-schema", type=home, metavar="FILE|JSON", help="write JSON of this schema")
     one_of("--regex", metavar="REGEX", help="write text that matches this regular expression")
-    one_of("--grammar", type=home, metavar="FILE", help="write text of this grammar, in Lark's or "
-           "llama.cpp's notation, which the suffix .lark or .gbnf may name")
+    one_of("--grammar", type=home, metavar="FILE", help="write text of this grammar, in "
+           "llama.cpp's notation (GBNF), or in Lark's in a file named .lark")
     one_of("--tools", type=home, metavar="FILE", help="a JSON list of functions, in OpenAI's "
            "format, that the model may call; needs --chat")
     add_sampling_flags(parser, new_tokens=128)

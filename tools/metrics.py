@@ -13,10 +13,8 @@ BUCKETS = (0.001, 0.005, 0.01, 0.02, 0.04, 0.06, 0.08, 0.1, 0.25, 0.5, 0.75, 1.0
 class Metrics:
     """What the server has counted since its start."""
 
-    def __init__(self, kernels="none"):
-        self.kernels = kernels  # the instructions that the C kernels were compiled for
+    def __init__(self):
         self.statistics = Statistics()  # of all requests
-        self.responses = Counter()  # HTTP status -> responses
         self.first_tokens = [0] * (len(BUCKETS) + 1)  # requests by their time to the first token
         self.first_token_seconds = 0.0
 
@@ -26,12 +24,11 @@ class Metrics:
         self.first_token_seconds += seconds
 
     def text(self, model_name, running, waiting):
-        """All metrics: Clover's, then the same and others by vLLM's names, which dashboards know.
-        running, waiting: numbers of sequences."""
+        """All metrics, by vLLM's names, which dashboards know. running, waiting: numbers of
+        sequences."""
         # copies, as the worker's thread goes on counting
         counted = self.statistics
         counted = Statistics(counted.shapes.copy(), counted.guesses.copy())
-        tokens = counted.emitted
         drafted = {T: steps for T, (steps, _) in counted.sizes.items() if T > 1}
         positions = Counter()
         for (depth, _), accepted in counted.guesses.items():
@@ -44,18 +41,9 @@ class Metrics:
         labelled = lambda values: {f"{suffix}{{{model}}}": n for suffix, n in values.items()}
         vllm = lambda name, kind, value: family(f"vllm:{name}", kind, labelled({"": value}))
         lines = [
-            *family("clover_c_kernels", "gauge", {f'{{instructions="{self.kernels}"}}': 1}),
-            *family("clover_first_token_seconds", "summary", times),
-            *family("clover_queue", "gauge", {"": waiting}),
-            *family("clover_requests_total", "counter",
-                    {f'{{status="{status}"}}': n for status, n in self.responses.copy().items()}),
-            *family("clover_running", "gauge", {"": running}),
-            *family("clover_steps_total", "counter", {"": counted.steps}),
-            *family("clover_tokens_per_step", "gauge", {"": counted.tokens_per_step}),
-            *family("clover_tokens_total", "counter", {"": tokens}),
             *vllm("num_requests_running", "gauge", running),
             *vllm("num_requests_waiting", "gauge", waiting),
-            *vllm("generation_tokens_total", "counter", tokens),
+            *vllm("generation_tokens_total", "counter", counted.emitted),
             *family("vllm:time_to_first_token_seconds", "histogram", buckets | labelled(times)),
             *vllm("spec_decode_num_drafts_total", "counter", sum(drafted.values())),
             *vllm("spec_decode_num_draft_tokens_total", "counter",

@@ -10,7 +10,7 @@ from hf.chat import load_chat_template
 from hf.messages import messages_of, tools_of
 from hf.tokenizer import encode_prompt
 from model import InputError, expect
-from tools import fields
+from tools.request_fields import tool_choice
 
 
 class Prompt(NamedTuple):
@@ -56,7 +56,7 @@ def parse_prompt(value):
     expect(messages, "it has no message")
     schema = value.get("json_schema")
     expect(isinstance(schema, dict | None), "its json_schema is no object")
-    choice = fields.tool_choice("its tool_choice", value.get("tool_choice", "auto"))
+    choice = tool_choice("its tool_choice", value.get("tool_choice", "auto"))
     expect(choice is not None, "its tool_choice is none; leave out the tools")
     choice |= dict(parallel=value.get("parallel_tool_calls", True))
     kind = str(value.get("kind", "chat"))
@@ -110,8 +110,7 @@ def read_shape(args):
         grammar = "regex", args.regex
     elif args.grammar:
         file = Path(args.grammar)
-        kinds = {".lark": "lark", ".gbnf": "gbnf"}
-        grammar = kinds.get(file.suffix.lower(), "grammar"), read_text(file)
+        grammar = "lark" if file.suffix.lower() == ".lark" else "gbnf", read_text(file)
     return Prompt([], tools, grammar)
 
 

@@ -3,7 +3,7 @@ its name and value, and returns the value to use or raises an InputError that na
 
 import json
 
-from hf.messages import joined
+from hf.messages import message_of
 from model import InputError, expect
 
 
@@ -69,24 +69,15 @@ def prompts(name, value):
             for prompt in (value if is_batch else [value])]
 
 
-def content(name, value):
-    """Returns a message's content as one string, with the texts of its parts joined."""
-    return text(name, joined(name, value))
-
-
-MESSAGE = dict(role=text, content=content, name=text, tool_call_id=text,
-               tool_calls=list_of(dict, "a list of objects"))
+CALLS = dict(name=text, tool_call_id=text, tool_calls=list_of(dict, "a list of objects"))
 
 
 def messages(name, value):
     """Returns the messages for the chat template."""
     expect(isinstance(value, list) and value, f"{name} must be a list of at least one message")
-    read = object_of(MESSAGE, any_value)
-    values = [read(f"{name}[{number}]", message) for number, message in enumerate(value)]
-    for number, message in enumerate(values):
-        needed = {"role"} if message.get("role") == "assistant" else {"role", "content"}
-        expect(needed <= message.keys(), f"{name}[{number}] needs a role and a content")
-    return values
+    read = object_of(CALLS, any_value)
+    names = [f"{name}[{number}]" for number in range(len(value))]
+    return [message_of(read(own, message), own) for own, message in zip(names, value)]
 
 
 def tool_choice(name, value):
@@ -129,9 +120,9 @@ def one_of(readers):
 
 
 def grammar(name, value):
-    """Reads a grammar: its text, or {"lark" or "gbnf": text}."""
+    """Reads a grammar: its text in llama.cpp's notation, or {"lark" or "gbnf": text}."""
     read = one_of(dict(lark=source_of("lark"), gbnf=source_of("gbnf")))
-    return read(name, value) if isinstance(value, dict) else ("grammar", text(name, value))
+    return read(name, value if isinstance(value, dict) else dict(gbnf=value))
 
 
 choice = must_be("a list of at least one string",
@@ -164,8 +155,7 @@ def response_format(name, value):
     return values.get("schema", ANY_OBJECT)
 
 
-GRAMMARS = dict(response_format=response_format, structured_outputs=structured_outputs) | {
-    f"guided_{kind}": STRUCTURED[kind] for kind in ("json", "regex", "choice", "grammar")}
+GRAMMARS = dict(response_format=response_format, structured_outputs=structured_outputs)
 
 
 def number_of_logprobs(name, value):
