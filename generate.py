@@ -188,8 +188,6 @@ class Fixed:
     SOURCES], are the acceptance probabilities of nodes for greedy and sampled sequences, by their
     source (see `Tree`). Steps may add to `counts`, float64 [2, SOURCES, 2], how many nodes of each
     source were accepted and proposed. Captured steps hold the addresses of both."""
-    schema = False       # whether a guide's text is drafted
-    step_seconds = None  # float32 [T]: by which a step that chooses T itself chooses it
 
     def __init__(self, model, heads=None, lookup=False, tree_size=None):
         tree_size = DEFAULT_TREE if tree_size is None else tree_size
@@ -309,14 +307,11 @@ class Step:
     """A step that has been started. Its tensors are on the host, and filled when it ends."""
     plan: Plan
     accepted: Accepted
-    tree: Tree | None              # if requested
-    tree_size: int                 # T
-    done: object = None            # an event on CUDA
-    is_first: bool = False         # of its plan: kernels may have been compiled or captured
+    tree: Tree | None       # if requested
+    tree_size: int          # T
+    done: object = None     # an event on CUDA
+    is_first: bool = False  # of its plan: kernels may have been compiled or captured
     sequences: dict = field(default_factory=dict)  # row -> the `Sequence` whose tokens it gives
-    expected: float | None = None  # tokens, by acceptance probabilities, if the step chose T
-    catches_up: bool = False       # whether heads read rows that earlier steps left unread
-    notes: object = None           # of the engine, for its policy
 
     def wait(self):
         if self.done is not None:

@@ -2053,7 +2053,7 @@ static int read_rows(Step *s, const int32_t *slots, int B, int T) {
 static int catch_up(Step *s) {
     const int32_t *slots = s->trees.slots;
     int B = s->trees.B, path = MAX_CHAIN + 1;
-    s->behind = rows_behind(s, slots, B, INT32_MAX);
+    s->drafted[1] = rows_behind(s, slots, B, INT32_MAX);
     for (int b = 0; b < B; b++)
         for (int T; (T = rows_behind(s, slots + b, 1, MAX_TREE)) > path;)
             if (read_rows(s, slots + b, 1, T))
@@ -2160,7 +2160,7 @@ static void write_tree(Step *s, int b, const Candidate *nodes) {
         tree[4 * plane + i] = nodes[i].source;
         s->probabilities[b * T + i] = nodes[i].p;
         s->positions[b * T + i] = length + nodes[i].depth;
-        s->expected += nodes[i].p;
+        s->drafted[0] += nodes[i].p;
     }
 }
 
@@ -2170,7 +2170,7 @@ int step_draft(Step *s) {
     int B = s->trees.B, most = s->tree_size ? s->tree_size : LARGEST;
     for (int b = 0; b < B; b++)
         fill_chain(s, b, s->chain + b * (1 + MAX_CHAIN));
-    s->behind = 0;
+    s->drafted[0] = s->drafted[1] = 0;
     if (s->depths && catch_up(s))
         return 1;
     if (s->depths)
@@ -2182,7 +2182,6 @@ int step_draft(Step *s) {
         rank_nodes(&d, b, most, nodes + b * most);
     s->T = s->trees.T = s->tree_size ? s->tree_size : choose_size(s, nodes);
     s->P = min(s->T, 1 + max(s->K, MAX_CHAIN));
-    s->expected = 0;
     for (int b = 0; b < B; b++)
         write_tree(s, b, nodes + b * most);
     return 0;

@@ -91,9 +91,8 @@ typedef struct Step {            // a decoding step of the sequences in some of 
     void *state;                 // [slots, C]: what the heads draft from, float32 or bfloat16
     void *hidden_rows;           // [slots, hidden_stride]: hidden states of committed rows
     int32_t tree_size, depths, noise;  // requested: T, or 0 to choose it by `seconds`; heads to run
-    int32_t T, P;                // set by `step_draft`, as `expected` and `behind`
-    float expected;              // tokens that the step's trees should yield
-    int32_t behind;              // committed rows that the heads had not read before this step
+    int32_t T, P;                // set by `step_draft`, as `drafted`
+    float *drafted;              // [2]: expected tokens, committed rows that heads had not read
     int64_t *tree;               // [5, B, T]: tokens, parents, depths, ancestors, sources
     float *probabilities;        // [B, T]
     int64_t *chain;              // [B, 1 + MAX_CHAIN]: lookup's match length and tokens

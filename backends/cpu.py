@@ -30,6 +30,7 @@ from backends.cpu_layers import (
 from backends.cpu_library import header, is_usable, library, threads
 from clover import Tree
 from common.values import warn
+from engine.policy import Policy
 from generate import FILTERED, MAX_CHAIN, Accepted, Decoder, Draft
 from model import KVCache
 
@@ -163,7 +164,7 @@ class CompiledDecoder(Decoder):
         self.running = list(range(B))
         integers = partial(torch.zeros, dtype=torch.int64)
         self.results = dict(
-            tree=integers(5 * rows), probabilities=torch.zeros(rows),
+            tree=integers(5 * rows), probabilities=torch.zeros(rows), drafted=torch.zeros(2),
             chain=integers(B * (1 + MAX_CHAIN)), positions=integers(rows), target=integers(rows),
             accepted=integers(B * (3 * P + 2)), x=torch.zeros(rows * model.config.n_embd),
             normed=torch.zeros(rows * model.config.n_embd))
@@ -181,11 +182,13 @@ class CompiledDecoder(Decoder):
         slots = self.slots
         policy = self.policy
         tensors = self.results | dict(
-            chances=policy.chances, seconds=policy.step_seconds, counts=policy.counts,
+            chances=policy.chances, counts=policy.counts,
             lengths=slots.cache.lengths, heads_lengths=slots.heads_cache.lengths,
             history=slots.history, active=slots.active, root=slots.all.root,
             sequence=slots.all.sequence, seed=slots.all.sampling["seed"],
             temperature=slots.all.sampling["temperature"], state=slots.state)
+        if isinstance(policy, Policy):  # else nobody reads `drafted`, and T is fixed
+            tensors |= dict(seconds=policy.step_seconds, drafted=policy.drafted)
         struct = header.Step(blocks=model.blocks.structs, n_blocks=len(model.blocks), embed_scale=1,
                       norm=norm_struct(model.norm, self.tensors), K=policy.depth, W=self.beams,
                       with_lookup=policy.lookup, words=-(-model.config.vocab_size // 32),
@@ -298,14 +301,6 @@ class CompiledDecoder(Decoder):
 
     def to_host(self, accepted):
         return unpacked(self.view.packed.clone())
-
-    def launch(self, plan, with_trees=False):
-        step = super().launch(plan, with_trees)
-        if plan.tree_size is None:
-            step.expected = self.struct.expected
-        # a prompt, or what the heads skipped
-        step.catches_up = self.struct.behind > 1 + MAX_CHAIN
-        return step
 
     def prefill(self, slot, prompt, start, end):
         self.forget(slot, start)

@@ -11,7 +11,7 @@ from engine.guide import Guide, GuidedSequence
 from engine.logprobs import LogProbs
 from engine.policy import PERIOD, READ_SIZES, Policy, long_prompt
 from generate import Engine as FifoEngine
-from generate import StepResult, decoder_class, to_host
+from generate import Step, StepResult, decoder_class, to_host
 from model import check
 
 PREFILL_CHUNK = 512  # prompt tokens per forward pass; bounds its memory and the wait between steps
@@ -19,9 +19,9 @@ PREFILL_CHUNK = 512  # prompt tokens per forward pass; bounds its memory and the
 PROMPT_REST = 64
 
 
-@dataclass
-class Notes:
-    """What the policy learns from a step, beside its results."""
+@dataclass(kw_only=True)
+class MeasuredStep(Step):
+    """A `Step`, and what the policy learns from it beside its results."""
     times: tuple                  # timestamps of its start and end
     pause: tuple | None           # timestamps around the wait for masks
     counts: object                # the policy's `counts` on the host, every PERIOD steps; or None
@@ -33,13 +33,14 @@ class Notes:
     seconds: float | None = None
     mask_seconds: float = 0.0
 
-    def measure(self, is_first):
-        """Fills in the durations of a step that has ended."""
+    def wait(self):
+        """Waits until the step has ended, and fills in its durations."""
+        super().wait()
         self.mask_seconds = seconds_between(*self.pause) if self.pause else 0.0
         seconds = seconds_between(*self.times) - self.mask_seconds
         if self.logprobs:
             seconds -= seconds_between(*self.logprobs.span)
-        self.seconds = None if is_first else seconds
+        self.seconds = None if self.is_first else seconds
 
 
 class Engine(FifoEngine):
@@ -128,7 +129,8 @@ class Engine(FifoEngine):
         decoder.guide = None
         if self.is_guided:
             decoder.guide = self.use_guide()
-            decoder.guide.begin(sequences, self.policy.schema and self.policy.tree_size != 1)
+            drafts = getattr(self.policy, "schema", False) and self.policy.tree_size != 1
+            decoder.guide.begin(sequences, drafts)
         top = {row: sequence.top_logprobs for row, sequence in enumerate(sequences)
                if sequence and sequence.top_logprobs is not None}
         decoder.observer = LogProbs(decoder.head, top) if top else None
@@ -151,27 +153,23 @@ class Engine(FifoEngine):
         times = start, timestamp(decoder.device)
         pause = decoder.guide.pause if decoder.guide else None
         grammars = len(decoder.guide.chains) if decoder.guide else 0
-        step.notes = Notes(times, pause, counts, grammars, decoder.observer)
+        step = MeasuredStep(**vars(step), times=times, pause=pause, counts=counts,
+                            grammars=grammars, logprobs=decoder.observer)
         for row, sequence in self.rows(slots).items():
             unread = sequence.unread
             sequence.unread -= min(unread, step.tree_size)
             if unread < step.tree_size:  # else the step only reads its prompt
                 step.sequences[row] = sequence
                 if unread:
-                    step.notes.reading[sequence] = unread
+                    step.reading[sequence] = unread
         return step
 
     def copied_counts(self):
         self.launches += 1
         return to_host(self.policy.counts) if self.launches % PERIOD == 0 else None
 
-    def retire(self, step):
-        step.wait()
-        step.notes.measure(step.is_first)
-        return super().retire(step)
-
     def result(self, step, row, sequence, tokens, path, sources):
-        read = step.notes.reading.get(sequence, 0)  # known tokens, which the step accepted
+        read = step.reading.get(sequence, 0)  # known tokens, which the step accepted
         if read:
             tree = step.tree and Tree([sequence.prompt[-1]], [0], [0], [1], [-1], [1.0])
             result = StepResult(sequence, sequence.take(tokens[read:]), path[read:], sources[read:],
@@ -180,7 +178,7 @@ class Engine(FifoEngine):
             result = super().result(step, row, sequence, tokens, path, sources)
         if sequence.top_logprobs is None:
             return result
-        logprobs = step.notes.logprobs.of(row, slice(read, read + len(result.tokens)))
+        logprobs = step.logprobs.of(row, slice(read, read + len(result.tokens)))
         sequence.logprobs += logprobs
         return result._replace(logprobs=logprobs)
 

@@ -94,7 +94,10 @@ class Policy:
         if self.group:
             costs = self.group.broadcast(costs)  # ranks hold unequal parts
         self.times = StepTimes(*costs)
-        self.step_seconds = torch.ones(LARGEST + 1)  # of T nodes, for the next step's heads and B
+        # what cpu.c reads: the seconds of T nodes, for the next step's heads and B; and writes: the
+        # tokens expected of the step, the committed rows that heads had not read before it
+        self.step_seconds = torch.ones(LARGEST + 1)
+        self.drafted = torch.zeros(2)
         self.tables = {}  # heads that draft -> `step_seconds`, until the next update
         # share of the model's blocks that heads run over each committed row
         self.augmenting = heads.cost[1] / model.config.n_layer if self.heads else 0
@@ -234,33 +237,33 @@ class Policy:
                     draft.chain)
 
     def learn(self, step, results):
-        """Learns from a finished `Step` and its `StepResult`s."""
-        notes = step.notes
-        results = [result for result in results if result.sequence not in notes.reading]
+        """Learns from a finished `engine.batching.MeasuredStep` and its `StepResult`s."""
+        results = [result for result in results if result.sequence not in step.reading]
         if not results or self.tree_size == 1:
             return
         B, depths = step.plan.B, step.plan.depths
-        if notes.counts is not None:
-            self.learn_chances(notes.counts)
-        seconds = notes.seconds
-        mask_seconds = notes.mask_seconds
+        expected, behind = self.drafted.tolist()
+        if step.counts is not None:
+            self.learn_chances(step.counts)
+        seconds = step.seconds
+        mask_seconds = step.mask_seconds
         if self.group:  # ranks see the same tokens, but each has its own clock
             is_due = self.steps % PERIOD == 0
             both = self.group.broadcast((seconds, mask_seconds)) if is_due else (None, None)
             seconds, mask_seconds = both
         self.elapsed += (seconds or 0) * (PERIOD if self.group else 1)
-        if seconds and not step.catches_up:
+        if seconds and behind <= 1 + MAX_CHAIN:  # else heads read a prompt or what they skipped
             self.times.learn(B, step.tree_size, depths, seconds)
-        if seconds and notes.grammars:
+        if seconds and step.grammars:
             self.mask_steps = min(self.mask_steps + 1, WINDOW)
-            mean = mask_seconds / (notes.grammars * step.tree_size)
+            mean = mask_seconds / (step.grammars * step.tree_size)
             self.mask_seconds += (mean - self.mask_seconds) / self.mask_steps
         if step.tree_size > 1:
             self.learn_means(step, results)
-        if step.expected and not self.all_forced:
-            key = (None, depths), notes.grammars > 0
+        if step.plan.tree_size is None and not self.all_forced:
+            key = (None, depths), step.grammars > 0
             tokens, time = self.sums.get(key, (0, 0))
-            tokens += step.expected / B - tokens / WINDOW
+            tokens += expected / B - tokens / WINDOW
             time += self.plain_steps(B, step.tree_size, depths) - time / WINDOW
             self.sums[key] = tokens, time
 
@@ -269,7 +272,7 @@ class Policy:
         for result in results:
             for node in result.path:
                 hits[node] += 1
-        means, counts = self.means[step.notes.grammars > 0, step.plan.depths > 0]
+        means, counts = self.means[step.grammars > 0, step.plan.depths > 0]
         means += extended(means, step.tree_size - 1)[len(means):]
         counts += [2] * (len(means) - len(counts))
         for i, accepted in enumerate(hits[1:]):

@@ -112,7 +112,7 @@ class Cycling(Policy):
 
     def learn(self, step, results):
         super().learn(step, results)
-        self.seconds[step.tree_size].append(step.notes.seconds)
+        self.seconds[step.tree_size].append(step.seconds)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

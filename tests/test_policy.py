@@ -11,9 +11,9 @@ import torch
 from bench import size_config
 from clover import BINS, SOURCES, CloverConfig, CloverHeads, Head, linear_weights, preset
 from conftest import needs_compiler, random_prompts, slow, toy_model
-from engine.batching import Notes
+from engine.batching import MeasuredStep
 from engine.policy import MEMORY, TREE_SIZES, Policy, StepTimes, guessed_costs
-from generate import FILTERED, GREEDY, Plan, Sampling, Step, StepResult
+from generate import FILTERED, GREEDY, Plan, Sampling, StepResult
 from test_clover import random_heads
 from test_generate import cpu, either_decoder, load, new_engine
 
@@ -108,7 +108,7 @@ def test_a_compiled_step_has_the_size_of_most_tokens_per_second(name, lookup):
         policy.chances.copy_(torch.rand(2, SOURCES).sort(descending=True).values ** 0.1)
         policy.step_seconds[1:] = 1 + (torch.rand(()) * torch.rand(16)).cumsum(0)
         tree = [column.clone() for column in decoder.draft(Plan(3, None, depths, FILTERED)).tree]
-        expected = decoder.struct.expected
+        expected, _ = policy.drafted.tolist()
         full = decoder.draft(Plan(3, 16, depths, FILTERED)).tree
         tokens = full[-1].double().sum(0).cumsum(0)  # of the first T nodes
         T = 1 + (tokens / policy.step_seconds[1:]).argmax().item()
@@ -144,7 +144,7 @@ class Timed(Policy):
     def learn(self, step, results):
         busy = 2 if len(self.used) // 20 % 2 else 1
         self.used.append((step.tree_size, step.plan.depths))
-        step.notes.seconds = busy * self.seconds_of(*self.used[-1])
+        step.seconds = busy * self.seconds_of(*self.used[-1])
         super().learn(step, results)
 
 
@@ -257,6 +257,7 @@ def test_ranks_select_alike_though_their_clocks_differ(toy):
         used.append(T)
         results = [StepResult(None, [], range(min(T, 7)), [], T)]
         for policy, seconds in zip(policies, (1 + 0.01 * T, 1 + 2 * T)):
-            notes = Notes(times=(), pause=None, counts=None, grammars=0, logprobs=None, seconds=seconds)
-            policy.learn(Step(Plan(1, T, 0, GREEDY), None, None, T, notes=notes), results)
+            step = MeasuredStep(Plan(1, T, 0, GREEDY), None, None, T, times=(), pause=None, counts=None, grammars=0,
+                                logprobs=None, seconds=seconds)
+            policy.learn(step, results)
     assert len(set(used)) > 1
