@@ -71,6 +71,7 @@ class GPTConfig:
     unrotated: tuple = ()      # indices of layers without RoPE, e.g. every fourth (SmolLM3)
     rotary_size: int | None = None     # rotated dimensions of a head; None: D
     embed_scale: float = 1.0   # multiplies the embeddings (Gemma 3)
+    stream_scale: float = 1.0  # the authors' states are ours times this (Granite)
     attn_scale: float | None = None    # multiplies attention scores; None: D ** -0.5
     tied: bool = True          # the LM head is the embedding table
     unit_head: bool = False    # LM head rows are normalised when loaded (Baichuan 2)

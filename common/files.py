@@ -13,6 +13,7 @@ from pathlib import Path
 from model import InputError, expect
 
 OBJECTS = (".jsonl", ".jsonl.gz", ".json")  # suffixes of files of JSON objects
+POINTER = b"version https://git-lfs"  # how a git-lfs pointer begins
 SAMPLES = 64   # how many samples of a file are hashed
 SAMPLE = 4096  # bytes per sample
 
@@ -28,9 +29,17 @@ def atomic_write(path, write):
         Path(tmp).unlink(missing_ok=True)
 
 
+def check_content(path):
+    """Raises InputError if a file only says where git-lfs finds its content."""
+    with open(path, "rb") as file:
+        expect(file.read(len(POINTER)) != POINTER, f"{path}: is a git-lfs pointer, not the file "
+               "itself; run git lfs pull, or download the file")
+
+
 def read_json(path):
     """The object in a JSON file. Raises InputError if it is missing or malformed."""
     try:
+        check_content(path)
         value = json.loads(Path(path).read_bytes())  # bytes: a byte order mark is skipped
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; expected a checkpoint folder with it") from None

@@ -82,6 +82,11 @@ class PublishedHeads(nn.Module):
         weights = self.n_rows * self.config.layers.n_embd + linear_weights(self.blocks)
         return weights, len(self.blocks)
 
+    def states(self, hidden):
+        """The model's states as its authors compute them: see `GPTConfig.stream_scale`."""
+        scale = self.model.config.stream_scale
+        return hidden if scale == 1 else hidden * scale
+
     def embedding(self, tokens):
         """tokens [...] -> [..., C]"""
         return (self.model.embed if self.embed is None else self.embed)(tokens)

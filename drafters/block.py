@@ -46,7 +46,7 @@ class BlockHeads(PublishedHeads):
         if positions is None:  # a prompt's
             positions = token_positions(hidden, start)
             lengths = torch.full_like(lengths, start)
-        x = self.hidden_norm(self.fc(hidden))
+        x = self.hidden_norm(self.fc(self.states(hidden)))
         rope = self.rotations[positions]
         for block, kv in zip(self.blocks, cache.kv):
             block.attn.split(block.attn.qkv(x), rope, KVCache(kv, lengths, cache.slots))

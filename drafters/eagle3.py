@@ -76,6 +76,7 @@ class Eagle3Heads(PublishedHeads):
 
     def g(self, hidden):
         """The model's states [B, T, n C] -> g [B, T, C] of committed rows."""
+        hidden = self.states(hidden)
         if self.input_norm is not None:
             hidden = self.input_norm(hidden)
         if self.fc_norm:

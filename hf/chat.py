@@ -120,7 +120,9 @@ def load_chat_template(path, template=None):
     settings |= optional_part(path, "tokenizer_config.json")
     tokens = {key: text for key, value in settings.items()
               if key.endswith("_token") and (text := token_text(value)) is not None}
-    return ChatTemplate(*templates["default"], tokens, templates.get("tool_use"))
+    adds_bos = is_gguf(find_model(path)) and settings.get("add_bos_token")
+    return ChatTemplate(*templates["default"], tokens, templates.get("tool_use"),
+                        tokens["bos_token"] if adds_bos else "")
 
 
 def find_templates(path, template=None):
@@ -148,11 +150,12 @@ def find_templates(path, template=None):
 
 class ChatTemplate:
     """Renders messages as a prompt, like transformers' apply_chat_template. Encode the text with
-    `encoding.encode(text, allowed_special="all")`: the template writes its own BOS token. tool_use:
-    (file, source) of the one to use where tools are given."""
+    `encoding.encode(text, allowed_special="all")`: the template writes its own BOS token, or it is
+    `begin`, which any text has once. tool_use: (file, source) of the one for chats with tools."""
 
-    def __init__(self, file, source, variables, tool_use=None):
-        self.with_tools = tool_use and ChatTemplate(*tool_use, variables)
+    def __init__(self, file, source, variables, tool_use=None, begin=""):
+        self.with_tools = tool_use and ChatTemplate(*tool_use, variables, begin=begin)
+        self.begin = begin
         self.file = file
         self.source = source
         self.variables = variables  # default options of `render`, such as the special tokens' texts
@@ -191,7 +194,8 @@ class ChatTemplate:
                        "continue_final_message needs a text")
             for variant in self.variants(messages):
                 try:
-                    return self.render_once(variant, **options)
+                    text = self.render_once(variant, **options)
+                    return self.begin + text.removeprefix(self.begin)
                 except Exception as error:  # a template can raise anything
                     failed = failed or error
             raise failed

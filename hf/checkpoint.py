@@ -53,6 +53,9 @@ def weight_files(path):
             shards = read_json(index).get("weight_map")
             expect(isinstance(shards, dict), f"{index}: expected a weight_map")
             return sorted({index.parent / Path(str(shard)).name for shard in shards.values()})
+    for shard in [*path.glob("*-of-*.safetensors"), *path.glob("*-of-*.bin")]:
+        raise InputError(f"{path}: has shards such as {shard.name}, but not the index that lists "
+                         "them, such as model.safetensors.index.json; download it")
     raise InputError(f"{path}: expected model.safetensors or pytorch_model.bin; download one")
 
 

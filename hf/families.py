@@ -33,6 +33,9 @@ PHI3_NAMES = GLM_NAMES | {"blocks.N.attn.qkv": ("model.layers.N.self_attn.qkv_pr
 GLM4_NAMES = GLM_NAMES | {
     "blocks.N.attn_post_norm": ("model.layers.N.post_self_attn_layernorm",),
     "blocks.N.mlp_post_norm": ("model.layers.N.post_mlp_layernorm",)}
+GRANITE_HYBRID_NAMES = LLAMA_NAMES | {
+    "blocks.N.mlp.up": ("model.layers.N.shared_mlp.input_linear",),
+    "blocks.N.mlp.down": ("model.layers.N.shared_mlp.output_linear",)}
 OLMO_NAMES = LLAMA_NAMES | {
     "blocks.N.attn_post_norm": ("model.layers.N.post_attention_layernorm",),
     "blocks.N.mlp_post_norm": ("model.layers.N.post_feedforward_layernorm",)}
@@ -53,6 +56,16 @@ GPT2_NAMES = {
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
 ROPE_TYPES = ("default", "dynamic", *SCALED)
 LAYER_TYPES = ("full_attention", "sliding_attention")
+DEFAULTS = {  # of transformers' classes, by model_type: what the text_config of LLaVA leaves out
+    "llama": dict(vocab_size=32000, hidden_size=4096, intermediate_size=11008, rms_norm_eps=1e-6,
+                  num_hidden_layers=32, num_attention_heads=32, max_position_embeddings=2048),
+    "mistral": dict(vocab_size=32000, hidden_size=4096, intermediate_size=14336, rms_norm_eps=1e-6,
+                    num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
+                    max_position_embeddings=131072),
+    "qwen2": dict(vocab_size=151936, hidden_size=4096, intermediate_size=22016, rms_norm_eps=1e-6,
+                  num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32,
+                  max_position_embeddings=32768)}
+TIED = "gemma3", "mistral3", "internvl", "aya_vision"  # multimodal; others: as their text_config
 UNSUPPORTED = (  # keys of config.json that change attention or logits
     "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention",
     "scale_attn_by_inverse_layer_idx", "add_cross_attention")
@@ -64,6 +77,30 @@ UNSUPPORTED = (  # keys of config.json that change attention or logits
 def llama(raw):
     return dict(**sizes(raw), **rope(raw), **attention_biases(raw),
                 mlp_bias=value_of(raw, "mlp_bias", bool, False))
+
+
+def granite(raw):
+    """Granite multiplies the output of each attention and MLP by m before it is added. Our stream
+    is theirs divided by m: the embeddings are, and norms, which undo it, have eps / m^2."""
+    get = partial(value_of, raw)
+    m = get("residual_multiplier", float, 1.0)
+    values = llama(raw)
+    values |= dict(embed_scale=get("embedding_multiplier", float, 1.0) / m, stream_scale=m,
+                   norm_eps=values["norm_eps"] / m**2,
+                   attn_scale=get("attention_multiplier", float, 1.0),
+                   logits_divisor=get("logits_scaling", float, 1.0))
+    is_rotated = raw.get("position_embedding_type", "rope") == "rope"
+    return values | dict(unrotated=() if is_rotated else tuple(range(values["n_layer"])))
+
+
+def granitemoehybrid(raw):
+    """Granite 4's dense models, such as 4.0 Micro: without experts and recurrent layers."""
+    one_of("num_local_experts", raw.get("num_local_experts", 8), (0,))
+    for kind in raw.get("layer_types") or [None]:
+        one_of("a layer of type", kind, ("attention", "full_attention"))
+    raw = raw | dict(intermediate_size=raw.get("shared_intermediate_size"),
+                     position_embedding_type=raw.get("position_embedding_type"))
+    return granite(raw) | dict(names=GRANITE_HYBRID_NAMES)
 
 
 def mistral(raw):
@@ -171,7 +208,7 @@ def gpt2(raw):
 FAMILIES = dict(  # by model_type
     llama=llama, mistral=mistral, qwen2=qwen2, qwen3=qwen3, phi3=phi3, smollm3=smollm3,
     olmo2=olmo2, olmo3=olmo3, gemma3_text=gemma3_text, glm=glm, glm4=glm4, baichuan=baichuan,
-    gpt2=gpt2)
+    gpt2=gpt2, granite=granite, granitemoehybrid=granitemoehybrid)
 
 
 class Family:
@@ -179,15 +216,17 @@ class Family:
 
     names: the tensors of each parameter. pairs_neighbours: RoPE pairs dimensions 2i and 2i + 1
     instead of two halves. transposed: ends of the names of our parameters that are stored as
-    [inputs, outputs]. norm_offset: added to stored norm weights. quantization: config.json's
-    quantization_config. Others: fields of GPTConfig."""
+    [inputs, outputs]. norm_offset: added to stored norm weights. logits_divisor: of the logits; we
+    divide the final norm's weight. quantization: config.json's quantization_config. Others: fields
+    of GPTConfig."""
 
     def __init__(self, names=LLAMA_NAMES, pairs_neighbours=False, transposed=(), norm_offset=0.0,
-                 quantization=None, **config):
+                 logits_divisor=1.0, quantization=None, **config):
         self.names = names
         self.pairs_neighbours = pairs_neighbours
         self.transposed = transposed
         self.norm_offset = norm_offset
+        self.logits_divisor = logits_divisor
         self.quantization = quantization
         self.config = GPTConfig(**config)
 
@@ -208,6 +247,8 @@ class Family:
         """The StoredTensor that fills a parameter from row `start` on, in our layout."""
         if name.endswith(self.transposed):
             return tensor._replace(shape=tensor.shape[::-1], read=lambda: tensor.read().T)
+        if name == "norm.weight" and self.logits_divisor != 1:
+            return tensor._replace(read=lambda: tensor.read().float() / self.logits_divisor)
         if self.norm_offset and name.endswith("norm.weight"):
             return tensor._replace(read=lambda: tensor.read().float() + self.norm_offset)
         if ".attn.qkv." in name:
@@ -247,10 +288,19 @@ def family_of(raw):
 
 
 def text_config(raw):
-    """config.json itself, or the text model's part of a multimodal one."""
-    if not isinstance(raw.get("text_config"), dict):
+    """config.json itself, or the text model's part of a multimodal one, with what transformers
+    takes from the outer part and its classes."""
+    text = raw.get("text_config")
+    if not isinstance(text, dict):
         return raw
-    return dict(quantization_config=raw.get("quantization_config")) | raw["text_config"]
+    tied = raw.get("tie_word_embeddings")
+    if raw.get("model_type") not in TIED:
+        tied = tied or text.get("tie_word_embeddings") or False
+    elif tied is None:
+        tied = True
+    text = with_defaults(text, **DEFAULTS.get(text.get("model_type"), {}))
+    return dict(quantization_config=raw.get("quantization_config")) | text | dict(
+        tie_word_embeddings=tied)
 
 
 def llama_json(config, dtype):
@@ -318,9 +368,10 @@ def head_size(raw):
 
 
 def attention_biases(raw):
-    """One key stands for the biases of all four projections."""
+    """In a folder, one key stands for the biases of all four projections."""
     has_bias = value_of(raw, "attention_bias", bool, False)
-    return dict(qkv_bias=has_bias, proj_bias=has_bias)
+    proj_bias = value_of(raw, "attention_output_bias", bool, has_bias)  # from a GGUF file
+    return dict(qkv_bias=has_bias, proj_bias=proj_bias)
 
 
 def windows(raw, default=None, has_window=None):
@@ -383,7 +434,9 @@ def window_rope(raw, values):
 def scale_rope(raw, settings, theta, rotary_size):
     """(config.json, its RoPE settings, ...) -> (those that `scale` reads, GPTConfig.block_size)"""
     number = lambda key, default=None: value_of(settings, key, float, default)
-    context = value_of(raw, "max_position_embeddings", int)
+    context = value_of(raw, "max_position_embeddings", int, raw.get("max_sequence_length"))
+    context = max(context, raw.get("max_sequence_length") or 0)  # Vicuna's, scaled already
+    attn_factor = number("attn_factor", 1.0)
     kind = settings.get("rope_type", settings.get("type")) or "default"
     expect(kind != "default" or settings.get("factor", 1) == 1, "rope_scaling has a factor, but no "
            "rope_type; add one, such as linear")
@@ -391,7 +444,8 @@ def scale_rope(raw, settings, theta, rotary_size):
     if kind in ("default", "dynamic"):  # dynamic only changes theta beyond the context length
         return None, context
     if kind == "linear":
-        return dict(rope_type=kind, factor=number("factor")), context
+        scaled = dict(attention_factor=attn_factor) if attn_factor != 1 else {}
+        return dict(rope_type=kind, factor=number("factor")) | scaled, context
     original = value_of(raw, "original_max_position_embeddings", int,
                         settings.get("original_max_position_embeddings") or context)
     scaling = dict(rope_type=kind, original_max_position_embeddings=original)
@@ -416,4 +470,5 @@ def scale_rope(raw, settings, theta, rotary_size):
             scaling[key] = [value_of({key: value}, key, float) for value in values]
         default = math.sqrt(1 + math.log(factor) / math.log(original)) if factor > 1 else 1.0
         context = min(context, original)  # beyond it, cached keys would need another rotation
-    return scaling | dict(attention_factor=number("attention_factor", default)), context
+    attention_factor = number("attention_factor", default) * attn_factor
+    return scaling | dict(attention_factor=attention_factor), context

@@ -39,6 +39,8 @@ def read_family(path):
     path = find_model(path)
     file = part_file(path, "config.json")
     expect(path.exists(), f"{path}: not found; expected a Hugging Face folder or a GGUF file")
+    expect(file.exists() or not (path / "adapter_config.json").exists(), f"{path}: is a LoRA "
+           "adapter, not a model; merge it into its model, with peft's merge_and_unload")
     raw = text_config(read_part(path, "config.json"))
     try:
         return family_of(raw)

@@ -16,6 +16,7 @@ from gguf import GGMLQuantizationType, GGUFValueType, TokenType
 
 from backends import cpu_layers, quantized
 from backends.linear import Quantized
+from common.files import check_content
 from common.values import one_line, one_of, warn
 from hf.families import family_of, value_of
 from hf.paths import gguf_parts
@@ -23,18 +24,24 @@ from hf.tensors import StoredTensor
 from hf.tokenizer_json import END_TOKENS, PIECE_IS_TOKEN, byte_level_spec, sentencepiece_spec
 from model import InputError, expect
 
-ARCHITECTURES = "llama", "qwen2", "qwen3", "gemma3", "phi3", "smollm3"
+FAMILY_OF = {  # general.architecture -> model_type in config.json
+    **{name: name for name in ("llama", "qwen2", "qwen3", "phi3", "smollm3", "granite")},
+    "gemma3": "gemma3_text", "mistral3": "mistral"}
+INTERLEAVED = "llama", "smollm3", "granite", "mistral3"  # whose RoPE pairs neighbours in a file
 KEYS = {  # metadata key after the architecture's prefix -> config.json
     "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
     "attention.head_count": "num_attention_heads", "attention.head_count_kv": "num_key_value_heads",
     "attention.layer_norm_rms_epsilon": "rms_norm_eps", "rope.freq_base": "rope_theta",
     "rope.freq_base_swa": "rope_local_base_freq", "attention.sliding_window": "sliding_window",
-    "final_logit_softcapping": "final_logit_softcapping"}
+    "final_logit_softcapping": "final_logit_softcapping", "attention.scale": "attention_multiplier",
+    "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
+    "logit_scale": "logits_scaling"}
 SCALING = {  # metadata key after rope.scaling. -> rope_scaling in config.json
-    "type": "rope_type", "factor": "factor", "attn_factor": "attention_factor",
+    "type": "rope_type", "factor": "factor", "attn_factor": "attn_factor",
     "original_context_length": "original_max_position_embeddings", "yarn_beta_fast": "beta_fast",
-    "yarn_beta_slow": "beta_slow", "yarn_attn_factor": "attention_factor"}
+    "yarn_beta_slow": "beta_slow", "yarn_attn_factor": "attention_factor",
+    "yarn_log_multiplier": "mscale_all_dim"}
 ROPE_FACTORS = {  # tensor -> rope_scaling in config.json; Llama 3 has one tensor for all lengths
     "rope_freqs.weight": ("short_factor", "long_factor"),
     "rope_factors_short.weight": ("short_factor",), "rope_factors_long.weight": ("long_factor",)}
@@ -148,8 +155,10 @@ class GGUFFile:
                    f"{path.name} is one of {count} files; download all, without renaming them")
         meta = readers[0].meta
         name = meta.get("general.architecture")
-        self.architecture = one_of("general.architecture", name, ARCHITECTURES)
-        self.family = self.architecture.replace("gemma3", "gemma3_text")
+        expect(meta.get("general.type") != "adapter", "is a LoRA adapter, not a model; merge it "
+               "into its model, with llama.cpp's llama-export-lora")
+        self.architecture = one_of("general.architecture", name, FAMILY_OF)
+        self.family = FAMILY_OF[self.architecture]
         self.tokens = meta.get("tokenizer.ggml.tokens", [])
         self.meta = {}
         for key, value in meta.items():
@@ -171,24 +180,38 @@ class GGUFFile:
         head_size = value_of(self.meta, "attention.key_length", int, size)
         rotary_size = value_of(self.meta, "rope.dimension_count", int, head_size)
         gemma_27b = raw["num_hidden_layers"] == 62  # scales by size, not head_size
+        expect(not self.meta.get("attention.temperature_scale"),
+               "attention.temperature_scale is not supported; use another model")
+        if self.meta.get("rope.scaling.finetuned") is False and self.family == "granite":
+            raw["position_embedding_type"] = "nope"
         return raw | dict(
             model_type=self.family, vocab_size=tensors["token_embd.weight"].shape[0],
             rope_theta=raw["rope_theta"] or 10000.0, rope_scaling=self.rope_scaling(),
             head_dim=head_size, partial_rotary_factor=rotary_size / head_size,
             query_pre_attn_scalar=size if gemma_27b else head_size,
             tie_word_embeddings="output.weight" not in tensors,
-            attention_bias="blk.0.attn_q.bias" in tensors, mlp_bias="blk.0.ffn_up.bias" in tensors)
+            attention_bias="blk.0.attn_q.bias" in tensors, mlp_bias="blk.0.ffn_up.bias" in tensors,
+            attention_output_bias="blk.0.attn_output.bias" in tensors,
+            attention_multiplier=raw["attention_multiplier"] or head_size ** -0.5)
 
     def rope_scaling(self):
-        scaling = self.renamed(SCALING, "rope.scaling.")
-        if factor := scaling.get("factor") or self.meta.get("rope.scale_linear"):  # the older key
-            scaling = dict(rope_type="linear") | scaling | dict(factor=factor)
+        """rope_scaling in config.json, None without. Its attn_factor multiplies cos and sin of any
+        rope_type."""
+        scaling = dict(rope_type="linear") | self.renamed(SCALING, "rope.scaling.")
+        scaling["factor"] = scaling.get("factor") or self.meta.get("rope.scale_linear", 1.0)
+        if scaling["rope_type"] == "none":
+            scaling |= dict(rope_type="linear", factor=1.0)
+        if scaling.get("mscale_all_dim"):
+            scaling["mscale"] = 1.0
         for name, keys in ROPE_FACTORS.items():
             if name in self.tensors:
-                factors = dequantized(self.tensors[name]).tolist()
-                scaling |= dict.fromkeys(keys, factors) | {"rope_type": "longrope"}
-                scaling |= {"attention_factor": 1.0} if name == "rope_freqs.weight" else {}
-        return scaling if scaling.get("rope_type", "none") != "none" else None
+                factors = (dequantized(self.tensors[name]) * scaling["factor"]).tolist()
+                scaling |= dict.fromkeys(keys, factors) | dict(
+                    rope_type="longrope", attention_factor=1.0)
+        if "rope_freqs.weight" in self.tensors:
+            scaling["original_max_position_embeddings"] = None  # these hold for all lengths
+        is_plain = (scaling["rope_type"], scaling["factor"]) == ("linear", 1)
+        return None if is_plain and scaling.get("attn_factor", 1) == 1 else scaling
 
     def generation_config(self):
         """The sampling defaults and the stop tokens."""
@@ -201,7 +224,12 @@ class GGUFFile:
         templates = self.renamed({"tokenizer.chat_template": "default",
                                   "tokenizer.chat_template.tool_use": "tool_use"})
         named = [dict(name=name, template=text) for name, text in templates.items()]
-        return special | dict(chat_template=named or None)
+        return special | dict(chat_template=named or None, add_bos_token=self.adds_bos())
+
+    def adds_bos(self):
+        """Whether the BOS token comes before any text, in llama.cpp before that of a chat too."""
+        by_default = self.meta.get("model") == "llama" or self.meta.get("pre") in PIECE_IS_TOKEN
+        return bool(self.meta.get("add_bos_token", by_default)) and "bos_token_id" in self.meta
 
     def added_tokens(self):
         """added_tokens of tokenizer.json: tokens that are matched before text is split."""
@@ -220,8 +248,8 @@ class GGUFFile:
         split = meta.get("pre", "default")
         if kind == "gpt2":
             if "pre" not in meta:
-                warn(f"{self.path}: has no tokenizer.ggml.pre; text is split like GPT-2's, which "
-                     "may differ from the training data; use a file that has the key")
+                warn(f"{self.path}: has no tokenizer.ggml.pre; text is split as llama.cpp does, "
+                     "maybe not as in the training data; use a file that has the key")
             spec = byte_level_spec(tokens, meta["merges"], split)
         else:  # Gemma merges pairs in the order of their ids
             in_order = range(0, -len(tokens), -1)
@@ -229,8 +257,7 @@ class GGUFFile:
             normal = (meta["token_type"] == TokenType.NORMAL).nonzero()[0].tolist()
             spec = sentencepiece_spec(tokens, scores, normal, meta.get("add_space_prefix", True))
         spec["added_tokens"] = self.added_tokens()
-        bos_by_default = kind == "llama" or split in PIECE_IS_TOKEN
-        if meta.get("add_bos_token", bos_by_default) and "bos_token_id" in meta:
+        if self.adds_bos():
             bos = tokens[meta["bos_token_id"]]
             parts = [dict(SpecialToken=dict(id=bos, type_id=0)),
                      dict(Sequence=dict(id="A", type_id=0))]
@@ -281,7 +308,7 @@ class GGUFFile:
         """The file's row for each row in a folder, None if the order is the same. llama.cpp's RoPE
         pairs neighbouring dimensions."""
         part = tensor.name.split(".")[-2]
-        if self.architecture not in ("llama", "smollm3") or part not in PERMUTED:
+        if self.architecture not in INTERLEAVED or part not in PERMUTED:
             return None
         heads = self.meta.get(PERMUTED[part], self.meta["attention.head_count"])
         return torch.arange(tensor.shape[0]).view(heads, -1, 2).transpose(1, 2).flatten()
@@ -319,6 +346,10 @@ def open_file(*versions):
 
 def read_part(path, name):
     """The equivalent of a folder's JSON file, {} if there is none. "weights": all tensors."""
+    whole = re.sub(r"\.part\d+(of\d+)?$", "", path.name)
+    expect(whole == path.name, f"{path}: is a part of a file; join all of them: cat {whole}.part* "
+           f"> {whole}")
+    check_content(path)
     try:
         file = open_file(*((part, part.stat().st_mtime_ns, part.stat().st_size)
                            for part in gguf_parts(path)))

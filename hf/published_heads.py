@@ -30,6 +30,11 @@ CLASSES = {Eagle3Config: Eagle3Heads, BlockConfig: BlockHeads}
 EAGLE3 = "eagle3", "LlamaForCausalLMEagle3"
 DSPARK = "dspark", "Qwen3DSparkModel"
 FORMATS = *EAGLE3, *DSPARK, "dflash", "DFlashDraftModel"
+EAGLE3_SIGN = "layers.0.hidden_norm.weight"  # a tensor of theirs only, whatever the architecture
+# Keys for the layers that heads read. In speculators and vLLM, at the top of config.json, a number
+# counts the blocks before the state. Elsewhere it is the index of the last of these blocks.
+BLOCKS_BEFORE = "eagle_aux_hidden_state_layer_ids", "aux_hidden_state_layer_ids"
+LAST_BLOCK = "eagle_aux_hidden_state_layer_ids", "target_layer_ids", "dspark_target_layer_ids"
 SWITCHES = "norm_before_fc", "fc_norm", "norm_output"  # of EAGLE-3 by speculators
 EAGLE3_DEPTH = 7  # K, where config.json does not say
 
@@ -40,12 +45,13 @@ def load_published(path, model):
     expect(not isinstance(model.head, VocabParallelHead),
            f"{path}: these heads only run in one process; start without torchrun")
     raw = read_json(path / "config.json")
+    tensors = open_heads(path)
     try:
-        config = read_config(raw, model.config)
+        config = read_config(raw, model.config, EAGLE3_SIGN in tensors)
     except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
         what = "" if isinstance(error, InputError) else "a value is missing or has the wrong type: "
         raise InputError(f"{path}/config.json: {what}{error}") from None
-    tensors, tokens = read_tensors(path, model)
+    tokens = take_tokens(path, tensors, model)
     n = config.vocabulary
     expect(n == 0 or len(tokens) == n, f"{path}: expected the {n} tokens of a draft vocabulary, as "
            f"config.json says, got {len(tokens)} in d2t; download the heads again")
@@ -62,10 +68,13 @@ def load_published(path, model):
     return heads.place()
 
 
-def read_config(raw, base):
-    """config.json and the model's `GPTConfig` -> `Eagle3Config` or `BlockConfig`."""
+def read_config(raw, base, is_eagle3=False):
+    """config.json and the model's `GPTConfig` -> `Eagle3Config` or `BlockConfig`. is_eagle3: told
+    by the tensors, where config.json has another name for the architecture."""
     is_speculators = raw.get("speculators_model_type") is not None
     name = raw["speculators_model_type"] if is_speculators else raw["architectures"][0]
+    if is_eagle3 and name not in FORMATS:
+        name = EAGLE3[1]
     kind = one_of("draft heads of type", name, FORMATS)
     layers = raw["transformer_layer_config"] if is_speculators else raw
     one_of("model_type", layers["model_type"], ("llama", "qwen3"))
@@ -76,7 +85,10 @@ def read_config(raw, base):
     expect(not own.windows and "sliding_attention" not in (layers.get("layer_types") or ()),
            "layers with sliding windows are not supported")
     own = replace(own, block_size=base.block_size)
-    config = (read_eagle3 if kind in EAGLE3 else read_block)(raw, kind, own, base.n_layer)
+    if kind in EAGLE3:
+        config = read_eagle3(raw, kind, own, base.n_layer)
+    else:
+        config = read_block(raw, kind, own)
     check("draft tokens", config.n_draft, 1, MAX_DRAFT, whole=True)
     for layer in config.hidden_layers:
         check("layers that are read", layer, 0, base.n_layer, whole=True)
@@ -84,12 +96,16 @@ def read_config(raw, base):
     return replace(config, vocabulary=rows if rows < own.vocab_size else 0)
 
 
-def layers_read(ids, is_speculators, default):
-    """Layer ids in config.json -> how many blocks run before each state that heads read. An id is
-    this number in speculators, elsewhere the index of the last of these blocks."""
-    if not ids:
-        return default
-    return tuple(i if is_speculators else i + 1 for i in ids)
+def layers_read(raw):
+    """How many blocks run before each state that heads read; None if config.json does not say."""
+    for key in BLOCKS_BEFORE:
+        if raw.get(key):
+            return tuple(raw[key])
+    for part in (raw.get("eagle_config") or {}, raw.get("dflash_config") or {}, raw):
+        for key in LAST_BLOCK:
+            if part.get(key):
+                return tuple(i + 1 for i in part[key])
+    return None
 
 
 def read_eagle3(raw, kind, layers, n):
@@ -100,25 +116,18 @@ def read_eagle3(raw, kind, layers, n):
     own = raw if is_speculators else raw.get("eagle_config") or {}
     expect(layers.n_layer == 1 and own.get("use_aux_hidden_state", True),
            "only EAGLE-3 with one layer that reads several of the model's states is supported")
-    ids = own.get("eagle_aux_hidden_state_layer_ids")
     methods = (raw.get("speculators_config") or {}).get("proposal_methods") or [{}]
     return Eagle3Config(
         layers, methods[0].get("speculative_tokens", EAGLE3_DEPTH),
-        layers_read(ids, is_speculators, (2, n // 2, n - 3)),
+        layers_read(raw) or (2, n // 2, n - 3),  # the default of all projects
         norm_before_residual=value_of(raw, "norm_before_residual", bool, False), **switches)
 
 
-def read_block(raw, kind, layers, n):
-    is_speculators = kind in ("dflash", "dspark")
+def read_block(raw, kind, layers):
     own = raw | (raw.get("dflash_config") or {})
-    d = layers.n_layer
-    if is_speculators:
-        ids = own.get("aux_hidden_state_layer_ids")
-        default = 2, n // 2, n - 3
-    else:  # z-lab's: evenly spaced
-        ids = own.get("target_layer_ids")
-        step = (n - 4) / max(d - 1, 1)
-        default = tuple(1 + round(1 + k * step) for k in range(d)) if d > 1 else (1 + n // 2,)
+    hidden_layers = layers_read(raw)
+    expect(hidden_layers, "does not say which layers the heads read, such as by target_layer_ids; "
+           "download the heads again")
     first = int(not value_of(own, "sample_from_anchor", bool, kind in DSPARK))
     check("mask_token_id", own["mask_token_id"], 0, layers.vocab_size - 1, whole=True)
     rank = own.get("markov_rank") or 0
@@ -127,21 +136,25 @@ def read_block(raw, kind, layers, n):
                     ("vanilla", "gated"))
     return BlockConfig(
         replace(layers, qk_norm="head"), value_of(own, "block_size", int) - first,
-        layers_read(ids, is_speculators, default), mask_token=own["mask_token_id"], first=first,
+        hidden_layers, mask_token=own["mask_token_id"], first=first,
         causal=value_of(own, "causal_head", bool, False), markov_rank=rank,
         markov_gated=markov == "gated")
 
 
-def read_tensors(path, model):
-    """-> ({name: StoredTensor} of the weights, the tokens of a draft vocabulary int32 [n] or []).
-    Leaves out embeddings and an LM head that are the model's."""
+def open_heads(path):
+    """{name: StoredTensor} of a folder's heads."""
     files = weight_files(path)
     expect(all(file.suffix == ".safetensors" for file in files),
            f"{path}: these heads are only read from safetensors; convert them")
     tensors = {short(name).replace("midlayer.", "layers.0."): tensor
                for file in files for name, tensor in open_tensors(file).items()}
-    tensors = {name: tensor for name, tensor in tensors.items()
-               if not name.startswith(UNREAD) and not name.endswith(BUFFERS)}
+    return {name: tensor for name, tensor in tensors.items()
+            if not name.startswith(UNREAD) and not name.endswith(BUFFERS)}
+
+
+def take_tokens(path, tensors, model):
+    """The tokens of a draft vocabulary, int32 [n] or []. Removes them from tensors, and embeddings
+    and an LM head that are the model's."""
     tokens = torch.empty(0, dtype=torch.int64)
     if "d2t" in tensors:  # token - row
         tokens = tensors.pop("d2t").load()
@@ -156,4 +169,4 @@ def read_tensors(path, model):
             same = lambda ids: torch.equal(rows(ids.to(model.device)).to(values), values[ids])
             if all(map(same, torch.arange(V).split(4096))):
                 del tensors[name]
-    return tensors, tokens.int()
+    return tokens.int()

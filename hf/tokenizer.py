@@ -10,15 +10,17 @@ from functools import cached_property
 from tokenizers import Tokenizer
 from tokenizers.models import BPE
 
+from common.files import check_content
 from common.values import one_line
 from hf.bpe import BYTES, byte_level_bpe
-from hf.chat import load_chat_template
-from hf.files import part_file, read_part
-from hf.paths import find_model
+from hf.chat import load_chat_template, token_text
+from hf.files import optional_part, part_file, read_part
+from hf.paths import find_model, is_gguf
 from model import InputError, expect
 
 BPE_FLAGS = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk",
              "byte_fallback", "ignore_merges")
+NAMED = "bos", "eos", "unk", "sep", "pad", "cls", "mask"  # special tokens, in transformers' order
 
 
 class Encoding:
@@ -191,6 +193,35 @@ class TextStream:
         return text[:end]
 
 
+def add_tokens(spec, path):
+    """A tokenizer.json with the tokens that only tokenizer_config.json or added_tokens.json in the
+    folder have, as transformers adds them: those with ids, then the special ones without."""
+    if is_gguf(path):
+        return spec
+    config = optional_part(path, "tokenizer_config.json")
+    extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
+    named = [config.get(f"{name}_token") for name in NAMED]
+    named += extra.values() if isinstance(extra, dict) else extra
+    special = [text for text in map(token_text, named) if text]
+    numbered = config.get("added_tokens_decoder")
+    if numbered is None:
+        numbered = {i: dict(content=text, special=text in special)
+                    for text, i in optional_part(path, "added_tokens.json").items()}
+    added = list(spec.get("added_tokens") or [])
+    known = {token["content"]: token["id"] for token in added}
+    vocab = (spec.get("model") or {}).get("vocab") or {}
+    ids = vocab if isinstance(vocab, dict) else {text: i for i, (text, _) in enumerate(vocab)}
+    tokens = [numbered[i] | dict(id=int(i)) for i in sorted(numbered, key=int)]
+    for token in tokens + [dict(content=text, special=True) for text in special]:
+        text = token["content"]
+        if text not in known:
+            free = max([*ids.values(), *known.values()], default=-1) + 1
+            known[text] = ids.get(text, token.get("id", free))
+            is_special = token.get("special") or text in special
+            added.append(token | dict(id=known[text], special=is_special))
+    return spec | dict(added_tokens=added)
+
+
 def load_encoding(path):
     """Loads the Encoding of a folder, a GGUF file or a short name. Never runs a folder's code."""
     path = find_model(path)
@@ -198,7 +229,8 @@ def load_encoding(path):
     older = [name for name in ("merges.txt", "tokenizer.model") if file.with_name(name).exists()]
     try:
         if file.exists() or not older:
-            return Encoding(file, read_part(path, "tokenizer.json"))
+            return Encoding(file, add_tokens(read_part(path, "tokenizer.json"), path))
+        check_content(file.with_name(older[0]))
         import transformers
         reader = transformers.AutoTokenizer
         if older[0] == "tokenizer.model":  # not AutoTokenizer: Baichuan's class is custom code

@@ -19,14 +19,16 @@ GPT4O_PATTERN = (
     rf"[^\r\n\p{{L}}\p{{N}}]?{UPPER}+{LOWER}*{ENDING}|"
     r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 TEKKEN_PATTERN = GPT4O_PATTERN.replace(ENDING, "").replace("{1,3}", "")
+LLAMA_CPP_PATTERNS = (  # its default: each splits the pieces of the one before
+    r"[\p{P}$+<=>^~|]+", GPT2_PATTERN, r"\p{N}+", "[0-9][0-9][0-9]")
 CODE_PATTERN = (  # demo/'s: newlines are not joined to punctuation, as prompts end with a colon
     r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
 PATTERNS = LLAMA3_PATTERN, QWEN_PATTERN, GPT4O_PATTERN, TEKKEN_PATTERN, CODE_PATTERN
 DIGITS = dict(type="Digits", individual_digits=True)
 PIECE_IS_TOKEN = "llama-bpe", "llama-v3", "llama3", "tekken"  # pieces that are tokens skip merges
 NORMALISED = "qwen2", "deepseek-r1-qwen"  # to NFC first, as in their tokenizer.json
-SPLITS = {  # tokenizer.ggml.pre -> pattern or step before ByteLevel
-    "default": None, "gpt-2": None, "smollm": DIGITS, "gpt-4o": GPT4O_PATTERN,
+SPLITS = {  # tokenizer.ggml.pre -> pattern, patterns, or a step before ByteLevel
+    "default": LLAMA_CPP_PATTERNS, "gpt-2": None, "smollm": DIGITS, "gpt-4o": GPT4O_PATTERN,
     **dict.fromkeys(NORMALISED, QWEN_PATTERN),
     **dict.fromkeys((*PIECE_IS_TOKEN, "dbrx", "smaug-bpe"), LLAMA3_PATTERN),
     "tekken": TEKKEN_PATTERN}
@@ -41,9 +43,10 @@ BYTE_LEVEL = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, u
 
 def split_steps(split):
     """The pre_tokenizer steps of a tokenizer.json. split: a value of SPLITS."""
-    if isinstance(split, str):
-        step = dict(type="Split", pattern=dict(Regex=split), behavior="Isolated", invert=False)
-        return [step, BYTE_LEVEL | dict(use_regex=False)]
+    if isinstance(split, str | tuple):
+        steps = [dict(type="Split", pattern=dict(Regex=pattern), behavior="Isolated", invert=False)
+                 for pattern in ([split] if isinstance(split, str) else split)]
+        return [*steps, BYTE_LEVEL | dict(use_regex=False)]
     return [split, BYTE_LEVEL] if split else [BYTE_LEVEL]
 
 

@@ -232,9 +232,10 @@ def layers_json(**changes):
 EAGLE3, SPECFORGE = dict(speculators_model_type="eagle3"), dict(architectures=["LlamaForCausalLMEagle3"])
 DFLASH = dict(speculators_model_type="dflash", aux_hidden_state_layer_ids=[0, 9])
 DSPARK = DFLASH | dict(speculators_model_type="dspark")
-ZLAB = dict(architectures=["DFlashDraftModel"])
-DEEPSPEC = dict(architectures=["Qwen3DSparkModel"], target_layer_ids=[1, 34])
 IDS = "eagle_aux_hidden_state_layer_ids"
+OTHER = dict(architectures=["LlamaForCausalLM"])  # EAGLE-3 told by its tensors
+ZLAB = dict(architectures=["DFlashDraftModel"], target_layer_ids=[1, 34])
+DEEPSPEC = dict(architectures=["Qwen3DSparkModel"], target_layer_ids=[1, 34])
 
 
 def config_of(changes):
@@ -242,7 +243,8 @@ def config_of(changes):
     raw = layers_json(block_size=8, mask_token_id=96)
     if "speculators_model_type" in changes:
         raw |= dict(transformer_layer_config=layers_json(**changes.get("layers", {})))
-    return read_config(raw | changes, GPTConfig(vocab_size=97, n_embd=64, n_layer=36))
+    is_eagle3 = changes.get("architectures", [""])[0].startswith(("Llama", "Eagle3"))
+    return read_config(raw | changes, GPTConfig(vocab_size=97, n_embd=64, n_layer=36), is_eagle3)
 
 
 @pytest.mark.parametrize("changes, layers, want", [  # layers: how many blocks run before each state
@@ -251,14 +253,17 @@ def config_of(changes):
      dict(n_draft=3)),
     (SPECFORGE | dict(eagle_config={IDS: [3, 0, 35]}), (4, 1, 36), dict(n_draft=7)),
     (SPECFORGE | dict(norm_before_residual=True), (2, 18, 33), dict(norm_before_residual=True)),
+    (SPECFORGE | {IDS: [3, 0, 36]}, (3, 0, 36), dict(n_draft=7)),
+    (OTHER | dict(eagle_config={IDS: [1, 5]}), (2, 6), dict(n_draft=7)),
+    (dict(architectures=["Eagle3LlamaForCausalLM"]), (2, 18, 33), dict(n_draft=7)),
     (DFLASH, (0, 9), dict(n_draft=7, first=1, causal=False, markov_rank=0, mask_token=96)),
     (DFLASH | dict(sample_from_anchor=True), (0, 9), dict(n_draft=8, first=0)),
     (DSPARK | dict(markov_rank=4, markov_head_type="gated"), (0, 9), dict(n_draft=8, markov_rank=4, markov_gated=True)),
     (ZLAB | dict(dflash_config=dict(mask_token_id=5, target_layer_ids=[1, 9, 35])), (2, 10, 36),
      dict(n_draft=7, first=1, mask_token=5)),
-    (ZLAB | dict(num_hidden_layers=5), (2, 10, 18, 26, 34), dict(mask_token=96)),
-    (ZLAB | dict(num_hidden_layers=2), (2, 34), {}), (ZLAB, (19,), {}),
-    (ZLAB | dict(dflash_config=dict(block_size=4, causal_head=True)), (19,), dict(n_draft=3, causal=True)),
+    (ZLAB | {IDS: [4, 9]}, (4, 9), dict(mask_token=96)),
+    (ZLAB | dict(dflash_config=dict(block_size=4, causal_head=True)), (2, 35), dict(n_draft=3, causal=True)),
+    (DEEPSPEC | dict(target_layer_ids=None, dspark_target_layer_ids=[7]), (8,), dict(first=0)),
     (DEEPSPEC | dict(markov_rank=2, markov_head_type="vanilla"), (2, 35), dict(n_draft=8, first=0, markov_rank=2)),
 ], ids=str)
 def test_layers_and_options_of_each_format(changes, layers, want):
@@ -270,7 +275,9 @@ def test_layers_and_options_of_each_format(changes, layers, want):
 
 @pytest.mark.parametrize("changes, says", [
     (dict(speculators_model_type="mtp"), "'mtp' is not supported; supported: eagle3"),
-    (dict(architectures=["LlamaForCausalLM"]), "'LlamaForCausalLM' is not supported"),
+    (dict(architectures=["Qwen3ForCausalLM"]), "'Qwen3ForCausalLM' is not supported"),
+    (ZLAB | dict(target_layer_ids=None), "which layers the heads read"),
+    (DFLASH | dict(aux_hidden_state_layer_ids=[]), "which layers the heads read"),
     (SPECFORGE | dict(vocab_size=98), "belong to a model of vocab_size 98, not 97"),
     (SPECFORGE | dict(hidden_size=128), "belong to a model of n_embd 128, not 64"),
     (SPECFORGE | dict(num_hidden_layers=2), "only EAGLE-3 with one layer"),
@@ -300,6 +307,10 @@ def test_broken_files_are_refused(tmp_path):
     refused = lambda change, *says, **config: refusal(lambda: changed(change, **config), tmp_path, *says)
     assert changed(lambda x: x).embed is None
     assert changed(lambda x: x.update({"embed_tokens.weight": -x["embed_tokens.weight"]})).embed is not None
+    layers = speculators("eagle3", dict(weights), ids)[0]["transformer_layer_config"]
+    other = layers | dict(architectures=["LlamaForCausalLM"], speculators_model_type=None)
+    assert changed(lambda x: x, **other).hidden_layers == (0, 1, 2)
+    refused(lambda x: x.pop("layers.0.hidden_norm.weight"), "'LlamaForCausalLM' is not supported", **other)
     refused(lambda x: x.pop("fc.weight"), "the weights lack fc.weight")
     refused(lambda x: x.update(extra=torch.ones(2)), "no extra")
     refused(lambda x: x.update({"norm.weight": torch.ones(63)}), "norm.weight", "(64,)", "(63,)")

@@ -3,6 +3,7 @@
 import json
 import math
 import os
+from itertools import product
 
 import pytest
 import torch
@@ -10,10 +11,13 @@ from safetensors.torch import load_file, save_file
 
 from clover import CloverHeads, preset
 from conftest import SHAPES, convert_llama, edit_json, edit_weights, random_prompts, refusal, toy_model
+from drafters.base import BlockConfig, Eagle3Config
+from drafters.block import BlockHeads
+from drafters.eagle3 import Eagle3Heads
 from generate import generate
-from hf.families import FAMILIES, family_of
+from hf.families import FAMILIES, family_of, text_config
 from hf.files import read_config
-from model import GPT, InputError, alibi_slopes
+from model import GPT, GPTConfig, InputError, alibi_slopes
 
 TINY = dict(vocab_size=97, hidden_size=64, intermediate_size=96, num_hidden_layers=2, num_attention_heads=4,
             num_key_value_heads=2, max_position_embeddings=128, bos_token_id=None, eos_token_id=None, pad_token_id=None)
@@ -36,6 +40,9 @@ SEES = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_atten
             patch_size=4)
 VISION = {"gemma3": dict(vision_config=SEES, mm_tokens_per_image=4),
           "mistral3": dict(vision_config=SEES | dict(head_dim=8))}
+MULTIPLIERS = dict(embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.1, logits_scaling=8.0)
+DENSE = MULTIPLIERS | dict(num_local_experts=0, shared_intermediate_size=96, intermediate_size=1,
+                           layer_types=["full_attention"] * 2)
 # Windows are at most a third of the tokens.
 FOLDERS = {  # name: (family in transformers, fields of its config)
     "gpt2": ("GPT2", GPT2),
@@ -66,6 +73,10 @@ FOLDERS = {  # name: (family in transformers, fields of its config)
         "full_attention", "sliding_attention"] * 2)),
     "gemma3-vision": ("Gemma3", GEMMA),
     "mistral3-vision": ("Mistral", dict(sliding_window=None, head_dim=32)),
+    "granite": ("Granite", MULTIPLIERS | dict(tie_word_embeddings=True)),
+    "granite-biased": ("Granite", MULTIPLIERS | dict(attention_bias=True, mlp_bias=True)),
+    "granite-4": ("GraniteMoeHybrid", DENSE | dict(position_embedding_type="rope")),
+    "granite-4-nope": ("GraniteMoeHybrid", DENSE),
     "glm": ("Glm", dict(head_dim=32, rope_parameters=PARTIAL, attention_bias=True)),
     "glm4": ("Glm4", dict(head_dim=16, rope_parameters=PARTIAL)),
     **{f"baichuan{kind}": ("Llama", {}) for kind in ("-7b", "2-7b", "-13b", "2-13b")},
@@ -176,10 +187,17 @@ def with_a_head_alone(tensors):
     return {key.replace("model.embed_tokens", "lm_head"): value for key, value in tensors.items()}
 
 
+def as_in(*wrappers):
+    """The names of a checkpoint saved from wrapped modules."""
+    return lambda tensors: {"".join(wrappers) + key: value for key, value in tensors.items()}
+
+
 @pytest.mark.parametrize("name, rename, zipped", [
     ("gpt2", dict, True), ("gpt2", dict, False),  # torch's current and legacy formats
     ("gpt2", without_prefix, None), ("gemma3-vision", as_version_4, None), ("mistral3-vision", as_version_4, None),
-    ("llama-tied", with_a_head, None), ("llama-tied", with_a_head_alone, None)])
+    ("llama-tied", with_a_head, None), ("llama-tied", with_a_head_alone, None),
+    ("llama", as_in("_orig_mod."), None), ("gpt2", as_in("_orig_mod.", "module."), True),
+    ("qwen2", as_in("base_model.model."), None), ("llama", as_in("module.", "_orig_mod."), None)])
 def test_other_names_and_files_of_the_same_weights(name, rename, zipped, tmp_path):
     """Catches .bin files or renamed tensors that load as other weights."""
     want = GPT.from_pretrained(save_theirs(name, theirs_of(name), tmp_path), device="cpu", packed=False)
@@ -277,6 +295,61 @@ def test_a_gemma_folder_that_names_little():
     assert ours.attn_scale == 256 ** -0.5 and ours.embed_scale == 2560 ** 0.5
 
 
+SPARSE = dict(llama="Llama", mistral="Mistral", qwen2="Qwen2")
+
+
+@pytest.mark.parametrize("kind", SPARSE)
+def test_what_a_text_config_leaves_out_is_transformers_default(kind):
+    """Bug: LLaVA 1.5, whose text_config names five values, is refused or gets another number of layers."""
+    theirs = getattr(pytest.importorskip("transformers"), f"{SPARSE[kind]}Config")()
+    ours = family_of(text_config(dict(text_config=dict(model_type=kind, vocab_size=99)))).config
+    assert (ours.vocab_size, ours.n_layer, ours.n_embd, ours.n_inner, ours.n_head, ours.n_kv_head, ours.block_size,
+            ours.norm_eps) == (99, theirs.num_hidden_layers, theirs.hidden_size, theirs.intermediate_size,
+                               theirs.num_attention_heads, theirs.num_key_value_heads, theirs.max_position_embeddings,
+                               theirs.rms_norm_eps)
+
+
+@pytest.mark.parametrize("outer", ["gemma3", "mistral3", "llava", "internvl", "aya_vision", "qwen2_5_vl"])
+def test_an_lm_head_is_tied_where_transformers_ties_it(outer):
+    """Bug: "the weights lack lm_head.weight" where only the outer part of config.json says that it is tied."""
+    transformers = pytest.importorskip("transformers")
+    kind = "gemma3_text" if outer == "gemma3" else "qwen2_5_vl_text" if outer == "qwen2_5_vl" else "llama"
+    for said in product((None, True, False), repeat=2):
+        whole, text = ({} if value is None else dict(tie_word_embeddings=value) for value in said)
+        raw = whole | dict(text_config=dict(model_type=kind) | text)
+        theirs = transformers.AutoConfig.for_model(outer, **raw)
+        assert text_config(dict(model_type=outer) | raw)["tie_word_embeddings"] == theirs.tie_word_embeddings, said
+
+
+def test_a_multimodal_model_without_an_lm_head_loads(tmp_path):
+    """Bug: as above, in a folder, with inner false."""
+    path = save_theirs("gemma3-vision", theirs_of("gemma3-vision"), tmp_path)
+    want = GPT.from_pretrained(path, device="cpu", packed=False)
+    edit_json(path / "config.json", "text_config", tie_word_embeddings=False)
+    got = GPT.from_pretrained(path, device="cpu", packed=False)
+    assert got.config.tied and torch.equal(got.head.weight, want.head.weight)
+
+
+@pytest.mark.parametrize("said, context", [
+    (dict(max_position_embeddings=64, max_sequence_length=256, rope_scaling=dict(type="linear", factor=4.0)), 256),
+    (dict(max_position_embeddings=None, max_sequence_length=64), 64),
+    (dict(max_position_embeddings=128, max_sequence_length=64), 128)])
+def test_the_context_has_an_older_name(said, context):
+    """Bug: Vicuna 1.5 16k ends at a quarter of its context; Llama 1 is refused."""
+    assert family_of(dict(model_type="llama", rms_norm_eps=1e-5) | TINY | said).config.block_size == context
+
+
+def test_granites_states_are_those_of_its_authors(tmp_path):
+    """Bug: published heads read states that are 1 / 0.22 times as large as those that they were trained on."""
+    theirs, tokens = theirs_of("granite"), torch.tensor(random_prompts([30]))
+    ours = GPT.from_pretrained(save_theirs("granite", theirs, tmp_path), torch.float32, "cpu", packed=False)
+    want = theirs(tokens, output_hidden_states=True).hidden_states
+    layers = GPTConfig(vocab_size=97, n_embd=64, n_layer=1, block_size=128)
+    for heads in (Eagle3Heads(Eagle3Config(layers, 3, (0, 1)), ours), BlockHeads(BlockConfig(layers, 3, (0, 1)), ours)):
+        states = heads.states(ours(tokens, layers=(0, 1)))
+        torch.testing.assert_close(states, torch.cat(want[:2], -1), atol=1e-4, rtol=1e-4)
+
+
 def test_alibi_slopes_of_a_number_of_heads_that_is_no_power_of_two():
     assert alibi_slopes(6).tolist() == [2.0 ** -n for n in (2, 4, 6, 8, 1, 3)]
 
@@ -301,6 +374,9 @@ def test_weights_that_do_not_fit_the_memory_are_refused_before_they_are_read(tmp
     monkeypatch.setattr("hf.checkpoint.free_memory", lambda device: 1000)
     with pytest.raises(InputError, match=r"its weights take 2\d\d.\d? ?kB, but 1 kB are free on cpu"):
         GPT.from_pretrained(tmp_path, device="cpu")
+
+
+POINTER = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
 
 
 class Code:
@@ -343,7 +419,15 @@ BROKEN = {  # case: (changes to config.json or a function that breaks the folder
     "shard missing": (lambda p: one_shard(p, "model-2.safetensors"), "model-2.safetensors: truncated"),
     "shard above the folder": (lambda p: one_shard(p, "../b.safetensors", p.parent / "b.safetensors"), "r/b.safet"),
     "pointer instead of a pickle": (lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin").write_text(
-        "version https://git-lfs.github.com/spec/v1"), "truncated, not a bin file, or contains more than tensors"),
+        POINTER), "pytorch_model.bin: is a git-lfs pointer"),
+    "pointer instead of a config": (lambda p: (p / "config.json").write_text(POINTER), "config.json: is a git-lfs poi"),
+    "shards without their index": (lambda p: (p / "model.safetensors").rename(p / "model-00001-of-00002.safetensors"),
+                                   "shards such as model-00001-of-00002.safetensors"),
+    "LoRA adapter": (lambda p: (p / "config.json").rename(p / "adapter_config.json"), "folder: is a LoRA adapter"),
+    "weights beside a LoRA adapter's": (lambda p: edit_weights(p, lambda t: t.update(
+        {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 64)})), "a LoRA adapter"),
+    "experts": (dict(model_type="granitemoehybrid"), "num_local_experts 8 is not supported; supported: 0"),
+    "recurrent": (dict(model_type="granitemoehybrid", num_local_experts=0, layer_types=["mamba"]), "type 'mamba'"),
     "pickle with code": (lambda p: pickled(p, dict(a=Code())), "or contains more than tensors"),
     "pickle of a huge view": (lambda p: pickled(p, {"a.bias": torch.ones(1).expand(10**9, 10**6)}), "not store"),
 }

@@ -363,7 +363,8 @@ REFUSED = {  # reason: a change to the tiny spec, or the file's content
     "two tokens share an id": lambda spec: spec["model"]["vocab"].update(he=257) or spec.update(added_tokens=[]),
     "out of vocabulary": lambda spec: spec["model"]["merges"].append("q q"),
     "Model missing": lambda spec: spec.pop("model"),
-} | {content[:20]: content for content in (b"", b"{", b"\xff\xfe\x00", b"[]", b'{"model": []}', b"[" * 200_000)}
+} | {content[:20]: content for content in (b"", b"{", b"\xff\xfe\x00", b"[]", b'{"model": []}', b"[" * 200_000,
+                                           b"version https://git-lfs.github.com/spec/v1")}
 
 
 @pytest.mark.parametrize("reason", REFUSED, ids=repr)
@@ -415,6 +416,34 @@ def auto_tokenizer(folder):
 
 def token(text):
     return {"__type": "AddedToken", **added(0, text)} | {"id": None}
+
+
+ADDED = {  # case: the folder's files beside a base tokenizer.json with 700 tokens
+    "decoder": {"tokenizer_config.json": {"added_tokens_decoder": {
+        "701": added(701, "<|im_start|>"), "700": added(700, "<tool>", special=False, rstrip=True),
+        "1": added(1, "<|im_end|>")}}},
+    "file": {"added_tokens.json": {"<|im_start|>": 700, "<tool>": 701}, "tokenizer_config.json": {
+        "additional_special_tokens": ["<|im_start|>"]}},
+    "named": {"tokenizer_config.json": {"eos_token": "<|end|>", "pad_token": token("<pad>"),
+                                        "extra_special_tokens": {"image_token": "<image>"}}},
+    "decoder, not the file": {"tokenizer_config.json": {"added_tokens_decoder": {"700": added(700, "<a>")}},
+                              "added_tokens.json": {"<b>": 701}},
+}
+
+
+@pytest.mark.parametrize("case", ADDED)
+def test_tokens_that_only_the_config_names_are_added_as_by_transformers(case, corpus, tmp_path):
+    """Bug: <|im_end|> in ten pieces, so that no chat ends; the ids of heads and rows of another token."""
+    files = dict(ADDED[case])
+    config = {"tokenizer_class": "PreTrainedTokenizerFast"} | files.pop("tokenizer_config.json")
+    files = {name: json.dumps(content) for name, content in files.items()}
+    folder_of(tmp_path, byte_level(corpus[:2], BYTE_LEVEL), config, files)
+    theirs, ours = auto_tokenizer(tmp_path), load_encoding(tmp_path)
+    assert ours.special_tokens == theirs.get_added_vocab() and len(ours.special_tokens) > 2
+    texts = [f"a {text} b{text}" for text in (*ours.special_tokens, "<b>")]
+    assert [encode_prompt(ours, text) for text in texts] == [theirs.encode(text) for text in texts]
+    special = {i for i, token in theirs.added_tokens_decoder.items() if token.special}
+    assert ours.control_ids == special
 
 
 @pytest.mark.parametrize("kind, pattern, config, prefix", [

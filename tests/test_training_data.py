@@ -213,6 +213,31 @@ def test_a_few_chats_that_the_template_refuses_are_left_out(tmp_path, capsys):
     refusal(lambda: list(data.read_records([tmp_path], CHATML)), "3 of 27 chats", tmp_path / "a.jsonl", "line 5")
 
 
+def test_answers_before_the_first_question_are_left_out_where_the_template_refuses_them(tmp_path, capsys):
+    """Bug: training aborts at the parts of long ShareGPT chats, of which a third begin with an answer."""
+    strict = ChatTemplate("strict", "{% if messages and messages[0].role == 'assistant' %}"
+                          "{{ raise_exception('no question') }}{% endif %}" + CHATML.source, {})
+    turns = [{"from": role, "value": text} for role, text in
+             (("gpt", "a"), ("gpt", "b"), ("human", "q"), ("gpt", "c"))]
+    trl = dict(prompt=[dict(role="assistant", content="x"), dict(role="user", content="q")],
+               completion=[dict(role="assistant", content="c")])
+    write(tmp_path, {"a.jsonl": jsonl([dict(conversations=turns), trl, CHAT])})
+    found = list(data.read_records([tmp_path / "a.jsonl"], strict))
+    assert [record.parts[-1][0] for record in found] == ["c<|im_end|>\n"] * 2 + ["a<|im_end|>\n"]
+    assert found[0].text == found[1].text and found[0].text.startswith("<|im_start|>user\nq")
+    assert "answers before a chat's first question: 2 (line 1)" in capsys.readouterr().err
+    assert "b<|im_end|>" in documents_in([tmp_path / "a.jsonl"], template=CHATML)[0]  # not refused
+
+
+def test_texts_with_special_tokens_are_counted(chatty, tmp_path, capsys):
+    """Bug: a chat that was rendered before is spelled out, and the heads look bad after hours."""
+    write(tmp_path, {"a.jsonl": jsonl([{"text": f"<|im_start|>user {i}"} for i in range(3)] + [{"text": "plain"}] * 40
+                                      + [{"prompt": "<|im_start|>", "completion": "a"}] * 9)})
+    data.encode_splits([tmp_path / "a.jsonl"], data.SPLITS[:1], chatty)
+    said = capsys.readouterr().err
+    assert said.count("\n") == 1 and "3 of the texts contain special tokens, such as <|im_start|>" in said
+
+
 @pytest.mark.parametrize("line", [
     "{", "7", '{"txt": "a"}', '{"text": 7}', b'{"text": "\xff"}', "[" * 100_000, {"prompt": "p"},
     {"prompt": ["p"], "completion": "c"}, {"messages": "hello"}, {"messages": ["hello", "you"]},

@@ -17,6 +17,7 @@ import torch
 
 from common.files import OBJECTS, content_hash, read_objects, read_text
 from common.values import warn
+from hf.bpe import any_of
 from hf.chat import end_of_text
 from hf.messages import messages_of, tools_of
 from model import InputError, expect
@@ -111,11 +112,14 @@ def read_records(paths, template=None, key=None):
                     chats += 1
                     roles = " ".join(dict.fromkeys(turn["role"] for turn in record.parts[0]))
                     try:
-                        record = Record(chat_parts(*record.parts, template), "chat")
+                        parts, is_cut = cut_chat(*record.parts, template)
                     except InputError as error:
                         refused.append(f"{file}, {where}: {error}")
                         empty = False
                         continue
+                    record = Record(parts, "chat")
+                    if is_cut:
+                        left_out["answers before a chat's first question"].append(where)
                     if not record.parts:
                         left_out["chats without an assistant's answer"].append(f"roles {roles}")
                 if record.text:
@@ -166,6 +170,20 @@ def parse_record(key, value):
     valid = all(isinstance(part, str) for part, _ in record.parts)
     expect(valid, f"its {record.kind} is not a string")
     return record
+
+
+def cut_chat(messages, tools, first, template):
+    """`chat_parts`, and whether answers before the first question were left out, as of the later
+    parts of a long ShareGPT chat: only where the template refuses them."""
+    try:
+        return chat_parts(messages, tools, first, template), False
+    except InputError:
+        asked = next((i for i, turn in enumerate(messages) if turn["role"] == "user"), 0)
+        kept = [turn for turn in messages[:asked] if turn["role"] != "assistant"]
+        if len(kept) == asked:
+            raise
+        first = max(first - asked + len(kept), 1)
+        return chat_parts(kept + messages[asked:], tools, first, template), True
 
 
 def chat_parts(messages, tools, first, template):
@@ -280,8 +298,17 @@ def encode_splits(paths, splits, encoding):
     """Encodes the documents of `split_records` -> {split: Tokens}."""
     documents = {split: [] for split in splits}
     key = format_key(encoding)
+    special = [text for text, i in encoding.special_tokens.items() if i in encoding.control_ids]
+    names = re.compile(any_of(set(special)) if special else "(?!)")
+    spelled = []  # the first special token in each text that has some
     for split, record in split_records(paths, splits, encoding.template, key):
         documents[split].append(encode_record(record, encoding))
+        if record.kind == "text" and (match := names.search(record.text)):
+            spelled.append(match[0])
+    if spelled and paths is not None:
+        warn(f"{len(spelled)} of the texts contain special tokens, such as {spelled[0]}, which are "
+             'read as plain text; for chats use "messages", for other text with special tokens '
+             '"prompt" and "completion"')
     return {split: pack(pairs) for split, pairs in documents.items()}
 
 
