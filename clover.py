@@ -4,6 +4,7 @@
 Letters: B sequences, T tree nodes (root included) or tokens, K draft heads, W beams, n candidates
 per depth, C hidden size, V vocabulary."""
 
+import hashlib
 import json
 import math
 import os
@@ -512,7 +513,7 @@ class CloverHeads(nn.Module):
 
     def save_pretrained(self, path, tokenizer="", dtype=None, **info):
         """Writes heads.safetensors (cast to dtype if given) and heads.json: config, the model's
-        sizes and its tokenizer's hash, and info (training, accuracy)."""
+        sizes, `norm_hash` and tokenizer's hash, and info (training, accuracy)."""
         Path(path).mkdir(parents=True, exist_ok=True)
         tensors = {}
         for name, value in self.state_dict().items():
@@ -523,7 +524,7 @@ class CloverHeads(nn.Module):
 
     def save_record(self, path, tokenizer="", **info):
         """Writes heads.json only."""
-        base = dict(sizes=sizes_of(self.model), tokenizer=tokenizer)
+        base = dict(sizes=sizes_of(self.model), tokenizer=tokenizer, norm=norm_hash(self.model))
         record = json.dumps(dict(config=asdict(self.config), base=base, **info), indent=2) + "\n"
         replace_file(Path(path, "heads.json"), record.encode())
 
@@ -555,6 +556,13 @@ def linear_weights(module):
     """How many numbers the weights of its linear layers have."""
     return sum(layer.in_features * layer.out_features for layer in module.modules()
                if hasattr(layer, "in_features"))
+
+
+def norm_hash(model):
+    """16 hex digits that tell a model from others of its sizes, in all its formats: a hash of the
+    final norm's weight, which is not quantised, in bfloat16."""
+    weight = model.norm.weight.detach().to("cpu", torch.bfloat16)
+    return hashlib.sha256(weight.view(torch.uint8).numpy().tobytes()).hexdigest()[:16]
 
 
 def sizes_of(model):

@@ -4,7 +4,7 @@ with results, hardware and versions. docs/cli.md has more."""
 from pathlib import Path
 
 from bench import MODEL_SIZES
-from hf.paths import default_heads, is_gguf, is_repository
+from hf.paths import is_gguf, is_repository
 from tools import flags
 from training.flags import add_data_flag
 
@@ -58,10 +58,7 @@ def add_decode_flags(parser):
 def check_decode_flags(parser, args):
     """Rejects flags that exclude each other, and sets defaults that depend on other flags."""
     args.tree_sizes = args.tree_sizes or ([2, 4, 8, 16] if args.random_weights else [5, 17, None])
-    if args.drafters is None:
-        own = default_heads(args.model)
-        args.drafters = [str(own), "lookup", f"{own}+lookup"] if own else ["lookup"]
-    names = [Path(drafter).name for drafter in args.drafters]
+    names = [Path(drafter).name for drafter in args.drafters or ()]
     if len({*names}) < len(names):
         parser.error("two --drafters have the same name; rename a folder")
     if args.llama_cpp and not (is_repository(args.model) or is_gguf(Path(args.model))):

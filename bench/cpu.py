@@ -8,7 +8,7 @@ import numpy as np
 
 from bench import CHATS, decoding, operations, record
 from common.files import atomic_write
-from hf.paths import default_heads, find_model
+from hf.paths import find_model
 
 FORMATS = "Q4_1", "Q4_0", "Q8_0"  # of SmolLM2: the published file, and two made from it
 
@@ -28,7 +28,7 @@ def bench(args, parse):
 
 def parts(args, files):
     """{name: flags of `bench decode`}. files: {format: a GGUF file of SmolLM2}."""
-    both = ["--drafters", f"{default_heads('smollm2')}+lookup", "--tree-sizes", "auto"]
+    both = ["--drafters", "heads+lookup", "--tree-sizes", "auto"]
     plain = ["--drafters", "lookup", "--tree-sizes", 1]
     once = ["--model", "smollm2", "--temperatures", 0, 0.8, "--runs", 1]
     rival = ["--llama-cpp"] if args.llama_cpp else []

@@ -15,7 +15,7 @@ from bench.timing import Measured, step_time, timing_decoder
 from engine.policy import Policy
 from generate import Sampling, prepare
 from hf.chat import stop_tokens
-from hf.heads import load_heads
+from hf.heads import default_heads, load_heads
 from hf.paths import find_model
 from model import expect
 from tools.compare import first_difference
@@ -27,7 +27,7 @@ from training.data import load_tokens, prompts
 def bench(args):
     """`bench decode`: prints the table and returns the result. A method is (drafter, tree size)."""
     model, encoding = load_model(args)
-    drafters = load_drafters(args.drafters, model, encoding)
+    drafters = load_drafters(args, model, encoding)
     groups, stop = load_prompts(args, encoding)
     fewest = min(map(len, groups.values()))
     expect(max(args.batch_sizes) <= fewest, f"there are {fewest} prompts of a kind, fewer than a "
@@ -53,14 +53,18 @@ def bench(args):
                 prompts=sum(map(len, groups.values())), decoding=table)
 
 
-def load_drafters(drafters, model, encoding):
-    """Loads --drafters: {name: arguments of `prepare`}."""
+def load_drafters(args, model, encoding):
+    """Loads --drafters, by default all that the model has: {name: arguments of `prepare`}."""
+    own = default_heads(args.model, model)
+    args.drafters = args.drafters or ["lookup", *["heads", "heads+lookup"] * bool(own)]
     heads = {"lookup": None}
     options = {}
-    for drafter in drafters:
+    for drafter in args.drafters:
         folder = drafter.removesuffix("+lookup")
         if folder not in heads:
-            heads[folder] = load_heads(folder, model, encoding.hash)
+            expect(own or folder != "heads", f"{args.model}: has no draft heads of its own; give "
+                   "their folder to --drafters")
+            heads[folder] = load_heads(own if folder == "heads" else folder, model, encoding.hash)
         name = Path(folder).name + (" + lookup" if drafter != folder else "")
         options[name] = dict(heads=heads[folder], lookup=drafter != folder or folder == "lookup")
     return options

@@ -29,8 +29,8 @@ from bench import operations as ops
 from bench.decoding import gpu_rows, read_chats
 from bench.timing import copy_bandwidth, seconds
 from generate import Sampling
-from hf.heads import load_heads
-from hf.paths import default_heads, find_model
+from hf.heads import default_heads, load_heads
+from hf.paths import find_model
 from hf.tokenizer import load_encoding
 from kernels import add_norm
 from model import GPT, InputError, expect
@@ -108,7 +108,7 @@ def smollm2(run):
 
 def demo(run):
     """demo/ continues held-out texts."""
-    return decoded(run, DEMO, default_heads(DEMO), run.sizes.batch_sizes, (0.0,))
+    return decoded(run, DEMO, DEMO / "clover", run.sizes.batch_sizes, (0.0,))
 
 
 def decoded(run, path, heads, batch_sizes, temperatures):
@@ -236,7 +236,7 @@ def bench(args):
                           sizes=SimpleNamespace(**sizes), out=Path(args.out).absolute())
     if WITH_MODEL.intersection(parts):
         model = find_model(args.model or (DEMO if args.dry_run else "smollm2"))
-        heads = args.heads or default_heads(model)
+        heads = args.heads or default_heads(model, GPT.from_pretrained(model, device="cpu"))
         expect(heads and (Path(heads) / "heads.json").exists(),
                f"{heads or model}: has no draft heads; give their folder as --heads")
         # absolute paths, which other processes read too

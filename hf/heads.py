@@ -7,11 +7,29 @@ from pathlib import Path
 
 from safetensors import SafetensorError
 
-from clover import BINS, CloverConfig, CloverHeads
+from clover import BINS, CloverConfig, CloverHeads, norm_hash, sizes_of
 from common.files import files_hash
-from hf.paths import is_repository
+from hf.paths import is_gguf, is_repository
 from hf.published_heads import load_published
 from model import InputError, expect
+
+SHIPPED = Path(__file__).parent.parent / "demo"  # heads for some models, a folder each
+
+
+def default_heads(name, model):
+    """The folder of the draft heads to use for a loaded model if no others are chosen: clover in
+    the folder `name`, else those in demo/ that were trained on this model, in whatever format and
+    from wherever it was loaded; None without. A folder with one of its two files counts: reading it
+    raises an error that names the other."""
+    path = Path(name)
+    own = (path.parent if is_gguf(path) else path) / "clover"
+    if any((own / file).exists() for file in ("heads.json", "heads.safetensors")):
+        return own
+    for record in sorted(SHIPPED.glob("*/heads.json")):
+        base = read_record(record.parent)[1]["base"]
+        if base.get("norm") == norm_hash(model) and base["sizes"] == sizes_of(model):
+            return record.parent
+    return None
 
 
 def load_heads(path, model, tokenizer="", packed=True):

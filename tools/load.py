@@ -20,8 +20,8 @@ from hf.calls import CallText
 from hf.chat import SAMPLING_KEYS, load_chat_template, not_applied, sampling_defaults, stop_tokens
 from hf.files import part_file, read_config
 from hf.grammar import GrammarTokenizer
-from hf.heads import load_heads
-from hf.paths import default_heads, find_model
+from hf.heads import default_heads, load_heads
+from hf.paths import find_model
 from hf.tokenizer import Encoding, load_encoding
 from model import GPT, InputError, check, expect
 
@@ -97,7 +97,7 @@ def load_alone(args, group):
         warn(f"{args.model}: generation_config.json: not applied: {settings:.200}")
     model, encoding = load_model(args, group, template=args.chat_template)
     heads = None
-    path = args.heads or default_heads(args.model) or "none"
+    path = args.heads or default_heads(args.model, model) or "none"
     if drafts(args, "heads") and path != "none":
         heads = load_heads(path, model, encoding.hash)
     elif args.draft and "heads" in args.draft:

@@ -11,33 +11,53 @@ SELF = "self"  # --data self: text that the model generates
 SWITCHES = ("n_draft", "augment_layers", "mix", "mix_before", "projector", "shared")
 
 
+COUNT = dict(type=at_least(1), metavar="N")
+ON_OFF = dict(action=argparse.BooleanOptionalAction)
+
+
+def flag(default, help, **options):
+    """A field with a flag of its name, and its options of `add_argument`."""
+    return field(default=default, metadata=dict(help=help) | options)
+
+
 @dataclass(frozen=True)
 class RunConfig:
     """The flags of a training run. All but the device are saved with it; --resume rejects changes
     to those in FIXED. None: depends on the preset, the model or the data."""
     model: str = str(DEMO)
-    data: list | None = None  # absolute paths, or SELF
-    steps: int = 500
-    batch_size: int = 8       # total over all processes
-    block_size: int | None = None
-    lr: float = 6e-3
-    seed: int = 1
-    self_tokens: int | None = None
-    store_states: bool = False
+    data: list | None = None    # absolute paths, or SELF
+    prompts: str | None = None  # absolute path
+    init: str | None = None     # absolute path
+    templates: list | None = flag(None, "draw half of the user messages from these templates; "
+        "default: training/prompts.json, general; training/coding.json is for coding models",
+        nargs="+", type=absolute, metavar="FILE")
+    steps: int = flag(500, "default: 500", **COUNT)
+    batch_size: int = flag(8, "sequences per step, of all processes; default: 8", **COUNT)
+    block_size: int | None = flag(None, "tokens per sequence; default: 256, if the context allows",
+                                  **COUNT)
+    lr: float = flag(6e-3, "peak learning rate; default: 0.006", type=float, metavar="X")
+    seed: int = flag(1, "default: 1", type=int, metavar="N")
+    self_tokens: int | None = flag(None, "tokens that the model writes; default: steps x batch "
+                                   "size x block size, for one pass", **COUNT)
+    store_states: bool = flag(False, "compute the frozen model's hidden states of the text once, "
+        "into a file of 2 C bytes per token: on a CPU further passes are faster",
+        action="store_true")
     template_kwargs: dict = field(default_factory=dict)
     dtype: str | None = None
     quantize: str | None = None
-    preset: str = "clover"
-    n_draft: int | None = None
-    augment_layers: int | None = None
-    mix: str | None = None
-    mix_before: bool | None = None
-    projector: str | None = None
-    shared: bool | None = None
-    draft_vocabulary: int | None = None
-    init: str | None = None   # absolute path
-    prompts: str | None = None  # absolute path
-    templates: list | None = None  # absolute paths
+    preset: str = flag("clover", "default: clover; docs/training.md lists presets and their "
+                       "switches, the next six flags", metavar="NAME")
+    n_draft: int | None = flag(None, "number of heads", type=int, metavar="K")
+    augment_layers: int | None = flag(None, "augmenting blocks before the heads", type=int,
+                                      metavar="N")
+    mix: str | None = flag(None, "how a head reads the previously drafted token", metavar="NAME")
+    mix_before: bool | None = flag(None, "mix in the newest token before the augmenting blocks",
+                                   **ON_OFF)
+    projector: str | None = flag(None, "layer before the LM head", metavar="NAME")
+    shared: bool | None = flag(None, "all heads but the first share weights", **ON_OFF)
+    draft_vocabulary: int | None = flag(None, "draft only the N most frequent tokens; 0: all; "
+        "default: auto: those that cover 97%% of the text", type=at_least(0, auto=True),
+        metavar="N|auto")
     device: str | None = None
 
     @property
@@ -50,7 +70,12 @@ class RunConfig:
 
 STORED = [field.name for field in fields(RunConfig) if field.name != "device"]
 FIXED = [name for name in STORED if name not in ("model", "data", "steps")]
-TRAINING = FIXED[:FIXED.index("preset")]  # recorded in heads.json
+TRAINING = STORED[STORED.index("batch_size"):STORED.index("preset")]  # recorded in heads.json
+
+
+def flag_of(name):
+    """The flag of a field of `RunConfig`."""
+    return "--" + name.replace("n_draft", "draft_heads").replace("_", "-")
 
 
 def parse_heads(argv=None):
@@ -73,31 +98,9 @@ def parse_heads(argv=None):
     source.add_argument("--prompts", type=absolute, metavar="FILE", help="train on the "
                         "model's answers to these: a prompt per line, or .jsonl objects with a "
                         '"prompt" or "messages"')
-    add = run.add_argument
-    count = dict(type=at_least(1), metavar="N")
-    add("--templates", nargs="+", type=absolute, metavar="FILE", help="draw half of the user "
-        "messages from these templates; default: training/prompts.json, general; "
-        "training/coding.json is for coding models")
-    add("--self-tokens", **count, help="tokens that the model writes; default: steps x batch size "
-        "x block size, for one pass")
-    add("--store-states", action="store_true", help="compute the frozen model's hidden states of "
-        "the text once, into a file of 2 C bytes per token: on a CPU further passes are faster")
-    add("--steps", **count, help=f"default: {RunConfig.steps}")
-    add("--batch-size", **count, help=f"sequences per step; default: {RunConfig.batch_size}")
-    add("--block-size", **count, help="tokens per sequence; default: 256, if the context allows")
-    add("--lr", type=float, metavar="X", help=f"peak learning rate; default: {RunConfig.lr}")
-    add("--seed", type=int, metavar="N", help=f"default: {RunConfig.seed}")
-    add("--preset", metavar="NAME", help=f"default: {RunConfig.preset}; docs/training.md lists "
-        "presets and their switches, the next six flags")
-    add("--draft-heads", dest="n_draft", type=int, metavar="K")
-    add("--augment-layers", type=int, metavar="N", help="augmenting blocks before the heads")
-    add("--mix", metavar="NAME", help="how a head reads the previously drafted token")
-    on_off = argparse.BooleanOptionalAction
-    add("--mix-before", action=on_off, help="mix in the newest token before the augmenting blocks")
-    add("--projector", metavar="NAME", help="layer before the LM head")
-    add("--shared", action=on_off, help="all heads but the first share weights")
-    add("--draft-vocabulary", type=at_least(0, auto=True), metavar="N|auto", help="draft only the "
-        "N most frequent tokens; 0: all; default: auto: those that cover 97%% of the text")
+    for each in fields(RunConfig):
+        if each.metadata:
+            run.add_argument(flag_of(each.name), dest=each.name, **each.metadata)
     return parser.parse_args(argv, argparse.Namespace(device=None))
 
 

@@ -16,7 +16,7 @@ from tools.load import load_model
 from tools.prompts import read_prompt_file
 from training import data, runs, writing
 from training.evaluate import evaluate
-from training.flags import SELF, SWITCHES, RunConfig
+from training.flags import SELF, SWITCHES, RunConfig, flag_of
 from training.states import open_states, store_states
 
 MIN_VOCABULARY = 8  # the smallest draft vocabulary: twice the default beam width
@@ -35,7 +35,7 @@ def read_config(args, out, group):
     expect(args.evaluate or config.batch_size % group.size == 0, f"a batch size of "
            f"{config.batch_size} cannot be split over {group.size} processes; use a multiple")
     if "init" in args:
-        given = [f"--{runs.flag(name)}" for name in ("preset", *SWITCHES, "draft_vocabulary")
+        given = [flag_of(name) for name in ("preset", *SWITCHES, "draft_vocabulary")
                  if name in args]
         expect(not given, f"--init takes its heads as they are; leave out {', '.join(given)}")
         heads, _ = read_record(args.init)

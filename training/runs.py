@@ -19,7 +19,7 @@ from hf.paths import is_repository
 from model import InputError, check, expect
 from tools.load import load_model
 from train_heads import Trainer
-from training.flags import FIXED, SELF, STORED, TRAINING, RunConfig
+from training.flags import FIXED, SELF, STORED, TRAINING, RunConfig, flag_of
 from training.loss import ROWS
 
 STATE_FILE = "train_state.pt"  # weights, optimizer, step
@@ -46,15 +46,10 @@ def run_config(args, out):
     except InputError as error:
         raise InputError(f"{out}: --resume needs a run that this version saved there "
                          f"({error})") from None
-    differ = "; ".join(f"{flag(name)} {saved[name]}, not {flags[name]}" for name in FIXED
+    differ = "; ".join(f"{flag_of(name)[2:]} {saved[name]}, not {flags[name]}" for name in FIXED
                        if flags.get(name, saved[name]) != saved[name])
     expect(not differ, f"{out} holds a run with {differ}, which --resume cannot change")
     return replace(RunConfig(**saved), **flags)
-
-
-def flag(name):
-    """The flag of a field of `RunConfig`, without its dashes."""
-    return name.replace("n_draft", "draft_heads").replace("_", "-")
 
 
 def load_frozen(config):
