@@ -11,6 +11,7 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 CHATS = ROOT / "bench" / "prompts.jsonl"
+CODING = ROOT / "bench" / "coding.jsonl"
 FIELDS = "vocab_size n_layer n_head n_kv_head head_size n_embd n_inner".split()
 LLAMA = dict(block_size=8192, rope_theta=500000.0, tied=False)
 SMOL = LLAMA | dict(tied=True)

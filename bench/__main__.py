@@ -3,7 +3,7 @@ with results, hardware and versions. docs/cli.md has more."""
 
 from pathlib import Path
 
-from bench import MODEL_SIZES
+from bench import CODING, MODEL_SIZES
 from hf.paths import is_gguf, is_repository
 from tools import flags
 from training.flags import add_data_flag
@@ -15,6 +15,7 @@ def parse(argv=None):
     add_decode_flags(add("decode", help="compare drafters with plain decoding"))
     add_cpu_flags(add("cpu", help="measure the CPU figures of README.md and docs/results.md"))
     add_gpu_flags(add("gpu", help="measure everything that needs a GPU"))
+    add_precision_flags(add("precision", help="compare next-token distributions with float32's"))
     add("draw", help="draw the pictures of README.md and docs/results.md")
     args = parser.parse_args(argv)
     if args.command == "decode":
@@ -35,8 +36,8 @@ def add_decode_flags(parser):
                           help="time single steps instead, at the sizes of real models: "
                           f"{', '.join(MODEL_SIZES)}")
     parser.add_argument("--drafters", type=flags.home, nargs="+", metavar="DRAFTER",
-                        help="folders of draft heads, lookup, or DIR+lookup; default: all three, "
-                        "with the model's own heads")
+                        help="lookup, heads (the model's own), a folder of heads, or the last "
+                        "two with +lookup; default: heads lookup heads+lookup, or what there is")
     several = dict(nargs="+", metavar="N")
     count = flags.at_least(1)
     add = parser.add_argument
@@ -69,6 +70,8 @@ def add_cpu_flags(parser):
     add = parser.add_argument
     add("--out", type=flags.home, required=True, metavar="FILE", help="a JSON line for each part")
     add("--chats", type=flags.home, metavar="FILE", help="also answer these, such as Spec-Bench's")
+    add("--coder", type=flags.model_path, metavar="FILE", help="also measure this larger model on "
+        "bench/coding.jsonl, such as Qwen2.5-Coder-1.5B-Instruct as GGUF")
     add("--llama-cpp", action="store_true", help="beside llama.cpp; needs llama-cpp-python")
 
 
@@ -84,8 +87,22 @@ def add_gpu_flags(parser):
     add("--dry-run", action="store_true", help="use tiny sizes, also on a CPU")
 
 
+def add_precision_flags(parser):
+    flags.add_model_flags(parser)
+    flags.add_quantize_flag(parser)
+    add = parser.add_argument
+    count = flags.at_least(1)
+    add("--chats", type=flags.home, default=str(CODING), metavar="FILE",
+        help="answer these; default: bench/coding.jsonl")
+    add("--prompts", type=count, default=12, metavar="N", help="how many of them; default: 12")
+    add("--max-new-tokens", type=count, default=32, metavar="N",
+        help="length of an answer, up to 512; default: 32")
+    add("--llama-cpp", action="store_true", help="also llama.cpp; needs llama-cpp-python")
+    add("--out", type=flags.home, metavar="FILE", help="also write the JSON line to this file")
+
+
 def main(args):
-    from bench import cpu, decoding, draw, finish, gpu, operations
+    from bench import cpu, decoding, draw, finish, gpu, operations, precision
     from generate import Sampling
     from model import MAX_TREE, check
     if args.command == "decode":
@@ -98,6 +115,8 @@ def main(args):
         cpu.bench(args, parse)
     elif args.command == "gpu":
         gpu.bench(args)
+    elif args.command == "precision":
+        finish(args, precision.bench(args), args.out)
     else:
         draw.bench()
 

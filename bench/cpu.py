@@ -6,11 +6,12 @@ from pathlib import Path
 import gguf
 import numpy as np
 
-from bench import CHATS, decoding, operations, record
+from bench import CHATS, CODING, decoding, operations, precision, record
 from common.files import atomic_write
 from hf.paths import find_model
 
 FORMATS = "Q4_1", "Q4_0", "Q8_0"  # of SmolLM2: the published file, and two made from it
+SPEC_BENCH = 96  # chats of --chats: 16 of each kind
 
 
 def bench(args, parse):
@@ -18,36 +19,54 @@ def bench(args, parse):
     rows = []
     files = {name: requantized(find_model("smollm2"), name, args.out) for name in FORMATS}
     for part, flags in parts(args, files).items():
-        own = parse(["decode", *map(str, flags)])
-        print(f"\n{part}: python -m bench decode {' '.join(map(str, flags))}", flush=True)
-        measure = operations.bench if own.random_weights else decoding.bench
+        own = parse(list(map(str, flags)))
+        print(f"\n{part}: python -m bench {' '.join(map(str, flags))}", flush=True)
         rows.append(dict(part=part) | record(own, measure(own)))
         atomic_write(args.out, lambda tmp: Path(tmp).write_text(
             "".join(json.dumps(row) + "\n" for row in rows)))
 
 
+def measure(args):
+    if args.command == "precision":
+        return precision.bench(args)
+    return (operations if args.random_weights else decoding).bench(args)
+
+
 def parts(args, files):
-    """{name: flags of `bench decode`}. files: {format: a GGUF file of SmolLM2}."""
-    both = ["--drafters", "heads+lookup", "--tree-sizes", "auto"]
-    plain = ["--drafters", "lookup", "--tree-sizes", 1]
-    once = ["--model", "smollm2", "--temperatures", 0, 0.8, "--runs", 1]
+    """{name: flags of `bench`}. files: {format: a GGUF file of SmolLM2}."""
     rival = ["--llama-cpp"] if args.llama_cpp else []
-    found = {"prompts": [*once, *both, "--chats", CHATS]}
-    if args.chats:
-        found["spec bench"] = [*once, "--tree-sizes", "auto", "--chats", args.chats,
-                               "--prompts", 96]
+    both = ["--drafters", "heads+lookup", "--tree-sizes", "auto"]
+    found = {"prompts": [*answers("smollm2", 0.8, CHATS), *both]}
+    models = {"": ("smollm2", 0.8, CHATS)}
+    if args.coder:
+        models["coder, "] = args.coder, 0.7, CODING
+        found["coder, coding"] = [*answers(*models["coder, "]), *rival]
+    for name, (model, temperature, chats) in models.items():
+        found[f"{name}precision"] = ["precision", "--model", model, "--chats", chats, *rival]
+        if args.chats:
+            found[f"{name}spec bench"] = [*answers(model, temperature, args.chats),
+                                          "--prompts", SPEC_BENCH]
+    plain = ["--drafters", "lookup", "--tree-sizes", 1]
     for name, file in files.items():
-        model = ["--model", file, *rival]
         drafters = plain if name == "Q4_0" else both  # its output repeats itself: easy to guess
+        found[f"{name}, one sequence"] = ["decode", "--model", file, *drafters, *rival, "--chats",
+                                          CHATS, "--prompts", 18, "--runs", 2]
+    all_files = files | ({"coder": args.coder} if args.coder else {})
+    for name, file in all_files.items():
+        model = ["decode", "--model", file, *plain, *rival]
         found |= {
-            f"{name}, one sequence": [*model, *drafters, "--chats", CHATS, "--prompts", 18,
-                                      "--runs", 2],
-            f"{name}, batches": [*model, *plain, "--batch-sizes", 8, 32, "--prompts", 32,
+            f"{name}, batches": [*model, "--batch-sizes", 8, 32, "--prompts", 32,
                                  "--max-new-tokens", 64, "--runs", 3],
-            f"{name}, prefill": [*model, *plain, "--prompts", 3, "--prompt-tokens", 512,
+            f"{name}, prefill": [*model, "--prompts", 3, "--prompt-tokens", 512,
                                  "--max-new-tokens", 4, "--runs", 5]}
-    found["steps"] = ["--random-weights", "135m", "360m", "1.2b", "--quantize", "int4"]
+    found["steps"] = ["decode", "--random-weights", "135m", "360m", "1.2b", "--quantize", "int4"]
     return found
+
+
+def answers(model, temperature, chats):
+    """Flags: chats answered once, greedily and sampled, by all drafters that the model has."""
+    return ["decode", "--model", model, "--chats", chats, "--temperatures", 0, temperature,
+            "--tree-sizes", "auto", "--runs", 1]
 
 
 def requantized(source, name, out):

