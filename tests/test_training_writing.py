@@ -255,18 +255,24 @@ def test_templates_are_drawn_from_all_files_and_broken_ones_refused(encoding, tm
     files = []
     for name in "ab":
         files.append(tmp_path / f"{name}.json")
-        files[-1].write_text(json.dumps(dict(templates=[f"{name} {{0-999}}"], followups=["More."], words={})))
+        grammar = dict(templates=[f"{name} {{0-999}}"], followups=["More."], words={})
+        files[-1].write_text(json.dumps(grammar | (dict(topics=["On {1-9}"]) if name == "b" else {})))
     encoding.template = CHATML
-    monkeypatch.setattr(writing, "Engine", Scripted(encoding, lambda *call: f"hell {call[1].seed} {call[2]}"))
+    script = Scripted(encoding, lambda *call: f"hell {call[1].seed} {call[2]}")
+    monkeypatch.setattr(writing, "Engine", script)
     model = toy_model(vocab_size=264, block_size=1024)
     made = writing.Writer(tmp_path / "self", model, encoding, [END, 261], templates=files)
     made.claim()
     made.write(1)
     first = [chat[0][0] for chat in conversations(made.folder) if re.fullmatch("[ab] [0-9]+", chat[0])]
     assert first.count("a") == first.count("b") > 8
+    steered = [text for text, *_ in script.calls if "system" in text]
+    assert 8 < len(steered) < sum(text.endswith("user\n") for text, *_ in script.calls)
+    assert all(re.match(r"<.im_start.>system\nOn \d<", text) and text.endswith("user\n") for text in steered)
     refusal(writing.Writer(tmp_path / "self", model, encoding, [END]).claim, "--templates")
     whole = dict(templates=["a"], followups=["b"], words={})
-    for broken in (dict(words=None), dict(templates=["{x}"]), dict(templates=[]), dict(words=dict(x=[1]))):
+    for broken in (dict(words=None), dict(topics=[1]), dict(topics=["{x}"]),
+                   dict(templates=["{x}"]), dict(templates=[]), dict(words=dict(x=[1]))):
         files[0].write_text(json.dumps(whole | broken))
         refusal(lambda: writing.read_templates(files[0]), "a.json")
 

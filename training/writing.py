@@ -222,12 +222,14 @@ class Writer:
         return [dict(text=text, ids=ids)] if text else []
 
     def pair(self, number):
-        """Writes two chats: one whose first message the model writes, and one whose first message
-        is drawn, and may quote the other's answer or its code. Half have a second turn, of either
-        kind, unless the first answer was cut: it may have ended within its reasoning."""
+        """Writes two chats: one whose first message the model writes, after a system message with
+        a topic if there are topics, and one whose first message is drawn, and may quote the other's
+        answer or its code. Half have a second turn, of either kind, unless the first answer was
+        cut: it may have ended within its reasoning."""
         draw = random.Random(f"{self.seed} {number}")
         temperature = TEMPERATURES[number % len(TEMPERATURES)]
         grammar = self.grammars[number // len(TEMPERATURES) % len(self.grammars)]
+        topic = [fill(draw, grammar["topics"], grammar["words"], {})] if "topics" in grammar else []
         chats = []
         quotes = {"{text}": "", "{block}": ""}
         for index, drawn in enumerate((False, True)):
@@ -236,7 +238,8 @@ class Writer:
                 if drawn:
                     message = fill(draw, grammar[kind], grammar["words"], quotes)
                 else:
-                    message, _ = yield from self.say("user", chat, number, USER_TEMPERATURE, index)
+                    told = [dict(role="system", content=text) for text in topic] + chat
+                    message, _ = yield from self.say("user", told, number, USER_TEMPERATURE, index)
                 if not message:
                     break
                 asked = [*chat, dict(role="user", content=message.strip())]
@@ -314,11 +317,11 @@ def count_tokens(texts):
 
 
 def read_templates(file):
-    """The templates, followups and word lists in a .json file. Raises InputError if it is
-    malformed."""
+    """The templates, followups, word lists and, if there are, topics in a .json file. Raises
+    InputError if it is malformed."""
     grammar = read_json(file)
     words = grammar.get("words")
-    lists = [grammar.get("templates"), grammar.get("followups")]
+    lists = [grammar.get("templates"), grammar.get("followups"), grammar.get("topics", [""])]
     lists += words.values() if isinstance(words, dict) else [None]
     are_texts = (isinstance(entries, list) and entries and all(isinstance(x, str) for x in entries)
                  for entries in lists)
