@@ -41,6 +41,8 @@ def read_json(path):
     try:
         check_content(path)
         value = json.loads(Path(path).read_bytes())  # bytes: a byte order mark is skipped
+    except InputError:
+        raise
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; expected a checkpoint folder with it") from None
     except (OSError, RecursionError, ValueError) as error:
