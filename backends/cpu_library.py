@@ -113,6 +113,7 @@ def load_or_build(command):
         return loaded
     with tempfile.TemporaryDirectory() as temporary:
         built = Path(temporary, name)
+        warn("compiling the C kernels for this CPU, which takes some seconds, once")
         run([*command, str(FOLDER / "cpu.c"), "-o", str(built), "-lm"])
         if loaded := load_cached(name, built):
             return loaded

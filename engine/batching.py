@@ -4,6 +4,8 @@ policy."""
 
 from dataclasses import dataclass, field
 
+import torch
+
 from clover import Tree
 from common.machine import check_caches
 from engine.clock import seconds_between, timestamp
@@ -192,6 +194,20 @@ class Engine(FifoEngine):
         self.idle[slot] = tokens
         self.decoder.release(slot, max(len(tokens) - 1, 0))
 
+    @torch.inference_mode()
+    def grown(self, capacity):
+        """An engine of a larger capacity, with what this one has learnt and the prefixes that its
+        caches hold. Neither runs any sequence."""
+        old = self.decoder
+        engine = Engine(old.model, policy=self.policy, batch_size=old.batch_size, beams=old.beams,
+                        capacity=capacity, sampling=old.sampling)
+        new = engine.decoder
+        for mine, theirs in zip(caches(new), caches(old)):
+            mine[..., :theirs.shape[-2], :] = theirs
+        new.slots.heads_cache.lengths.copy_(old.slots.heads_cache.lengths)
+        engine.idle = self.idle
+        return engine
+
     def cancel(self, sequence):
         """Ends a sequence, waiting or in a slot, between two steps."""
         if sequence in self.waiting:
@@ -202,6 +218,14 @@ class Engine(FifoEngine):
         if sequence in self.running.values():
             self.free(sequence)
         sequence.ended = sequence.ended or "cancelled"
+
+
+def caches(decoder):
+    """What a decoder keeps of its slots' tokens, a row for each in the dimension before the
+    last."""
+    unread = getattr(decoder, "hidden_rows", None)  # in C: by the heads
+    kept = [decoder.slots.cache.kv, decoder.slots.heads_cache.kv]
+    return kept if unread is None else [*kept, unread]
 
 
 def check_memory(model, policy, batch_size, capacity):

@@ -94,12 +94,12 @@ def stop_tokens(path, encoding, template=None):
     return list(dict.fromkeys(ids))
 
 
-def sampling_defaults(path):
-    """generation_config.json's values of SAMPLING_KEYS, unchecked; greedy unless do_sample is
-    true."""
+def sampling_defaults(path, unsaid=None):
+    """generation_config.json's values of SAMPLING_KEYS, unchecked; greedy unless do_sample is true.
+    unsaid: other values to use where do_sample is missing."""
     config = optional_part(path, "generation_config.json")
     if config.get("do_sample") is not True:
-        return dict(temperature=0.0)
+        return unsaid if unsaid and config.get("do_sample") is None else dict(temperature=0.0)
     values = {name: config[name] for name in SAMPLING_KEYS if config.get(name) is not None}
     return dict(temperature=1.0) | values
 

@@ -217,7 +217,7 @@ class GGUFFile:
         """The sampling defaults and the stop tokens."""
         ids = [self.meta[f"{key}_token_id"] for key in ENDS if f"{key}_token_id" in self.meta]
         sampling = self.renamed(SAMPLING_NAMES, "general.sampling.")
-        return sampling | dict(eos_token_id=ids or None, do_sample=bool(sampling))
+        return sampling | dict(eos_token_id=ids or None, do_sample=True if sampling else None)
 
     def tokenizer_config(self):
         special = {name: self.tokens[index] for name, index in self.renamed(SPECIAL).items()}

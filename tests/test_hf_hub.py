@@ -101,7 +101,7 @@ def test_a_repository_is_fetched_once_and_only_what_is_read(site, monkeypatch, c
     model, encoding = load_model(args)
     assert model.hash == want.hash and encoding.n_vocab == 258
     assert sampling_flags(args)["temperature"] == 1.0
-    assert "sampling defaults of org/model: " in capsys.readouterr().err
+    assert "temperature 1 " in capsys.readouterr().err
     run = run_config(parse_heads(["--model", "org/model"]), site.cache)
     assert run.model == "org/model"  # so that --resume works in any directory
     assert site.downloads == [READ]

@@ -12,9 +12,10 @@ from tools.statistics import Statistics
 ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
 
 
-def against_plain(args, loaded, output, say):
+def against_plain(args, loaded, output, limit, say):
     """Decodes the prompts of an `Output` plainly and reports the comparison through say(line).
-    Returns the plain Output, its `Statistics` and the `first_difference`."""
+    limit: of their new tokens. Returns the plain Output, its `Statistics` and the
+    `first_difference`."""
     prompts = [sequence.prompt for sequence in output.sequences]
     sampling = [sequence.sampling for sequence in output.sequences]
     grammars = [sequence.grammar for sequence in output.sequences]
@@ -22,7 +23,7 @@ def against_plain(args, loaded, output, say):
     engine = make_engine(args, loaded, output.batch_size, capacity, plain=True)
     compile_all(engine, prompts, grammars)
     counted = Statistics()
-    plain = engine.generate(prompts, args.max_new_tokens, loaded.stop, counted.count,
+    plain = engine.generate(prompts, limit, loaded.stop, counted.count,
                             loaded.encoding, sampling, grammars=grammars)
     say(f"plain decoding: {plain.tokens_per_second:.1f} tokens per second; speed-up "
         f"{output.tokens_per_second / plain.tokens_per_second:.2f}x; C kernels: "

@@ -106,7 +106,8 @@ def parse_generate(argv=None):
            "llama.cpp's notation (GBNF), or in Lark's in a file named .lark")
     one_of("--tools", type=home, metavar="FILE", help="a JSON list of functions, in OpenAI's "
            "format, that the model may call; needs --chat")
-    add_sampling_flags(parser, new_tokens=128)
+    add_sampling_flags(parser, "128; chats and structured output: up to the context or 4096",
+                       "0; with --chat drawn")
     add_drafting_flags(parser)
     add = parser.add_argument_group("output").add_argument
     add("--show-tree", action="store_true",
@@ -125,6 +126,8 @@ def parse_generate(argv=None):
             if getattr(args, name) and not is_given:
                 parser.error(f"--{name.replace('_', '-')} needs {needed}")
     check_drafting_flags(parser, args)
+    if args.seed is None:
+        args.seed = -1 if args.chat else 0
     return args
 
 
@@ -146,7 +149,7 @@ def parse_serve(argv=None):
         "default: only localhost, HOSTNAME.local and IP addresses; repeatable")
     add("--allow-origin", action="append", default=[], metavar="ORIGIN",
         help="web pages that may send requests, such as http://localhost:3000, or *; repeatable")
-    add_sampling_flags(parser, new_tokens=1024, seed=None)
+    add_sampling_flags(parser, "1024", "drawn for each request", new_tokens=1024)
     add_drafting_flags(parser)
     add_machine_flags(parser, "sequences decoded together; default: 8", batch_size=8)
     args = parser.parse_args(argv)
@@ -156,19 +159,19 @@ def parse_serve(argv=None):
     return args
 
 
-def add_sampling_flags(parser, new_tokens, seed=0):
+def add_sampling_flags(parser, length, seed, new_tokens=None):
+    """length, seed: what their defaults are, in words."""
     add = parser.add_argument_group("sampling").add_argument
     default = "default: the model's generation_config.json, else"
     add("--max-new-tokens", type=at_least(1), default=new_tokens, metavar="N",
-        help=f"per prompt; default: {new_tokens}")
+        help=f"per prompt; default: {length}")
     add("--temperature", type=float, metavar="X", help=f"0 is greedy; {default} 0")
     add("--top-k", type=int, metavar="N", help=f"keep the N likeliest tokens, 0: all; {default} 0")
     add("--top-p", type=float, metavar="X",
         help=f"keep the likeliest tokens with a total probability of X; {default} 1")
     add("--min-p", type=float, metavar="X",
         help=f"keep tokens at least X times as likely as the likeliest; {default} 0")
-    add("--seed", type=int, default=seed, metavar="N",
-        help=f"-1: drawn; default: {'drawn for each request' if seed is None else seed}")
+    add("--seed", type=int, metavar="N", help=f"-1: drawn; default: {seed}")
     add("--stop", action="append", default=[], metavar="TEXT", help="ends the output; repeatable")
 
 

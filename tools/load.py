@@ -25,6 +25,11 @@ from hf.paths import find_model
 from hf.tokenizer import Encoding, load_encoding
 from model import GPT, InputError, check, expect
 
+# Without --max-new-tokens, chats and grammars, which end by themselves, may fill this many tokens
+CONTEXT = 4096    # with their prompt, up to the model's context
+REPLY = 1024      # after a longer prompt
+NEW_TOKENS = 128  # of other texts
+
 
 def load_model(args, group=None, packed=None, dtype=None, template=None):
     """Loads the GPT of --model, --device, --dtype and --quantize, and its tokenizer, whose chat
@@ -77,9 +82,10 @@ class Loaded:
         return stream.feed(tokens) + stream.finish()
 
 
-def load(args, group):
-    """Loads a `Loaded` on every rank, and checks that all ranks have read the same files."""
-    loaded = group.raise_together(lambda: load_alone(args, group))
+def load(args, group, sampling=None):
+    """Loads a `Loaded` on every rank, and checks that all ranks have read the same files. sampling:
+    as in `sampling_flags`."""
+    loaded = group.raise_together(lambda: load_alone(args, group, sampling))
     if group.size > 1:
         heads = loaded.heads and (loaded.heads.hash, loaded.heads.info)
         group.check_same([loaded.model.hash, loaded.model.dtype, heads, loaded.encoding.hash,
@@ -87,11 +93,11 @@ def load(args, group):
     return loaded
 
 
-def load_alone(args, group):
+def load_alone(args, group, sampling):
     """`load` on one rank, which does not wait for the others."""
     if args.threads:
         check("threads", args.threads, 1, os.cpu_count() or 1, whole=True)
-    sampling = sampling_flags(args)
+    sampling = sampling_flags(args, sampling)
     if ignored := not_applied(args.model):
         settings = ", ".join(f"{name} {value}" for name, value in ignored.items())
         warn(f"{args.model}: generation_config.json: not applied: {settings:.200}")
@@ -128,6 +134,15 @@ def make_engine(args, loaded, batch_size, capacity, plain=False, guided=False):
     return engine
 
 
+def new_tokens(args, config, length, ends, capacity=CONTEXT):
+    """The most new tokens after a prompt of this length. ends: it is a chat, or has a grammar."""
+    if args.max_new_tokens:
+        return args.max_new_tokens
+    if not ends:
+        return NEW_TOKENS
+    return config.block_size if config.block_size <= capacity else max(capacity - length, REPLY)
+
+
 def plain_seconds(decoder):
     """Seconds of a plain step; None for the first one."""
     with decoder.context():
@@ -137,14 +152,15 @@ def plain_seconds(decoder):
         return None if step.is_first else seconds_between(start, timestamp(decoder.device))
 
 
-def sampling_flags(args):
+def sampling_flags(args, unsaid=None):
     """The fields of a `Sampling` from the flags, or else from the model's generation_config.json,
-    whose values it prints."""
+    whose values it prints. unsaid: as in `sampling_defaults`."""
     flags = {name: value for name in (*SAMPLING_KEYS, "seed")
              if (value := getattr(args, name)) is not None}
     # raises an error for a bad flag before the model is loaded
     is_greedy = Sampling(**dict(temperature=1) | flags).temperature == 0
-    defaults = {name: x for name, x in sampling_defaults(args.model).items() if name not in flags}
+    defaults = sampling_defaults(args.model, unsaid)
+    defaults = {name: x for name, x in defaults.items() if name not in flags}
     if is_greedy or defaults.get("temperature") == 0:
         given = [name for name in SAMPLING_KEYS if flags.get(name)]
         filters = ", ".join(f"--{name.replace('_', '-')}" for name in given)
@@ -158,6 +174,6 @@ def sampling_flags(args):
         except InputError as error:
             raise InputError(f"{file}: {error}; correct the file, or give the flag") from None
         settings = ", ".join(f"{name} {value:g}" for name, value in defaults.items())
-        print(f"sampling defaults of {args.model}: {settings.replace('_', '-')} (--temperature 0 "
-              "is greedy)", file=sys.stderr)
+        print(f"sampling: {settings.replace('_', '-')} (--temperature 0 is greedy)",
+              file=sys.stderr)
     return defaults | flags

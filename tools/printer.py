@@ -27,21 +27,20 @@ class Printer:
         self.complete = {}      # index -> a `Sequence` that has ended and is not printed yet
         self.printed = 0        # sequences
         self.stream = loaded.stream()
-        self.colours = (sys.stdout.isatty() and not os.environ.get("NO_COLOR")
-                        and os.environ.get("TERM") != "dumb")
+        self.colours = has_colours(sys.stdout)
         if self.streams and not args.chat:
             print("".join(prompts), end="", flush=True)
 
-    def generate(self, engine, prompts, grammars=None):
-        """Decodes the prompts and prints the text. Returns the Output, partial after Ctrl-C."""
+    def generate(self, engine, prompts, limit, grammars):
+        """Decodes the prompts, up to `limit` new tokens, and prints the text. Returns the Output,
+        partial after Ctrl-C."""
         output = Output()
-        if grammars:
-            self.stream = self.loaded.stream(grammars[0])
+        self.stream = self.loaded.stream(grammars[0])
         with contextlib.suppress(KeyboardInterrupt):
-            engine.generate(prompts, self.args.max_new_tokens, self.loaded.stop, self.show,
+            engine.generate(prompts, limit, self.loaded.stop, self.show,
                             self.loaded.encoding, with_trees=self.args.show_tree,
                             grammars=grammars, output=output)
-        self.finish(output)
+        self.finish(output, limit)
         return output
 
     def show(self, step):
@@ -57,9 +56,8 @@ class Printer:
         if self.streams:
             for token, source in zip(step.tokens, [*drafters(step), "model"]):
                 text = self.stream.feed([token])
-                if self.colours and text and source != "model":
-                    text = f"\x1b[{COLOURS.get(source, OTHER_COLOUR)}m{text}\x1b[0m"
-                print(text, end="", flush=True)
+                is_painted = self.colours and text and source != "model"
+                print(painted(text, source) if is_painted else text, end="", flush=True)
         elif step.sequence.ended:
             self.complete[index] = step.sequence
             self.print_complete()
@@ -75,8 +73,8 @@ class Printer:
                                       ended=sequence.ended)), flush=True)
             self.printed += 1
 
-    def finish(self, output):
-        """Prints what is left, partial sequences after Ctrl-C included."""
+    def finish(self, output, limit):
+        """Prints what is left, partial sequences after Ctrl-C included, and what was cut."""
         if self.streams:
             print(self.stream.finish(), flush=True)
         else:
@@ -85,9 +83,11 @@ class Printer:
         for sequence in output.sequences:
             if sequence.error:
                 self.say(f"\nprompt {sequence.index + 1}: {sequence.error}")
-        if full := output.ended.count("context"):
-            self.say(f"\n{full} of {len(output.ended)} sequences ended because they filled the "
-                     f"model's context of {self.loaded.model.config.block_size} tokens")
+        context = self.loaded.model.config.block_size
+        for ended, why in (("length", f"after {limit} new tokens; --max-new-tokens sets this"),
+                           ("context", f"by the end of the model's context of {context} tokens")):
+            if number := output.ended.count(ended):
+                self.say(f"\n{number} of {len(output.ended)} outputs cut {why}")
 
     def say(self, text):
         """Prints a line to standard error, unless the --json object has the same information."""
@@ -111,11 +111,25 @@ class Printer:
                  "tokens_per_second")
         return {name: getattr(output, name) for name in names} | dict(
             tree_size=counted.tree_size, accepted=counted.accepted, sizes=counted.sizes,
-            model=os.path.basename(os.path.abspath(self.args.model)),
+            model=model_name(self.args),
             sampling=self.loaded.sampling,
             prompts=self.prompts,
             texts=[self.loaded.decode(one.tokens, one.grammar) for one in output.sequences],
             step_lengths=dict(sorted(counted.step_lengths.items())))
+
+
+def has_colours(stream):
+    """Whether a stream is a terminal that shows colours."""
+    return (stream.isatty() and not os.environ.get("NO_COLOR")
+            and os.environ.get("TERM") != "dumb")
+
+
+def painted(text, drafter):
+    return f"\x1b[{COLOURS.get(drafter, OTHER_COLOUR)}m{text}\x1b[0m"
+
+
+def model_name(args):
+    return os.path.basename(os.path.abspath(args.model))
 
 
 def summary(output, counted):
