@@ -63,9 +63,9 @@ def write_lines(file, values):
     return file
 
 
-def measured(heads, *_):
+def measured(heads, *_, others):
     K = heads.config.n_draft
-    return dict(accuracy=[0.5] * K, prompts=1, tokens_per_step=1.0,
+    return dict(accuracy=[0.5] * K, prompts=1, tokens_per_step=1.0, beside=dict.fromkeys(others, 1.2),
                 acceptance=dict.fromkeys(("greedy", "sampled"), [[1, 2]] * BINS))
 
 
@@ -111,6 +111,7 @@ def test_every_preset_learns(checkpoint, texts, tmp_path, capsys, name):
     """Catches heads that are trained on the wrong target."""
     found = learned(checkpoint, texts, tmp_path, name)
     assert found["config"]["preset"] == name and found["training"]["steps"] == 60 and 1 <= found["tokens_per_step"] <= 5
+    assert found["beside"].keys() == {"lookup alone"} and found["beside"]["lookup alone"] > 1
     for table in found["acceptance"].values():  # of trees of 17 nodes
         (accepted, proposed), steps = map(sum, zip(*table)), sum(n for _, n in table) / 16
         assert len(table) == BINS and 0 < accepted < proposed and all(0 <= right <= n for right, n in table)
@@ -197,6 +198,8 @@ def test_a_run_refuses_other_flags_data_and_models(finished, checkpoint, tmp_pat
             (["--model", other], "another model or other data")):
         refusal(lambda: train("--resume", "--out", finished, *flags), says)
     refusal(lambda: train("--out", finished), "holds a run already")
+    heads = shutil.copytree(finished, tmp_path / "heads", ignore=shutil.ignore_patterns("run.json", "train_state.pt"))
+    refusal(lambda: train("--out", heads), "holds heads that no run there wrote")
     pytest.raises(SystemExit, train, "--resume", "--out", finished, "--steps", "0")
     assert before == {file: file.read_bytes() for file in finished.rglob("*") if file.is_file()}
 
@@ -467,6 +470,7 @@ def test_training_starts_from_other_heads(checkpoint, texts, tmp_path, monkeypat
     others = write_lines(tmp_path / "others.jsonl", (dict(text=f"{i}th OTHER Text; " * 30) for i in range(100)))
     after = run(checkpoint, others, second, "--steps", "2", "--init", first, "--lr", "1e-9")
     assert before["config"] == after["config"] and after["training"]["init"] == "first"
+    assert [*before["beside"]] == ["lookup alone"] and [*after["beside"]] == ["lookup alone", "the heads of --init"]
     saved = CloverHeads.from_pretrained(first, GPT.from_pretrained(checkpoint, device="cpu", packed=False)).state_dict()
     torch.testing.assert_close(trained(second), dict(saved), atol=1e-7, rtol=0)
     shutil.rmtree(first)

@@ -39,6 +39,9 @@ def run_config(args, out):
     if args.evaluate or not args.resume:
         expect(args.evaluate or not (out / STATE_FILE).exists(), f"{out} holds a run already; "
                "add --resume to continue it, or use another --out")
+        expect(args.evaluate or (out / RUN_FILE).exists()
+               or not (out / "heads.safetensors").exists(),
+               f"{out} holds heads that no run there wrote; use another --out")
         return RunConfig(**flags)
     try:
         saved = read_json(out / RUN_FILE)
@@ -192,9 +195,10 @@ class Run:
                      heads=heads.state_dict(), optimizer=self.trainer.optimizer.state_dict())
         advice = "make room and --resume" if path.exists() else "make room and start it again"
         with saving(f"{self.out}: step {self.step} cannot be saved", advice):
+            self.out.mkdir(parents=True, exist_ok=True)
+            save_lines(self.out / RUN_FILE, [config.select(STORED)])  # the heads are this run's
             heads.save_pretrained(self.out, self.tokenizer, torch.bfloat16, training=training)
             save_lines(self.out / "log.jsonl", self.log)
-            save_lines(self.out / RUN_FILE, [config.select(STORED)])
             save_file(path, state)
 
     def check_finite(self, *tensors):
