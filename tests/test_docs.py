@@ -130,6 +130,7 @@ def sandbox(folder, tmp_path, monkeypatch):
         (tmp_path / path / "chat_template.jinja").write_text("{% for m in messages %}{{ m.content }}{% endfor %}")
     for path in ("out/clover", *re.findall("--heads (\\S+/\\S+)", PAGES["docs/published.md"])):
         shutil.copytree(folder / "clover", tmp_path / path)
+    (tmp_path / "out/clover/run.json").touch()  # a run's folder, which training may write to
     (tmp_path / "docs" / "img").mkdir(parents=True)
     lines = [json.dumps(dict(text=f"line {i} of a text " * 20)) for i in range(200)]
     (tmp_path / "texts.jsonl").write_text("\n".join(lines))
