@@ -8,7 +8,7 @@ from pathlib import Path
 from safetensors import SafetensorError
 
 from clover import BINS, CloverConfig, CloverHeads, norm_hash, sizes_of
-from common.files import files_hash
+from common.files import check_content, files_hash
 from hf.paths import is_gguf, is_repository
 from hf.published_heads import load_published
 from model import InputError, expect
@@ -44,6 +44,7 @@ def load_heads(path, model, tokenizer="", packed=True):
         return load_published(path, model)
     read_record(path)
     try:
+        check_content(path / "heads.safetensors")
         heads = CloverHeads.from_pretrained(path, model, tokenizer, packed)
     except (OSError, SafetensorError, RuntimeError, TypeError) as error:
         raise InputError(

@@ -12,7 +12,7 @@ from model import InputError, expect
 
 PARTS = ["config.json", "generation_config.json", "tokenizer*", "vocab.json", "merges.txt",
          "added_tokens.json", "special_tokens_map.json", "chat_template.*",
-         "additional_chat_templates/*.jinja"]
+         "additional_chat_templates/*.jinja", "adapter_config.json"]
 SAFETENSORS = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
 HEADS = ["config.json", "heads.json", "heads.safetensors"]
 NO_MODEL = "mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-"  # in names of GGUF files
@@ -41,7 +41,8 @@ def fetch_folder(repo):
     folder = download(repo, [*PARTS, *SAFETENSORS])
     if not any(folder.glob("*.safetensors")):
         download(repo, BIN)
-    return folder if (folder / "config.json").exists() else fetch_gguf(repo, "")
+    is_folder = any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
+    return folder if is_folder else fetch_gguf(repo, "")
 
 
 def fetch_gguf(repo, kind):

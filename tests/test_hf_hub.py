@@ -192,6 +192,13 @@ def test_gguf_files_are_listed_if_the_name_does_not_pick_one(site):
     assert find_model("org/GGUF").read_text() == FULL[0]
 
 
+def test_an_adapter_is_named_for_what_it_is(site):
+    """Bug: a LoRA adapter's repository is searched for GGUF files."""
+    folder = site.repositories["org/model"]
+    (folder / "config.json").rename(folder / "adapter_config.json")
+    refusal(lambda: read_config("org/model"), "is a LoRA adapter")
+
+
 def test_offline_the_cache_is_used(offline):
     """Catches a cached model that needs the network, and an incomplete one that is not refused in a line."""
     for name in ("org/model", "org/GGUF:Q8_0"):
