@@ -200,8 +200,7 @@ class Fixed:
         self.counts = torch.zeros(2, SOURCES, 2, dtype=torch.float64, device=model.device)
 
     def select(self, B, behind, unread=(), chains=()):
-        """(T, `Plan.depths`) for a step of B sequences. behind(): how many committed rows the heads
-        have not read. unread, chains: see engine/policy.py."""
+        """(T, `Plan.depths`) of a step of B sequences. For the rest see engine/policy.py."""
         return self.tree_size, min(self.depth, self.tree_size - 1)
 
     def count(self, draft, accepted, active):
@@ -330,8 +329,9 @@ class Decoder:
     they do not draft. capacity: most tokens of a sequence, prompt included; default: the model's
     context. sampling: for sequences without their own. beams as in `generate`, graph as in
     `prepare`. Raises InputError for sizes out of range."""
-    chooses_size = False   # whether `draft` chooses the tree size, if it is None
-    reads_prompts = False  # whether steps read prompts, too
+    tree_sizes = 2, 3, 4, 6, 8, 12, 16  # from which an adaptive policy selects T, besides 1
+    chooses_size = False  # whether `draft` chooses one, if the plan's is None
+    read_sizes = ()       # T of steps that read prompts, too; (): none do
     # functions that a backend replaces
     extend_candidates = staticmethod(extend_candidates)
     ngram_lookup = staticmethod(ngram_lookup)

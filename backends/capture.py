@@ -6,7 +6,6 @@ from itertools import product
 import torch
 
 from engine.clock import seconds_between, timestamp
-from engine.policy import READ_SIZES
 from generate import FILTERED, GREEDY, NOISE, Plan
 
 LARGEST_STEP = 512    # most nodes of a step that `capture_all` captures
@@ -18,9 +17,8 @@ def warm_up(engine, guided=False):
     """Compiles and captures every option of the policy, in the decoder's own sampling mode, while
     all slots are idle. guided: those of batches with grammars."""
     decoder = engine.decoder
-    reading = engine.policy.reading_options if decoder.reads_prompts else []
     with idle_steps(engine, decoder.batch_size, guided):
-        for option in dict.fromkeys([*engine.policy.options, *reading]):
+        for option in engine.policy.reading_options:
             decoder.launch(Plan(decoder.batch_size, *option, decoder.sampling.mode)).wait()
 
 
@@ -50,7 +48,7 @@ def capture_all(engine, progress=iter, guided=False):
     options = {(1, 0), *policy.reading_options}
     largest = LARGEST_GUIDED if guided else LARGEST_STEP
     steps = [(B, T, depths) for B, (T, depths) in product(sizes, options)
-             if B * T <= largest or T <= READ_SIZES[0] or T == policy.tree_size]
+             if B * T <= largest or T <= decoder.read_sizes[0] or T == policy.tree_size]
     needed = 1, policy.tree_size
     steps.sort(key=lambda step: (step[1] not in needed, -step[0] * step[1], step))
     captured = policy.captured[guided]

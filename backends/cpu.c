@@ -2227,7 +2227,7 @@ void step_sample(Step *s) {
            s->sequence, s->positions, s->masks, s->target, s->trees.threads);
 }
 
-// generate.accept_path and engine.policy.count_nodes
+// generate.accept_path and engine.acceptance.count_nodes
 void step_accept(Step *s) {
     int T = s->T, P = s->P;
     size_t plane = (size_t)s->trees.B * T;

@@ -27,7 +27,7 @@ from backends.cpu_layers import (
     pointer,
     stack,
 )
-from backends.cpu_library import header, is_usable, library, threads
+from backends.cpu_library import LARGEST, header, is_usable, library, threads
 from clover import Tree
 from common.values import warn
 from engine.policy import Policy
@@ -144,6 +144,7 @@ class CompiledDecoder(Decoder):
     sequences. The augmenting blocks read accepted tokens only when the heads draft again, so the
     heads' cache may be shorter than the model's. Each step overwrites the results of the one
     before."""
+    tree_sizes = range(2, LARGEST + 1)
     chooses_size = True
 
     @classmethod

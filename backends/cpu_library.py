@@ -23,11 +23,11 @@ from clover import BINS, MAX_DRAFT, SCHEMA, SOURCES
 from common.files import atomic_write
 from common.machine import find
 from common.values import one_line, warn
-from engine.policy import LARGEST
 from generate import MAX_CHAIN
 from kernels import runs_triton
 from model import MAX_TREE
 
+LARGEST = 16    # largest tree size that a step chooses by itself
 GROUP = 32      # inputs that share an activation scale; quantized weights are padded to a multiple
 MAX_HEAD = 256  # largest head size
 THREADS = []    # number of threads for cpu.c, inside `kernel_threads`

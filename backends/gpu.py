@@ -12,7 +12,6 @@ from backends import tree
 from backends.linear import Quantized, dequantize, linear_rows
 from backends.quantized import select_rows, stack
 from backends.sampling import filtered_sample
-from engine.policy import READ_SIZES
 from generate import Decoder, set_number
 from kernels import HAS_TRITON, INTERPRETED, float_logits, runs_triton
 from model import Block, Blocks, InputError, LMHead, NoNorm, TreeMask
@@ -178,7 +177,8 @@ class GraphDecoder(Decoder):
     """Decodes with Triton kernels that build and accept trees, so that every step can be captured.
     Prompts are read by the same steps, beside sequences that generate: a prompt is a draft that
     cannot be wrong. A slot with unread prompt tokens gets the chain of its next T known tokens."""
-    reads_prompts = True
+    tree_sizes = 2, 4, 8, 16, 32, 64
+    read_sizes = 4, 16, 64
     extend_candidates = staticmethod(tree.extend_candidates)
     ngram_lookup = staticmethod(tree.ngram_lookup)
     filtered_sample = staticmethod(filtered_sample)
@@ -194,7 +194,7 @@ class GraphDecoder(Decoder):
 
     @property
     def max_tree(self):
-        return max(self.policy.largest, *READ_SIZES)
+        return max(self.policy.largest, *self.read_sizes)
 
     def path_limit(self, tree_size):
         return tree_size  # the chain of a prompt's tokens fills the tree

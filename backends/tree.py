@@ -12,7 +12,7 @@ import torch
 import clover
 import generate
 from clover import BINS, SCHEMA, SOURCES, Candidates, Tree
-from engine.policy import count_nodes
+from engine.acceptance import count_nodes
 from generate import Accepted
 from kernels import (
     NO_TOKEN,
@@ -387,8 +387,8 @@ def _accept_path_kernel(
 
 def accept_path(tree, target, active, max_path, temperature, counts, chain=None, slots=None,
                 prompts=None):
-    """`generate.accept_path` and `engine.policy.count_nodes`. prompts: (history, lengths, ends) as
-    in `prompt_chain`, of prompts that may have unread tokens."""
+    """`generate.accept_path` and `engine.acceptance.count_nodes`. prompts: (history, lengths, ends)
+    as in `prompt_chain`, of prompts that may have unread tokens."""
     columns = tree[:5]
     history, lengths, ends = prompts or (None, None, None)
     B, T, n_slots, *_ = check_sizes(

@@ -11,7 +11,8 @@ from common.machine import check_caches
 from engine.clock import seconds_between, timestamp
 from engine.guide import Guide, GuidedSequence
 from engine.logprobs import LogProbs
-from engine.policy import PERIOD, READ_SIZES, Policy, long_prompt
+from engine.policy import PERIOD, Policy
+from engine.times import long_prompt
 from generate import Engine as FifoEngine
 from generate import Step, StepResult, decoder_class, to_host
 from model import check
@@ -119,7 +120,7 @@ class Engine(FifoEngine):
         """How many tokens of a prompt to read by `prefill`, from token `start` on; steps read the
         rest: its last token, which is their root, or, where they read prompts, more."""
         last = length - 1
-        if not self.decoder.reads_prompts:
+        if not self.decoder.read_sizes:
             return last
         return last - PROMPT_REST if last - start > self.long_prompt else start
 
@@ -232,9 +233,7 @@ def check_memory(model, policy, batch_size, capacity):
     """Raises InputError for sizes out of range, and if memory is short for a `Decoder`'s caches."""
     check("batch size", batch_size, 1, 2**16, whole=True)
     check("capacity", capacity, 1, model.config.block_size, whole=True)
-    largest = policy.largest
-    if decoder_class(model, policy.heads).reads_prompts:
-        largest = max(largest, *READ_SIZES)
+    largest = max(policy.largest, *decoder_class(model, policy.heads).read_sizes, 1)
     check_caches(model, batch_size, capacity + 2 * largest, policy.heads)  # a path and a tree
 
 

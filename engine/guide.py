@@ -7,8 +7,8 @@ trees, and computes the masks of their nodes on the host while a GPU verifies th
 import torch
 
 from clover import SCHEMA, is_allowed
+from engine.acceptance import GUIDED
 from engine.clock import seconds_between, timestamp
-from engine.policy import GUIDED
 from generate import MAX_CHAIN, Sequence
 from model import InputError, expect
 

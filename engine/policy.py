@@ -1,7 +1,6 @@
 """The adaptive policy: how many nodes a step verifies and how many heads draft them, from measured
-acceptance and step times."""
+acceptance (acceptance.py) and step times (times.py)."""
 
-import math
 from bisect import bisect
 from collections import Counter
 from functools import partial
@@ -9,33 +8,19 @@ from itertools import accumulate, product
 
 import torch
 
-from clover import BINS, DEFAULT_BEAMS, SCHEMA, SOURCES, linear_weights
-from generate import MAX_CHAIN, decoder_class, prior_chances
+from engine.acceptance import Acceptance, NodeMeans, count_nodes
+from engine.times import StepTimes, guessed_costs
+from generate import MAX_CHAIN, decoder_class
 from model import MAX_TREE, check
 
-# While a prompt is unread, a fixed T competes with READ_SIZES, where steps read prompts
-READ_SIZES = 4, 16, 64
 READ_STEPS = 32    # steps in which to read a prompt
 # exponent of a prompt's tokens in `select_reading`: below 1, as large steps delay other sequences
 READ_VALUE = 0.75
-LONG_PROMPT = 512  # most unread tokens that steps read
-ACTIVE, GUIDED = 1, 2  # in `Slots.active`: a sequence without or with a grammar
-TREE_SIZES = dict(cpu=(2, 3, 4, 6, 8, 12, 16), cuda=(2, 4, 8, 16, 32, 64))  # T to select
-LARGEST = 16    # largest T that a C step chooses by itself
-PERIOD = 16     # steps between two updates of the tables
-PACE = 0.3      # share of a prediction's error that is put down to the machine's speed
-UNUSED = 64     # steps after which an option is tried for two steps
+PERIOD = 16        # steps between two updates of the tables
+UNUSED = 64        # steps after which an option is tried for two steps
 TRIAL_TIME = 0.01  # largest share of the time that trials may take
-WINDOW = 64     # of running means, in steps
-PRIOR = 2       # weight of an option's rate before its first use, in steps
-PROPOSED = [1.0, 2.5, 3.0, 3.5, 4.0, 10.0]  # tokens that the prior of chains is worth
-MEMORY = 256, 64  # window of the acceptance counts: head nodes per bin, lookup tokens per length
-ROW = 0.15      # cost of a further row on a CPU, relative to a step of one row: an initial guess
-# Initial guesses for a GPU, measured on an H100 by `bench gpu`
-BANDWIDTH = 3e12           # bytes per second of a copy
-FLOPS = 5.5e14             # per second, of products with many rows
-LAUNCH_SECONDS = 12 * 2e-6 # launches of a layer or a draft head in a CUDA graph
-EAGER_SECONDS = 4.3e-4     # of a layer without a graph
+WINDOW = 64        # of recent rates, in steps
+PRIOR = 2          # weight of an option's rate before its first use, in steps
 
 
 class Policy:
@@ -57,46 +42,36 @@ class Policy:
         if tree_size is not None:
             check("tree size", tree_size, 1, MAX_TREE, whole=True)
         self.tree_size = tree_size if heads or lookup or schema else 1
-        self.heads = None if self.tree_size == 1 else heads
-        self.lookup = lookup and self.tree_size != 1
-        self.schema = schema and self.tree_size != 1
-        self.depth = K = heads.n_draft if self.heads else 0
-        chain = self.lookup or self.schema
-        if self.tree_size:
-            self.options = [(self.tree_size, min(K, self.tree_size - 1))]
-        elif decoder_class(model, self.heads).chooses_size:
-            depths = {*range(min(K, 2) + 1), min(K, LARGEST - 1)}
-            self.options = [(None, d) for d in sorted(depths)]
-        else:
-            sizes = TREE_SIZES[model.device.type]
-            self.options = [(1, 0), *((T, min(K, T - 1)) for T in sizes if K),
-                            *((T, 0) for T in sizes if chain and T <= MAX_CHAIN + 1)]
-        self.largest = max(T or LARGEST for T, _ in self.options)
-        # where steps read prompts
-        reads = [(T, min(K, T - 1)) for T in READ_SIZES if T > (self.tree_size or 0)]
+        drafts = self.tree_size != 1
+        self.heads = heads if drafts else None
+        self.lookup = lookup and drafts
+        self.schema = schema and drafts
+        self.depth = self.heads.n_draft if self.heads else 0
+        decoder = decoder_class(model, self.heads)
+        self.options = self.possible_options(decoder)
+        largest = decoder.tree_sizes[-1]
+        self.largest = max(T or largest for T, _ in self.options)
+        # while a prompt is unread, a fixed T competes with the larger sizes that read prompts
+        reads = [(T, min(self.depth, T - 1)) for T in decoder.read_sizes
+                 if T > (self.tree_size or 0)]
         self.reading_options = list(dict.fromkeys([*self.options, *reads]))
         self.group = getattr(model.head, "group", None)
-        self.known = known_counts(self.heads)  # [2, SOURCES, 2]: accepted, proposed
-        # totals, to which steps add; in float32 they would stop at 2^24
-        self.counts = torch.zeros(2, SOURCES, 2, dtype=torch.float64, device=model.device)
-        self.seen = torch.zeros(2, SOURCES, 2)  # the part of `counts` that `known` includes
-        self.chances = torch.zeros(2, SOURCES, device=model.device)
-        self.learn_chances(self.seen)
-        # (guided, heads draft) -> of the n-th likeliest node, mean acceptance and number of steps
-        self.means = {(guided, drafts): ([0.5 if drafts else 0.35], [2])
+        self.acceptance = Acceptance(self.heads, model.device)
+        self.chances = self.acceptance.chances
+        self.counts = self.acceptance.counts
+        # (guided, heads draft) -> the means that select T where it is fixed before the step
+        self.means = {(guided, drafts): NodeMeans(0.5 if drafts else 0.35)
                       for guided, drafts in product((False, True), repeat=2)}
         # (option with T = None, guided) -> recent expected tokens, time in plain steps
         self.sums = {}
-        self.chains = []         # of the step's sequences with a grammar, the forced tokens
-        self.mask_seconds = 0.0  # of a node, and the number of steps that it is the mean of
-        self.mask_steps = 0
+        self.chains = []  # of the step's sequences with a grammar, the forced tokens
         costs = guessed_costs(model, self.heads)
         if self.group:
             costs = self.group.broadcast(costs)  # ranks hold unequal parts
         self.times = StepTimes(*costs)
         # what cpu.c reads: the seconds of T nodes, for the next step's heads and B; and writes: the
         # tokens expected of the step, the committed rows that heads had not read before it
-        self.step_seconds = torch.ones(LARGEST + 1)
+        self.step_seconds = torch.ones(largest + 1)
         self.drafted = torch.zeros(2)
         self.tables = {}  # heads that draft -> `step_seconds`, until the next update
         # share of the model's blocks that heads run over each committed row
@@ -110,6 +85,17 @@ class Policy:
         self.last_use = Counter()  # (option, guided) -> step
         self.trial = []  # options to try in the next steps
         self.elapsed = self.trial_seconds = 0.0
+
+    def possible_options(self, decoder):
+        """The options of a Decoder class, but for captures."""
+        K = self.depth
+        sizes = decoder.tree_sizes
+        if self.tree_size:
+            return [(self.tree_size, min(K, self.tree_size - 1))]
+        if decoder.chooses_size:
+            return [(None, d) for d in sorted({*range(min(K, 2) + 1), min(K, sizes[-1] - 1)})]
+        chains = [T for T in sizes if (self.lookup or self.schema) and T <= MAX_CHAIN + 1]
+        return [(1, 0), *((T, min(K, T - 1)) for T in sizes if K), *((T, 0) for T in chains)]
 
     def select(self, B, behind=lambda: 0, unread=(), chains=()):
         """The option of the next step, of a batch of B. behind(): how many committed rows the heads
@@ -147,7 +133,8 @@ class Policy:
 
     def set_step_seconds(self, B, depths):
         if depths not in self.tables:
-            seconds = [self.expected_seconds(B, T, depths) for T in range(1, LARGEST + 1)]
+            sizes = range(1, len(self.step_seconds))
+            seconds = [self.expected_seconds(B, T, depths) for T in sizes]
             self.tables[depths] = torch.tensor(seconds).cummax(0).values
         self.step_seconds[1:] = self.tables[depths]
 
@@ -195,17 +182,15 @@ class Policy:
         """{whether heads draft: expected tokens of a sequence, by tree size 0, 1, ...}."""
         expected = {}
         for drafts in (True, False):
-            means, _ = self.means[self.guided, drafts]
-            expected[drafts] = [0, *accumulate(extended(means, self.largest - 1), initial=1)]
+            expected[drafts] = self.means[self.guided, drafts].expected(self.largest)
             if any(self.chains):
                 expected[drafts] = self.with_chains(expected[drafts], B)
         return expected
 
     def with_chains(self, expected, B):
         """Expected tokens where some sequences draft n tokens of forced text: 1 + p + ... + p^n."""
-        right, proposed = self.known[:, BINS + SCHEMA].sum(0).tolist()
-        powers = ((right / proposed) ** j for j in range(len(expected)))
-        sums = [0, *accumulate(powers)]
+        p = self.acceptance.forced()
+        sums = [0, *accumulate(p ** j for j in range(len(expected)))]
         chains = [n for n in self.chains if n]
         return [((B - len(chains)) * tokens + sum(sums[min(n + 1, T)] for n in chains)) / B
                 for T, tokens in enumerate(expected)]
@@ -221,7 +206,7 @@ class Policy:
 
     def expected_seconds(self, B, T, depths):
         """Of a step, masks included."""
-        masks = self.mask_seconds * T * len(self.chains)
+        masks = self.times.mask_seconds * T * len(self.chains)
         return self.times.seconds(B, T, depths) + masks
 
     def plain_steps(self, B, T, depths):
@@ -238,206 +223,37 @@ class Policy:
 
     def learn(self, step, results):
         """Learns from a finished `engine.batching.MeasuredStep` and its `StepResult`s."""
-        results = [result for result in results if result.sequence not in step.reading]
-        if not results or self.tree_size == 1:
+        paths = [result.path for result in results if result.sequence not in step.reading]
+        if not paths or self.tree_size == 1:
             return
-        B, depths = step.plan.B, step.plan.depths
-        expected, behind = self.drafted.tolist()
         if step.counts is not None:
-            self.learn_chances(step.counts)
-        seconds = step.seconds
-        mask_seconds = step.mask_seconds
-        if self.group:  # ranks see the same tokens, but each has its own clock
-            is_due = self.steps % PERIOD == 0
-            both = self.group.broadcast((seconds, mask_seconds)) if is_due else (None, None)
-            seconds, mask_seconds = both
-        self.elapsed += (seconds or 0) * (PERIOD if self.group else 1)
-        if seconds and behind <= 1 + MAX_CHAIN:  # else heads read a prompt or what they skipped
-            self.times.learn(B, step.tree_size, depths, seconds)
-        if seconds and step.grammars:
-            self.mask_steps = min(self.mask_steps + 1, WINDOW)
-            mean = mask_seconds / (step.grammars * step.tree_size)
-            self.mask_seconds += (mean - self.mask_seconds) / self.mask_steps
+            self.acceptance.learn(step.counts)
+        expected, behind = self.drafted.tolist()
+        catches_up = behind > 1 + MAX_CHAIN  # heads read a prompt, or what they had skipped
+        self.learn_times(step, catches_up)
+        guided = step.grammars > 0
+        B, T, depths, _ = step.plan
         if step.tree_size > 1:
-            self.learn_means(step, results)
-        if step.plan.tree_size is None and not self.all_forced:
-            key = (None, depths), step.grammars > 0
-            tokens, time = self.sums.get(key, (0, 0))
+            self.means[guided, depths > 0].learn(step.tree_size, paths)
+        if T is None and not self.all_forced:
+            tokens, time = self.sums.get(((T, depths), guided), (0, 0))
             tokens += expected / B - tokens / WINDOW
             time += self.plain_steps(B, step.tree_size, depths) - time / WINDOW
-            self.sums[key] = tokens, time
+            self.sums[(T, depths), guided] = tokens, time
 
-    def learn_means(self, step, results):
-        hits = [0] * step.tree_size
-        for result in results:
-            for node in result.path:
-                hits[node] += 1
-        means, counts = self.means[step.grammars > 0, step.plan.depths > 0]
-        means += extended(means, step.tree_size - 1)[len(means):]
-        counts += [2] * (len(means) - len(counts))
-        for i, accepted in enumerate(hits[1:]):
-            counts[i] = min(counts[i] + 1, WINDOW)
-            means[i] += (accepted / len(results) - means[i]) / counts[i]
-
-    def learn_chances(self, counts):
-        """Updates `chances` from the new total `counts`."""
-        self.known += counts - self.seen
-        self.seen = counts
-        for part, memory in zip(self.known.split((BINS, SOURCES - BINS), dim=1), MEMORY):
-            part *= (memory / part[..., 1:]).clamp(max=1)  # forgets what is older
-        chances = self.known[..., 0] / self.known[..., 1]
-        chances[:, :BINS] = torch.tensor([falling(bins) for bins in self.known[:, :BINS].tolist()])
-        if self.chances.is_cuda:
-            chances = chances.pin_memory()  # else the host would wait for the copy
-        self.chances.copy_(chances, non_blocking=True)
-
-
-def count_nodes(counts, tree, accepted, active, temperature, chain=None):
-    """Adds (accepted, proposed) nodes to counts[mode, source], float64 [2, SOURCES, 2]. Of a chain,
-    the tokens that were emitted, and these with the first wrong one. A sequence with a grammar
-    (active, int32 [B], is GUIDED) counts only chains of forced text. temperature: [B]."""
-    is_head = (tree.sources >= 0) & (tree.sources < BINS) & (tree.ancestors != 0)
-    proposed = is_head & (active == ACTIVE)[:, None]
-    on_path = torch.zeros_like(proposed).scatter(1, accepted.path, True)
-    add_counts(counts, tree.sources, temperature, on_path & proposed, proposed)
-    if chain is None:
-        return
-    match = chain[:, :1]
-    n = min(chain.shape[1] - 1, accepted.path.shape[1])
-    guesses = chain[:, 1:n + 1]
-    compared = (torch.arange(n, device=chain.device) < accepted.count[:, None]) & (guesses >= 0)
-    compared = compared.cumprod(1)  # up to the chain's end
-    right = (compared * (guesses == accepted.tokens[:, :n])).cumprod(1).sum(1, keepdim=True)
-    tried = torch.minimum(right + 1, compared.sum(1, keepdim=True))
-    active = active[:, None]
-    counted = (match > 0) & ((active == ACTIVE) | (active == GUIDED) & (match == SCHEMA))
-    add_counts(counts, BINS + match, temperature, right * counted, tried * counted)
-
-
-def add_counts(counts, sources, temperature, right, tried):
-    """Adds right and tried [B, n] to the counts of their sources."""
-    cell = sources.clamp(min=0) + SOURCES * (temperature > 0)[:, None]
-    added = torch.stack((right, tried), dim=-1).flatten(0, 1).to(counts.dtype)
-    counts.view(-1, 2).index_add_(0, cell.flatten(), added)
-
-
-def extended(means, n):
-    """n means; those beyond the last known one fall as rank ** -1.4."""
-    last = len(means)
-    return means[:n] + [means[-1] * (last / rank) ** 1.4 for rank in range(last + 1, n + 1)]
-
-
-def known_counts(heads):
-    """The initial counts, float32 [2, SOURCES, 2]: (accepted, proposed). PROPOSED tokens, accepted
-    with their prior probability, plus the counts in heads.json."""
-    proposed = torch.tensor([4.0] * BINS + PROPOSED).expand(2, -1)
-    counts = torch.stack((prior_chances() * proposed, proposed), dim=2)
-    if heads and (tables := heads.info.get("acceptance")):
-        counts[:, :BINS] += torch.tensor([tables["greedy"], tables["sampled"]])
-    return counts
-
-
-def falling(bins):
-    """Acceptance rate of each bin of (accepted, proposed) nodes, made non-increasing by pooling
-    adjacent bins (isotonic regression)."""
-    pools = []
-    for accepted, proposed in bins:
-        width = 1  # in bins
-        while pools and accepted * pools[-1][1] > pools[-1][0] * proposed:
-            a, p, w = pools.pop()
-            accepted, proposed, width = accepted + a, proposed + p, width + w
-        pools.append((accepted, proposed, width))
-    return [accepted / proposed for accepted, proposed, width in pools for _ in range(width)]
-
-
-class StepTimes:
-    """Predicts the seconds of a step of B trees of T nodes, drafted by `depths` heads:
-
-        unit * (rows[bucket(B * T)] + heads[depths, bucket(B)]),   rows[1] = 1
-
-    unit: the machine's present speed. The tables are guesses times corrections; a cell that was
-    never measured has the correction of the nearest one that was. costs: see `guessed_costs`."""
-
-    def __init__(self, *costs):
-        self.costs = costs
-        self.unit = None  # seconds
-        # (depths, bucket(B)) of heads, (0, bucket(B * T)) of rows -> log of the correction, number
-        # of measurements
-        self.corrections = {(0, 1): (0.0, 1)}
-
-    def cost(self, depths, n):
-        """The cost of n rows, or of that many heads for n sequences."""
-        row, bound, head = self.costs
-        rows = lambda n: max(1 + row * (n - 1), bound * n)
-        guess = rows(n)
-        if depths:  # the augmenting block and head 1, then heads that read beams
-            guess = head * (2 * rows(n) + (depths - 1) * rows(n * DEFAULT_BEAMS))
-        return guess * math.exp(self.correction(depths, n))
-
-    def correction(self, depths, n):
-        cell = depths, bucket(n)
-        if cell not in self.corrections:
-            measured = [other for other in self.corrections if (other[0] > 0) == (depths > 0)]
-            distance = lambda other: (abs(other[0] - depths), abs(other[1] - cell[1]))
-            cell = min(measured, key=distance, default=None)
-        return self.corrections[cell][0] if cell else 0.0
-
-    def seconds(self, B, T, depths):
-        heads = self.cost(depths, B) if depths else 0
-        return (self.unit or 1.0) * (self.cost(0, B * T) + heads)
-
-    def learn(self, B, T, depths, seconds):
-        """Corrects the prediction by the measured seconds of a step."""
-        if self.unit is None:
-            self.unit = seconds / self.seconds(B, T, depths)
-        error = math.log(seconds / self.seconds(B, T, depths))
-        error = max(min(error, 0.5), -0.5)  # one slow step says little
-        self.unit *= math.exp(PACE * error)
-        if B * T > 1:
-            self.correct(0, B * T, error)
-        if depths:
-            self.correct(depths, B, error)
-
-    def correct(self, depths, n, error):
-        cell = depths, bucket(n)
-        count = self.corrections[cell][1] if cell in self.corrections else 0
-        change = max(1 / WINDOW, 1 / (2 + count)) * error
-        self.corrections[cell] = self.correction(depths, n) + change, count + 1
-
-
-def guessed_costs(model, heads):
-    """Initial costs, relative to a step of one row: (of a further row, of a row where compute is
-    the bound, of a draft head)."""
-    is_cuda = model.device.type == "cuda"
-    row = ROW
-    bound = head = 0.0
-    if is_cuda:
-        bound = 2 * linear_weights(model) / FLOPS / guessed_seconds(model)
-        row = bound / 2
-    if heads:
-        numbers, _ = heads.cost
-        size = model.dtype.itemsize if is_cuda else 0.625  # packed in 4 bits, and scales
-        launches = LAUNCH_SECONDS if is_cuda else 0.0
-        head = (numbers * size / BANDWIDTH + launches) / guessed_seconds(model)
-    return row, bound, head
-
-
-def guessed_seconds(model):
-    """A guess at the seconds of a plain step."""
-    launches = LAUNCH_SECONDS if model.device.type == "cuda" else 0.0
-    return model.weight_bytes() / BANDWIDTH + model.config.n_layer * launches
-
-
-def long_prompt(model):
-    """How many unread tokens make it faster to read a prompt by itself, in a pass that is not
-    captured, than by steps of 64 nodes."""
-    steps = EAGER_SECONDS * model.config.n_layer / guessed_seconds(model)
-    return min(MAX_TREE * math.ceil(steps), LONG_PROMPT)
-
-
-def bucket(rows):
-    """The cell of `StepTimes` for a number of rows: its own up to 16, then two per doubling."""
-    return rows if rows <= 16 else 16 + round(2 * math.log2(rows / 16))
-
-
-# --------------------------------------------------------------------------------------------------
+    def learn_times(self, step, catches_up):
+        seconds = step.seconds
+        mask_seconds = step.mask_seconds
+        period = 1
+        if self.group:  # ranks see the same tokens, but each has its own clock
+            period = PERIOD
+            if self.steps % PERIOD:
+                return
+            seconds, mask_seconds = self.group.broadcast((seconds, mask_seconds))
+        if not seconds:
+            return
+        self.elapsed += seconds * period
+        if not catches_up:
+            self.times.learn(step.plan.B, step.tree_size, step.plan.depths, seconds)
+        if step.grammars:
+            self.times.learn_masks(step.grammars * step.tree_size, mask_seconds)

@@ -27,8 +27,9 @@ from backends.tensor_parallel import Group
 from clover import BINS, PRESETS, CloverHeads, preset
 from common.values import warn
 from conftest import SHAPES, ToyGrammar, needs_compiler, random_prompts, refusal, slow, toy_model
+from engine.acceptance import count_nodes
 from engine.batching import Engine
-from engine.policy import Policy, count_nodes
+from engine.policy import Policy
 from generate import NOISE, Decoder, Plan, Sampling, accept_path, decoder_class, generate
 from hf import checkpoint
 from kernels import gumbel_argmax, tree_attention_reference

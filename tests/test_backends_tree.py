@@ -10,7 +10,7 @@ import torch
 import clover
 from backends import tree as triton_tree
 from clover import BINS, SCHEMA, SOURCES, Candidates, Tree
-from engine.policy import ACTIVE, GUIDED
+from engine.acceptance import ACTIVE, GUIDED
 from generate import Accepted, tensors_of
 from static import module_of
 from test_kernels import INTERPRETED, as_int64, device, every_second, slow_to_interpret
@@ -232,7 +232,7 @@ def random_trees(rng, B, T, max_depth=6):
 
 
 def plain_counts(counts, tree, path, targets, activity, mode, chain):
-    """Adds what a sequence of `tree` (lists) counts, see `engine.policy.count_nodes`."""
+    """Adds what a sequence of `tree` (lists) counts, see `engine.acceptance.count_nodes`."""
     for i, (source, ancestors) in enumerate(zip(tree.sources, tree.ancestors)):
         if i and ancestors and 0 <= source < BINS and activity == ACTIVE:
             counts[mode, source] += counts.new_tensor([i in path, 1])

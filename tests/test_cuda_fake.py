@@ -30,7 +30,7 @@ from bench import timing
 from conftest import SHAPES, Operations, ToyGrammar, slow, toy_model
 from engine.batching import Engine
 from engine.guide import GuidedSequence
-from engine.policy import TREE_SIZES, Policy
+from engine.policy import Policy
 from generate import GREEDY, NOISE, Decoder, Fixed, Sampling, capture
 from generate import Engine as FifoEngine
 from static import h200
@@ -488,7 +488,7 @@ def test_the_policy_selects_among_few_sizes_on_a_fake_gpu(start):
     engine = Engine(model, policy=Policy(model, heads, True), batch_size=2, capacity=700)
     engine.generate([[1, 2], [3]], 600)
     sizes = {plan.tree_size for plan in plans(engine)}
-    assert 1 < len(sizes) and sizes <= {1, *TREE_SIZES["cuda"]} == {T for T, _ in engine.policy.options}
+    assert 1 < len(sizes) and sizes <= {1, *gpu.GraphDecoder.tree_sizes} == {T for T, _ in engine.policy.options}
     assert 1 < len(world.graphs) == len(engine.decoder.graphs)
 
 

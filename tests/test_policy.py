@@ -8,12 +8,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 
+from backends.gpu import GraphDecoder
 from bench import size_config
 from clover import BINS, SOURCES, CloverConfig, CloverHeads, Head, linear_weights, preset
 from conftest import needs_compiler, random_prompts, slow, toy_model
+from engine.acceptance import MEMORY
 from engine.batching import MeasuredStep
-from engine.policy import MEMORY, TREE_SIZES, Policy, StepTimes, guessed_costs
-from generate import FILTERED, GREEDY, Plan, Sampling, StepResult
+from engine.policy import Policy
+from engine.times import StepTimes, guessed_costs
+from generate import FILTERED, GREEDY, Decoder, Plan, Sampling, StepResult
 from test_clover import random_heads
 from test_generate import cpu, either_decoder, load, new_engine
 
@@ -31,11 +34,11 @@ def test_chances_become_what_was_seen_and_forget(toy):
         for _ in range(100):
             proposed = torch.randint(0, 12, (2, SOURCES)).float()
             counts += torch.stack((torch.binomial(proposed, rates), proposed), 2)
-            policy.learn_chances(counts.clone())
+            policy.acceptance.learn(counts.clone())
             chances = policy.chances
             assert (chances[:, 1:BINS] <= chances[:, :BINS - 1]).all() and ((chances >= 0) & (chances <= 1)).all()
         assert (chances - rates).abs().mean() < 0.04
-        for part, memory in zip(policy.known[..., 1].split((BINS, SOURCES - BINS), 1), MEMORY):
+        for part, memory in zip(policy.acceptance.known[..., 1].split((BINS, SOURCES - BINS), 1), MEMORY):
             assert memory - 1 < part.max() < memory + 1
 
 
@@ -223,8 +226,9 @@ def test_a_trial_of_heads_includes_the_rows_they_have_not_read(toy):
 @pytest.mark.parametrize("tree_size, B, reading, want", [
     (1, 1, [40], 64), (1, 8, [3], 1), (1, 8, [90] * 8, 16), (5, 8, [2], 5), (1, 8, [40], 4), (1, 8, [5000], 4),
     (None, 2, [30, 30], 32)])
-def test_prompts_are_read_by_the_size_of_most_tokens_per_second(toy, tree_size, B, reading, want):
+def test_prompts_are_read_by_the_size_of_most_tokens_per_second(toy, tree_size, B, reading, want, monkeypatch):
     """Bug: a prompt read a token at a time, or generating sequences slowed down for a few tokens."""
+    monkeypatch.setattr(toy, "decoder", GraphDecoder)
     policy = Policy(toy, None, True, tree_size)
     policy.times = StepTimes(0.02, 0, 0)  # a further row takes a fiftieth of a step
     if tree_size is None:
@@ -233,8 +237,9 @@ def test_prompts_are_read_by_the_size_of_most_tokens_per_second(toy, tree_size, 
     assert policy.select(B, unread=reading + [0] * (B - len(reading)))[0] == want
 
 
-def test_rows_that_fill_a_batch_do_not_generate(toy):
+def test_rows_that_fill_a_batch_do_not_generate(toy, monkeypatch):
     """Bug: one sequence among many slots reads its prompt in small steps, for the sake of rows that nobody uses."""
+    monkeypatch.setattr(toy, "decoder", GraphDecoder)
     policy = Policy(toy, None, True, 1)
     policy.times = StepTimes(0.02, 0, 0)
     assert policy.select(8, unread=[60] + [0] * 7)[0] == 4 and policy.select(8, unread=[60])[0] == 16
@@ -253,7 +258,7 @@ def test_ranks_select_alike_though_their_clocks_differ(toy):
     policies[1].group = SimpleNamespace(broadcast=lambda value: said.pop())
     for step in range(300):
         (T, _), other = (policy.select(1) for policy in policies)
-        assert other == (T, 0) and T in (1, *TREE_SIZES["cpu"])
+        assert other == (T, 0) and T in (1, *Decoder.tree_sizes)
         used.append(T)
         results = [StepResult(None, [], range(min(T, 7)), [], T)]
         for policy, seconds in zip(policies, (1 + 0.01 * T, 1 + 2 * T)):

@@ -83,7 +83,7 @@ def result(capsys, model, *flags):
 
 def test_json_has_the_tree_sizes_and_their_expected_times(folder, capsys, monkeypatch, tmp_path):
     """Bug: a tree size that was used is missing, steps or tokens are not counted, or a time is another size's."""
-    monkeypatch.setattr("engine.policy.StepTimes.seconds", lambda self, B, T, depths: B * T / 1000 + depths)
+    monkeypatch.setattr("engine.times.StepTimes.seconds", lambda self, B, T, depths: B * T / 1000 + depths)
     (tmp_path / "link").symlink_to(folder)
     flags = tmp_path / "link", "--prompt", "abcabc", "--max-new-tokens", 60
     found = result(capsys, *flags, "--tree-size", 12)
