@@ -153,7 +153,7 @@ class Job:
                      total_tokens=prompt + emitted, completion_tokens_details=details)
         return dict(usage=usage, speculation=dict(
             steps=counted.steps, guessed=guessed,
-            tokens_per_step=round(counted.tokens_per_step, 3)))
+            tokens_per_step=round(emitted / max(counted.steps, 1), 3)))
 
 
 def check_length(tokens, capacity, or_more=""):

@@ -41,10 +41,6 @@ class Statistics:
         return sum(emitted * steps for (_, emitted), steps in self.shapes.items())
 
     @property
-    def tokens_per_step(self):
-        return self.emitted / max(self.steps, 1)
-
-    @property
     def step_lengths(self):
         """n -> steps that emitted n tokens."""
         lengths = Counter()
