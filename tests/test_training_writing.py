@@ -11,7 +11,7 @@ from conftest import refusal, toy_model
 from hf.chat import ChatTemplate
 from model import InputError
 from test_training_data import CHATML, EOT, THINK, save, save_family
-from training import writing
+from training import runs, writing
 
 END = 263  # <|im_end|>
 
@@ -55,7 +55,7 @@ class Scripted:
     def step(self):
         sequence = self.waiting.pop(self.random.randrange(len(self.waiting)))
         sequence.ended = "stop" if sequence.tokens[-1] == END else "length"
-        return [SimpleNamespace(sequence=sequence)]
+        return [SimpleNamespace(sequence=sequence, tokens=sequence.tokens)]
 
 
 def writer(folder, encoding, monkeypatch, says=None, template=CHATML, grammar=None, **options):
@@ -275,6 +275,19 @@ def test_templates_are_drawn_from_all_files_and_broken_ones_refused(encoding, tm
                    dict(templates=["{x}"]), dict(templates=[]), dict(words=dict(x=[1]))):
         files[0].write_text(json.dumps(whole | broken))
         refusal(lambda: writing.read_templates(files[0]), "a.json")
+
+
+def test_a_long_job_prints_a_line_a_minute_and_its_last():
+    """Bug: nothing is printed for minutes, or the end is not."""
+    lines, clock = [], SimpleNamespace(now=100.0)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(runs.time, "perf_counter", lambda: clock.now)
+        show = runs.progress(10, 200, 2, lines.append, every=60)
+        for step in (11, 50, 60, 110, 111, 200):
+            clock.now += 25
+            show(step, f"{step}")
+    assert [line.split()[0] for line in lines] == ["60", "200"]
+    assert lines[0] == "60  1 tokens/s  0:03:30 left"
 
 
 def test_code_is_quoted_whole():

@@ -99,11 +99,16 @@ def load_file(path, keys, mmap=False):
         raise InputError(f"{path}: damaged, or not of this version ({reason})") from None
 
 
-def progress(start, steps, tokens_per_step, log):
-    """Returns show(step, line), which logs the line with tokens per second and time left."""
-    began = time.perf_counter()
+def progress(start, steps, tokens_per_step, log, every=0):
+    """Returns show(step, line), which logs the line with tokens per second and time left, unless
+    it is not the last one and `every` seconds have not passed since the line before."""
+    began = shown = time.perf_counter()
 
     def show(step, line):
+        nonlocal shown
+        if step < steps and time.perf_counter() < shown + every:
+            return
+        shown = time.perf_counter()
         speed = max(step - start, 1) / (time.perf_counter() - began)  # steps per second
         left = timedelta(seconds=int(max(steps - step, 0) / speed))
         log(f"{line}  {speed * tokens_per_step:.0f} tokens/s  {left} left")

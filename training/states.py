@@ -10,8 +10,6 @@ from common.values import human
 from model import expect
 from training.runs import progress, saving
 
-SHOW_EVERY = 50  # documents
-
 
 @torch.inference_mode()
 def store_states(folder, model, tokens, log=print):
@@ -30,7 +28,7 @@ def store_states(folder, model, tokens, log=print):
            f"but {human(room, 'B')} are free; make room, or leave out --store-states")
     if done < N:
         log(f"computing the states of {human(N - done)} tokens, in {file}")
-    show = progress(done, N, 1, log)
+    show = progress(done, N, 1, log, every=60)
     most = min(model.config.block_size, int((ends - tokens.starts).max()))
     cache = model.new_cache(1, most)
     with (saving(f"{file}: cannot be written", "make room and --resume"), open(file, "r+b") as rows,
@@ -47,8 +45,7 @@ def store_states(folder, model, tokens, log=print):
                 rows.write(states.view(torch.int16).numpy())
                 rows.flush()
                 ids.write(piece)
-            if number % SHOW_EVERY == SHOW_EVERY - 1:
-                show(ends[number], f"{human(ends[number])} of {human(N)} states")
+            show(int(ends[number]), f"{human(ends[number])} of {human(N)} states")
 
 
 def open_states(folder, model, N):

@@ -11,7 +11,6 @@ import json
 import random
 import re
 import sys
-import time
 from collections import Counter, deque
 from functools import cached_property
 from pathlib import Path
@@ -39,7 +38,6 @@ PLACEHOLDER = re.compile(r"\{(?:(\d+)-(\d+)|([a-z]+)\d?)\}")
 QUOTED = range(200, 1200)            # lengths of answers to quote as {text}, in characters
 CODE = re.compile(r"^```\w*\n[^`]{60,1200}^```$", re.MULTILINE)  # to quote as {block}
 SENTENCE = re.compile(r".*(?:[.!?:](?=\s)|\n)", re.DOTALL)  # up to the last sentence's end
-SHOW_EVERY = 60.0                    # seconds
 
 
 class Writer:
@@ -65,6 +63,7 @@ class Writer:
         self.grammars = list(map(read_templates, templates))
         self.seen = set()         # the first words of all turns in the files so far
         self.dropped = Counter()  # reason -> messages
+        self.written = 0          # tokens, those of dropped messages included
         self.running = {}         # Sequence -> (task, its number, the texts of its file)
 
     def claim(self):
@@ -88,14 +87,8 @@ class Writer:
         files = deque()  # those in progress, in order: (path, {task number: its texts, or None})
         slots = SLOTS[self.model.device.type]
         done = 0
-        show = shown = None
+        show = None
         while done < goal:
-            if show and time.monotonic() > shown + SHOW_EVERY:
-                shown = time.monotonic()
-                ended = [texts for _, tasks in files for texts in tasks.values() if texts]
-                written = done + count_tokens(itertools.chain(*ended))
-                written += sum(len(sequence.tokens) for sequence in self.running)
-                show(written, self.describe(written, goal))
             if files and None not in files[0][1].values():
                 path, texts = files.popleft()
                 done += self.save(path, [*itertools.chain(*texts.values())])
@@ -103,9 +96,11 @@ class Writer:
                 files.append(self.begin(number))
             elif self.running:
                 if not show:
-                    show = progress(done, goal, 1, self.log)
-                    shown = time.monotonic()
+                    before = done  # tokens of an earlier run
+                    show = progress(before, goal, 1, self.log, every=60)
                 self.step()
+                written = min(before + self.written, goal - 1)
+                show(written, self.describe(written, goal))
             else:
                 self.log(f"all prompts are answered, at {len(TEMPERATURES)} temperatures, with "
                          f"{human(done * size)} tokens; give more prompts for better heads")
@@ -131,6 +126,7 @@ class Writer:
     def step(self):
         """Runs a step of the engine, and continues the tasks whose sequences it ends."""
         for result in self.engine.step():
+            self.written += len(result.tokens)
             if result.sequence.ended:
                 self.proceed(*self.running.pop(result.sequence))
 
@@ -175,7 +171,7 @@ class Writer:
                "the model's own texts are all unusable for training; give --data")
         if not path.exists():
             save_lines(path, [text | dict(format=self.format) for text in texts])
-        return count_tokens(texts)
+        return sum(len(part) for text in texts for part in text["ids"][-2:])
 
     def without_repeats(self, text):
         """A chat, an object of a line, up to a turn whose message and answer begin like those of an
@@ -309,11 +305,6 @@ class Writer:
         text, found, _ = self.template.render([*messages, user]).rpartition(MARK)
         expect(found, f"{self.template.file}: does not render user messages; give --data")
         return self.encoding.encode(text, allowed_special="all")
-
-
-def count_tokens(texts):
-    """The number of tokens of texts, objects of .jsonl lines."""
-    return sum(len(part) for text in texts for part in text["ids"][-2:])
 
 
 def read_templates(file):
