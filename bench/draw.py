@@ -1,10 +1,8 @@
 """`python -m bench draw`: the pictures of README.md and docs/results.md, as SVG: a saved run, whose
-tokens have the colours of their drafters, throughput over batch size, and speed-ups by kind of
-chat. All are on a dark card that is readable on GitHub's white and dark pages."""
+tokens have the colours of their drafters, and speed-ups by kind of chat. All are on a dark card
+that is readable on GitHub's white and dark pages."""
 
-import contextlib
 import json
-from statistics import fmean
 from xml.sax.saxutils import escape
 
 from bench import ROOT
@@ -12,11 +10,10 @@ from common.files import read_json
 from model import InputError
 
 RUN = ROOT / "docs" / "img" / "run.json"  # from generate.py --json --show-tree
-MEASURED = ROOT / "bench" / "results" / "gpu-h200.jsonl"
+MEASURED = ROOT / "bench" / "results" / "cpu-zen4.jsonl"  # by `bench cpu`
 PICTURE = RUN.with_name("text.svg")
-BATCHES = RUN.with_name("batches.svg")
-CHATS = ROOT / "bench" / "results" / "cpu-zen4.jsonl"  # of `bench cpu`
-KINDS = RUN.with_name("kinds.svg")
+KINDS = {"spec bench": RUN.with_name("kinds.svg"),
+         "coder, spec bench": RUN.with_name("kinds-coder.svg")}
 WIDTH = 760
 COLUMNS = 88  # characters per line
 CARD, FRAME, BRIGHT, DIM = "#161b22", "#6e7681", "#f0f6fc", "#8b949e"
@@ -67,60 +64,23 @@ def draw_text(run):
             + "\n".join(shapes) + "\n</svg>\n")
 
 
-def measured(record):
-    """{label: [(B, tokens per second)]} of SmolLM2, greedy, in a record of `bench gpu`: means over
-    the seeds."""
-    rates = {}  # label -> B -> tokens per second of each seed
-    for row in map(json.loads, record.open()):
-        if row["part"] == "smollm2" and row.get("temperature") == 0:
-            label = f"{row['drafter']}, T = {row['tree_size']}"
-            seeds = rates.setdefault(label, {}).setdefault(row["batch_size"], [])
-            seeds.append(row["tokens_per_second"])
-    return {label: [(B, fmean(seeds)) for B, seeds in sorted(own.items())]
-            for label, own in rates.items()}
-
-
-def draw_batches(record, path):
-    """Draws SmolLM2's throughput over batch size, like Figure 2 of the paper, as SVG. Returns a
-    matplotlib Figure."""
-    with panels(path, 1, 3.6) as (axes,):
-        axes.set(title="SmolLM2-135M, H200, greedy", xlabel="sequences decoded together, B",
-                 ylabel="tokens per second", yscale="log")
-        axes.set_xscale("log", base=2)
-        axes.xaxis.set_major_formatter("{x:g}")
-        axes.yaxis.set_major_formatter("{x:,g}")
-        for label, points in measured(record).items():
-            axes.plot(*zip(*points), label=label, marker="o")
-        axes.legend()
-    return axes.figure
-
-
-@contextlib.contextmanager
-def panels(path, count, height):
-    """A list of matplotlib Axes side by side, which share their vertical axis and are saved at the
-    end. Raises InputError without matplotlib."""
+def draw_kinds(rows, path):
+    """Draws the speed-up over plain decoding by kind of chat, one bar per drafter, greedy and
+    sampled, of the rows of `bench decode` with tree size "auto", as SVG. Returns a matplotlib
+    Figure. Raises InputError without matplotlib."""
     try:
         from matplotlib import style
         from matplotlib.figure import Figure
     except ImportError:
         raise InputError("bench draw needs matplotlib; pip install matplotlib") from None
-    with style.context(["dark_background", STYLE]):
-        figure = Figure(figsize=(7.6, height), layout="constrained")
-        yield figure.subplots(1, count, sharey=True, squeeze=False)[0]
-        figure.savefig(path, format="svg", metadata=dict(Date=None))
-
-
-def draw_kinds(record, path):
-    """Draws the speed-up over plain decoding by kind of chat, one bar per drafter, greedy and
-    sampled, of the rows with tree size "auto" in a record of `bench cpu`. Returns a matplotlib
-    Figure."""
-    parts = {part["part"]: part for part in map(json.loads, record.open())}
-    rows = [row for row in parts["spec bench"]["decoding"] if row["tree_size"] == "auto"]
+    rows = [row for row in rows if row["tree_size"] == "auto"]
     temperatures = sorted({row["temperature"] for row in rows})
     kinds = [*dict.fromkeys(row["kind"] for row in rows)]
     drafters = [*dict.fromkeys(row["drafted_by"] for row in rows)]
-    with panels(path, len(temperatures), 3.2) as found:
-        for axes, temperature in zip(found, temperatures):
+    with style.context(["dark_background", STYLE]):
+        figure = Figure(figsize=(7.6, 3.2), layout="constrained")
+        panels = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
+        for axes, temperature in zip(panels, temperatures):
             axes.set_title(f"temperature {temperature:g}" if temperature else "greedy")
             for i, drafter in enumerate(drafters):
                 bars = {row["kind"]: row["speed_up"] for row in rows
@@ -134,13 +94,18 @@ def draw_kinds(record, path):
                             rotation=20, ha="right")
             axes.set_axisbelow(True)
             axes.tick_params(labelsize=8)
-        found[0].set_ylabel("speed-up over plain decoding")
-        found[-1].legend()
-    return found[0].figure
+        panels[0].set_ylabel("speed-up over plain decoding")
+        panels[-1].legend()
+        figure.savefig(path, format="svg", metadata=dict(Date=None))
+    return figure
 
 
 def bench():
+    """`bench draw`: draws what the records hold, and prints the files."""
     PICTURE.write_text(draw_text(read_json(RUN)), encoding="utf-8")
-    draw_batches(MEASURED, BATCHES)
-    draw_kinds(CHATS, KINDS)
-    print(PICTURE, BATCHES, KINDS, sep="\n")
+    print(PICTURE)
+    records = {record["part"]: record for record in map(json.loads, MEASURED.open())}
+    for part, picture in KINDS.items():
+        if part in records:
+            draw_kinds(records[part]["decoding"], picture)
+            print(picture)
