@@ -70,6 +70,8 @@ def add_cpu_flags(parser):
     add = parser.add_argument
     add("--out", type=flags.home, required=True, metavar="FILE", help="a JSON line for each part")
     add("--chats", type=flags.home, metavar="FILE", help="also answer these, such as Spec-Bench's")
+    add("--parts", nargs="+", metavar="PART", help="measure only these and keep the others' lines "
+        "in --out; default: all, as they are printed")
     add("--coder", type=flags.model_path, metavar="FILE", help="also measure this larger model on "
         "bench/coding.jsonl, such as Qwen2.5-Coder-1.5B-Instruct as GGUF")
     add("--llama-cpp", action="store_true", help="beside llama.cpp; needs llama-cpp-python")

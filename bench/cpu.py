@@ -9,21 +9,30 @@ import numpy as np
 from bench import CHATS, CODING, decoding, operations, precision, record
 from common.files import atomic_write
 from hf.paths import find_model
+from model import expect
 
 FORMATS = "Q4_1", "Q4_0", "Q8_0"  # of SmolLM2: the published file, and two made from it
 SPEC_BENCH = 96  # chats of --chats: 16 of each kind
 
 
 def bench(args, parse):
-    """Runs `parts` and appends a line to args.out for each. parse: flags of `bench` -> Namespace"""
-    rows = []
+    """Runs `parts`, or args.parts of them, and writes a line of args.out for each; lines of other
+    parts stay if there is a choice. parse: flags of `bench` -> Namespace"""
     files = {name: requantized(find_model("smollm2"), name, args.out) for name in FORMATS}
-    for part, flags in parts(args, files).items():
-        own = parse(list(map(str, flags)))
-        print(f"\n{part}: python -m bench {' '.join(map(str, flags))}", flush=True)
-        rows.append(dict(part=part) | record(own, measure(own)))
-        atomic_write(args.out, lambda tmp: Path(tmp).write_text(
-            "".join(json.dumps(row) + "\n" for row in rows)))
+    found = parts(args, files)
+    chosen = args.parts or [*found]
+    unknown = [part for part in chosen if part not in found]
+    expect(not unknown, f"--parts: expected some of {', '.join(map(repr, found))}, not {unknown}")
+    out = Path(args.out)
+    rows = {}
+    if args.parts and out.exists():
+        rows = {row["part"]: row for row in map(json.loads, out.open())}
+    for part in chosen:
+        own = parse(list(map(str, found[part])))
+        print(f"\n{part}: python -m bench {' '.join(map(str, found[part]))}", flush=True)
+        rows[part] = dict(part=part) | record(own, measure(own))
+        atomic_write(out, lambda tmp: Path(tmp).write_text(
+            "".join(json.dumps(row) + "\n" for row in rows.values())))
 
 
 def measure(args):
