@@ -50,8 +50,7 @@ def converse(args, loaded):
             hint = "; /clear starts over" if messages != opening(args) else ""
             print(f"{error}{hint}", file=sys.stderr)
             continue
-        ends = args.chat or is_guided
-        limit = new_tokens(args, config, length, ends, engine.decoder.capacity)
+        limit = new_tokens(args, config, length, args.chat or is_guided, engine.decoder.capacity)
         output = Printer(args, loaded).generate(engine, prompts, limit, grammars)
         if not args.chat:
             print("-" * 40)
