@@ -122,6 +122,13 @@ def test_every_preset_learns(checkpoint, texts, tmp_path, capsys, name):
     assert generate(model, prompts, 20, heads, tree_size=9).tokens == generate(model, prompts, 20).tokens
 
 
+def test_heads_of_a_model_in_bfloat16_are_measured(checkpoint, texts, tmp_path):
+    """Bug: a traceback after hours of training on a CPU, which decodes in float32; heads are stored in bfloat16."""
+    model = shutil.copytree(checkpoint, tmp_path / "model")
+    GPT.from_pretrained(checkpoint, torch.bfloat16, "cpu", packed=False).save_pretrained(model)
+    assert 0 < run(model, texts, tmp_path / "out", "--steps", "2")["accuracy"][0] < 1
+
+
 @pytest.mark.gpu
 @needs_cuda
 @pytest.mark.parametrize("dtype", ["bfloat16", "float32"])

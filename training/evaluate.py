@@ -46,12 +46,12 @@ def acceptance(model, heads, prompts, temperature=0.0):
     return counts, output.tokens_per_step
 
 
-def measure(heads, heldout, batch_size, block_size, others):
-    """Measures heads -> the dict to add to heads.json. others: {name: heads, or None for lookup} to
-    measure beside them."""
+def measure(heads, plain, heldout, batch_size, block_size, others):
+    """Measures heads -> the dict to add to heads.json. plain: the same, not packed. others: {name:
+    heads, or None for lookup} to measure beside them."""
     model = heads.model
     print("measuring 1 of 4: head accuracy", flush=True)
-    accuracy = head_accuracy(heads, heldout, batch_size, block_size)
+    accuracy = head_accuracy(plain, heldout, batch_size, block_size)
     room = model.config.block_size - DECODED  # prompts have up to 4 * length tokens
     starts = data.prompts(heldout, PROMPTS, max(min(64, room // 4), 1))
     print(f"measuring 2 of 4: sampled, tree size {TREE_SIZE}", flush=True)
@@ -69,12 +69,15 @@ def evaluate(config, out):
     the heads."""
     model, encoding = load_frozen(config)
     heads = load_heads(out, model, encoding.hash)
+    plain = load_heads(out, model, encoding.hash, packed=False)
+    if model.blocks.is_packed:
+        plain.float()  # as they were trained: such a model decodes in float32
     size = pick_block_size(config, heads)
     heldout, measured_on = heldout_tokens(config, out, heads, encoding)
     others = {"lookup alone": None}
     if config.init and Path(config.init).is_dir():  # --resume does not need it
         others["the heads of --init"] = load_heads(config.init, model, encoding.hash)
-    results = measure(heads, heldout, config.batch_size, size, others=others)
+    results = measure(heads, plain, heldout, config.batch_size, size, others=others)
     shares = "  ".join(f"head {i}: {share:.1%}" for i, share in enumerate(results["accuracy"], 1))
     print(f"held-out accuracy: {shares}")
     beside = ", ".join(f"{name} {number:.2f}" for name, number in results["beside"].items())
