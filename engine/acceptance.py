@@ -33,10 +33,7 @@ class Acceptance:
         for part, memory in zip(self.known.split((BINS, SOURCES - BINS), dim=1), MEMORY):
             part *= (memory / part[..., 1:]).clamp(max=1)  # forgets what is older
         chances = self.known[..., 0] / self.known[..., 1]
-        bins = chances[:, :BINS]
-        below = bins.cummin(1).values  # the nearest rates that fall along the bins
-        above = bins.flip(1).cummax(1).values.flip(1)
-        chances[:, :BINS] = (below + above) / 2
+        chances[:, :BINS] = torch.tensor([falling(bins) for bins in self.known[:, :BINS].tolist()])
         if self.chances.is_cuda:
             chances = chances.pin_memory()  # else the host would wait for the copy
         self.chances.copy_(chances, non_blocking=True)
@@ -55,6 +52,19 @@ def known_counts(heads):
     if heads and (tables := heads.info.get("acceptance")):
         counts[:, :BINS] += torch.tensor([tables["greedy"], tables["sampled"]])
     return counts
+
+
+def falling(bins):
+    """Acceptance rate of each bin of (accepted, proposed) nodes, made non-increasing by pooling
+    adjacent bins (isotonic regression)."""
+    pools = []
+    for accepted, proposed in bins:
+        width = 1  # in bins
+        while pools and accepted * pools[-1][1] > pools[-1][0] * proposed:
+            a, p, w = pools.pop()
+            accepted, proposed, width = accepted + a, proposed + p, width + w
+        pools.append((accepted, proposed, width))
+    return [accepted / proposed for accepted, proposed, width in pools for _ in range(width)]
 
 
 # --------------------------------------------------------------------------------------------------
