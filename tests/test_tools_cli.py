@@ -105,17 +105,6 @@ def test_draft_selects_the_drafters_and_keeps_the_output(folder, capsys, draft, 
     assert {name.split()[0] for name in drafted["accepted"]} == names
 
 
-def test_a_seed_of_minus_one_is_drawn_and_reported(folder, capsys):
-    """Bug: a fixed seed, as good as any other, for those who ask for a new one each time."""
-    flags = folder, "--prompt", "abc", "--max-new-tokens", 20, "--temperature", 2, "--quiet", "--seed"
-    said = []
-    for _ in range(2):
-        main(*flags, -1)
-        said.append(capsys.readouterr())
-    seed = re.search(r"seed: (\d+)\n", said[0].err)[1]
-    assert said[0] != said[1] and run(capsys, *flags, seed) == said[0].out
-
-
 def test_structured_output_on_the_command_line(folder, capsys, tmp_path):
     """Bug: a grammar of another prompt, a flag that wins over a prompt's own schema, --compare without the grammar."""
     pytest.importorskip("llguidance", reason="pip install llguidance")
@@ -268,13 +257,15 @@ def test_a_cut_is_reported(chat_folder, capsys, flags, says, ended):
 
 
 def test_a_chat_is_sampled_unless_something_says_otherwise(chat_folder, capsys):
-    """Bug: the same poem in every session; a seed that nobody knows; text that is sampled although no chat is."""
+    """Bug: the same poem in every session; a seed that nobody knows; text that is sampled although no chat is; a fixed
+    seed for --seed -1."""
     def said(*more):
         main(chat_folder, "--prompt", "hi", "--max-new-tokens", 20, "--quiet", *more)
         out, err = capsys.readouterr()
         return out.strip(), re.findall(r"seed: (\d+)", err), "temperature 0.7, top-p 0.95" in err
     text, (seed,), is_told = said("--chat")
     assert is_told and said("--chat") != (text, [seed], True) and said("--chat", "--seed", seed) == (text, [], True)
+    assert said("--temperature", 2, "--seed", -1) != said("--temperature", 2, "--seed", -1)
     greedy = said("--chat", "--temperature", 0)
     assert greedy[1:] == ([], False) and said()[1:] == ([], False) and greedy[0] != text
     config = chat_folder / "generation_config.json"
@@ -483,11 +474,6 @@ def test_out_of_memory_exits_with_2_and_advice(capsys, monkeypatch, allocate):
     assert caught.value.code == 1 and "Traceback" in capsys.readouterr().err
 
 
-def test_standard_input_that_is_not_utf8_is_refused(folder, capsys, monkeypatch):
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
-    assert "standard input is not UTF-8" in refusal(capsys, folder, "--prompt", "-")
-
-
 # ---------------------------------------------------------------------------------------------------------------------
 # Output and exit codes
 
@@ -542,13 +528,14 @@ def test_interrupted_runs_exit_with_the_signals_code(folder, capsys, monkeypatch
     assert "1.00 tokens per step, " in err and "identical" not in err
 
 
-def test_heads_without_their_record_are_not_ignored(chat_folder, capsys):
-    """Bug: the model decodes without its heads, and nothing says so."""
-    flags = chat_folder, "--prompt", "abc", "--max-new-tokens", 3
+def test_bad_input_and_heads_without_their_record_are_refused(chat_folder, capsys, monkeypatch):
+    """Bug: a traceback for standard input that is not UTF-8; a model that decodes without its heads in silence."""
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"\xff\xfe")))
+    assert "standard input" in refusal(capsys, chat_folder, "--prompt", "-")
     record = chat_folder / "clover" / "heads.json"
     record.unlink()
-    assert str(record) in refusal(capsys, *flags)
-    assert "abc" in run(capsys, *flags, "--heads", "none")
+    assert str(record) in refusal(capsys, chat_folder, "--prompt", "abc")
+    assert "abc" in run(capsys, chat_folder, "--prompt", "abc", "--max-new-tokens", 3, "--heads", "none")
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="there is no /dev/full here")

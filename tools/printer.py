@@ -26,7 +26,6 @@ class Printer:
         self.streams = len(prompts) <= 1 and not args.json
         self.complete = {}      # index -> a `Sequence` that has ended and is not printed yet
         self.printed = 0        # sequences
-        self.stream = loaded.stream()
         self.colours = has_colours(sys.stdout)
         if self.streams and not args.chat:
             print("".join(prompts), end="", flush=True)
@@ -37,9 +36,8 @@ class Printer:
         output = Output()
         self.stream = self.loaded.stream(grammars[0])
         with contextlib.suppress(KeyboardInterrupt):
-            engine.generate(prompts, limit, self.loaded.stop, self.show,
-                            self.loaded.encoding, with_trees=self.args.show_tree,
-                            grammars=grammars, output=output)
+            engine.generate(prompts, limit, self.loaded.stop, self.show, self.loaded.encoding,
+                            with_trees=self.args.show_tree, grammars=grammars, output=output)
         self.finish(output, limit)
         return output
 
@@ -111,9 +109,7 @@ class Printer:
                  "tokens_per_second")
         return {name: getattr(output, name) for name in names} | dict(
             tree_size=counted.tree_size, accepted=counted.accepted, sizes=counted.sizes,
-            model=model_name(self.args),
-            sampling=self.loaded.sampling,
-            prompts=self.prompts,
+            model=model_name(self.args), sampling=self.loaded.sampling, prompts=self.prompts,
             texts=[self.loaded.decode(one.tokens, one.grammar) for one in output.sequences],
             step_lengths=dict(sorted(counted.step_lengths.items())))
 
