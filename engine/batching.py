@@ -102,6 +102,7 @@ class Engine(FifoEngine):
                 sequence = self.waiting.popleft()
                 slot, start = best_slot(self.idle, sequence.prompt)
                 del self.idle[slot]
+                sequence.cached = start
                 end = self.prefill_end(len(sequence.prompt), start)
                 self.prefilling = slot, sequence, start, end
             slot, sequence, start, end = self.prefilling

@@ -17,8 +17,8 @@ class GuidedSequence(Sequence):
     """A `Sequence` that may also end at a text, for which it needs an encoding, and whose output
     matches a grammar, or any if that is None. It ends with "stop" where the grammar does, and with
     "error" if that got too complex, see `error`. unread: prompt tokens that the steps launched so
-    far leave unread. top_logprobs: how many of the likeliest tokens `logprobs` reports beside each
-    token; None: it stays empty."""
+    far leave unread. cached: those that a slot's cache held. top_logprobs: how many of the
+    likeliest tokens `logprobs` reports beside each token; None: it stays empty."""
 
     def __init__(self, config, prompt, max_new_tokens, sampling, stop=(), index=0, encoding=None,
                  grammar=None, top_logprobs=None):
@@ -27,8 +27,13 @@ class GuidedSequence(Sequence):
         if texts and not hasattr(encoding, "stream"):
             raise InputError(f"stop text {texts[0]!r} needs a tokenizer; give encoding=, from "
                              "hf.tokenizer.load_encoding")
-        self.stream = encoding.stream(texts) if texts else None
+        tools = grammar and grammar.tools
+        shown = tools.tokens.values() if tools else ()
+        begin = grammar and grammar.begin
+        self.stream = encoding.stream([*tokens, *texts], shown, begin) if texts else None
+        self.pieces = []  # with stop texts, of each token: see `TextStream.piece`
         self.unread = 0
+        self.cached = 0
         self.top_logprobs = top_logprobs
         self.logprobs = []  # of `tokens`: see `LogProbs.of`
         self.grammar = grammar
@@ -58,10 +63,10 @@ class GuidedSequence(Sequence):
         return new
 
     def until_text(self, tokens):
-        """The tokens up to the one that completes a stop text."""
+        """The tokens up to the one that ends the output, or completes a stop text."""
         for number, token in enumerate(tokens, start=1):
-            self.stream.feed([token])
-            if self.stream.stopped:
+            self.pieces.append(self.stream.piece(token))
+            if self.stream.stopped or token in self.stop_tokens:
                 return tokens[:number]
         return tokens
 

@@ -8,7 +8,7 @@ import uuid
 from functools import cached_property
 from typing import NamedTuple
 
-from hf.grammar import JSON_STYLE, without_annotations
+from hf.grammar import schema_text
 from model import InputError, expect
 
 
@@ -53,23 +53,22 @@ def functions_of(tools):
                f"{place} must be a function, not of type {tool.get('type')!r}")
         name = tool["function"].get("name")
         schema = tool["function"].get("parameters") or EMPTY
+        is_object = isinstance(schema, dict) and (schema.get("type") or "object") == "object"
         expect(isinstance(name, str) and name, f"{place}.function.name must be a string")
         expect(name not in found, f"{place}: there is another tool named {name!r}; rename one")
-        style = isinstance(schema, dict) and schema.get("x-guidance", {})
-        expect(isinstance(style, dict) and schema.get("type", "object") == "object",
-               f"{place}.function.parameters must be a JSON schema of an object")
-        schema = (dict(type="object") if COMBINED & schema.keys() else EMPTY) | schema
-        found[name] = schema | {"x-guidance": JSON_STYLE | style}
+        expect(is_object, f"{place}.function.parameters must be a JSON schema of an object")
+        found[name] = (dict(type="object") if COMBINED & schema.keys() else EMPTY) | schema
     return found
 
 
 class Tools:
     """Functions that a model may call. tools: in OpenAI's format. required: whether the output
     begins with a call; else text may come first, or only text. only: the name of the one function
-    that may be called, once. parallel: whether several calls may follow each other. Raises
-    InputError for tools that are wrong, and for a chat template that takes none."""
+    that may be called, once. parallel: whether several calls may follow each other. answer: a JSON
+    schema for an output without calls. Raises InputError for tools that are wrong, and for a chat
+    template that takes none."""
 
-    def __init__(self, encoding, tools, required=False, only=None, parallel=True):
+    def __init__(self, encoding, tools, required=False, only=None, parallel=True, answer=None):
         self.encoding = encoding
         self.functions = functions_of(tools)
         template = encoding.template
@@ -77,7 +76,10 @@ class Tools:
                "--chat-template a file with one that does")
         self.for_template = [dict(type="function", function=dict(parameters=EMPTY) | {
             key: x for key, x in tool["function"].items() if x is not None}) for tool in tools]
+        self.strict = {tool["function"]["name"] for tool in tools if tool["function"].get("strict")}
+        self.lenient = set()  # names of functions whose arguments may break a part of the schema
         self.required = required
+        self.answer = None if required else answer
         self.parallel = parallel and only is None
         if only is not None:
             names = ", ".join(self.functions)
@@ -104,17 +106,30 @@ class Tools:
     def compile(self, tokenizer):
         """The `Grammar` of the outputs. tokenizer: a `GrammarTokenizer`. An InputError for a schema
         names the function."""
+        if self.answer is not None:
+            tokenizer.compile("json_schema", self.answer)
         try:
             grammar = tokenizer.compile("lark", self.lark())
-        except (InputError, RecursionError):
-            for name, schema in self.functions.items():
-                try:
-                    tokenizer.compile("json_schema", schema)
-                except InputError as error:
-                    raise InputError(f"tool {name!r}: {error}") from None
-            raise
+        except (ValueError, TypeError, RecursionError):  # an InputError, or schemas that are none
+            self.loosen(tokenizer)
+            grammar = tokenizer.compile("lark", self.lark())
         grammar.tools = self
         return grammar
+
+    def loosen(self, tokenizer):
+        """Of functions whose schema cannot be compiled, ignores the keywords that llguidance does
+        not support, or else the whole schema. Raises InputError for one that is strict."""
+        for name, schema in self.functions.items():
+            try:
+                tokenizer.compile("json_schema", schema)
+            except InputError as error:
+                if name in self.strict:
+                    raise InputError(f"tool {name!r}: {error}") from None
+                self.lenient.add(name)
+                try:
+                    tokenizer.compile("json_schema", json.loads(schema_text(schema, True)))
+                except (InputError, ValueError, TypeError, RecursionError):
+                    self.functions[name] = dict(type="object")
 
     def lark(self):
         """The grammar of the outputs in llguidance's notation. A marker that is a token is written
@@ -122,20 +137,27 @@ class Tools:
         form = self.format
         trigger = self.terminals(form.begin and form.trigger)
         more = f"({self.terminals(form.between)} call)*" if form.between and self.parallel else ""
+        call = quoted(CALL)
+        head = lambda name, rest: quoted(quoted(name)[1:] + rest)
+        if self.answer is not None:  # an object, too: where both could go on, terminals must agree
+            call = " ".join(map(quoted, ("{", '"name"', ": ")))
+            head = lambda name, rest: f"{quoted(quoted(name))} {quoted(rest)}"
         names = [f"function{i}" for i in range(len(self.functions))]
         rules = [f"calls: {self.terminals(form.begin.removeprefix(form.trigger))} call {more} "
                  f"{self.terminals(form.end)}",
-                 f"call: {quoted(CALL)} ({' | '.join(names)})"]
+                 f"call: {call} ({' | '.join(names)})"]
         for rule, (name, schema) in zip(names, self.functions.items()):
-            head = f"{json.dumps(name, ensure_ascii=False)[1:]}, \"{form.arguments}\": "
-            schema = json.dumps(without_annotations(schema))
-            rules.append(f"{rule}: {quoted(head)} %json {schema} \"}}\"")
+            schema = schema_text(schema, name in self.lenient)
+            begin = head(name, f", \"{form.arguments}\": ")
+            rules.append(f"{rule}: {begin} %json {schema} \"}}\"")
         return "\n".join([*self.start(form, trigger), *rules])
 
     def start(self, form, trigger):
         """The rules of what comes before the calls, or in place of them."""
         if self.required:
             return [f"start: {trigger} calls"]
+        if self.answer is not None:
+            return [f"start: {trigger} calls | answer", f"answer: %json {schema_text(self.answer)}"]
         if form.trigger in self.tokens:  # text may have other special tokens, such as <think>
             return [f"start: (<[^{self.tokens[form.trigger]}]>)* ({trigger} calls)?"]
         if form.begin:
@@ -164,7 +186,8 @@ class CallReader:
         self.tools = tools
         self.trigger = tools.format.trigger
         self.key = tools.format.arguments
-        self.read = self.read_text if tools.format.begin else self.read_start
+        starts = tools.answer is not None or not tools.format.begin  # a call starts the output
+        self.read = self.read_start if starts else self.read_text
         self.text = ""       # not read yet
         self.number = -1     # of the current call
         self.arguments = ""
@@ -182,6 +205,7 @@ class CallReader:
     def finish(self):
         """The parts in text that was held back because it could begin a call."""
         is_text = self.read in (self.read_text, self.read_start)
+        is_text |= self.number < 0 and not self.tools.format.begin  # as {"name": in an answer
         return [("text", self.text, 0)] if is_text and self.text else []
 
     # Each reads the front of `text`, or returns None if it needs more
@@ -240,7 +264,7 @@ class CallText:
     """A `TextStream` of an output in which each call is a line of JSON."""
 
     def __init__(self, tools, stop):
-        self.stream = tools.encoding.output_stream(stop, tools.tokens.values())
+        self.stream = tools.encoding.stream(stop, tools.tokens.values())
         self.reader = CallReader(tools)
         self.line = ""  # what ends the line before a call
 

@@ -7,6 +7,7 @@ import re
 import numpy as np
 
 from common.values import one_line
+from hf.bpe import any_of
 from model import InputError, expect
 
 # They bound the time of a mask: 25 ms at worst with 49 thousand tokens, of these 7 of the lexer. An
@@ -14,14 +15,21 @@ from model import InputError, expect
 LIMITS = dict(max_items_in_row=5000, step_max_items=5000, step_lexer_fuel=200_000)
 FORCED_BYTES = 512  # of forced text that are tokenized at once
 SPECIAL = rb"\xff\[(\d+)\]"  # in forced text, the token of this id
-# how JSON is written, as by json.dumps: with one choice, most of a document's structure is forced
-JSON_STYLE = dict(item_separator=", ", key_separator=": ", whitespace_flexible=False)
+# how JSON is written, as by json.dumps: with one choice, most of a document's structure is forced;
+# where a value could match several schemas of a oneOf, it may do so
+JSON_STYLE = dict(item_separator=", ", key_separator=": ", whitespace_flexible=False,
+                  coerce_one_of=True)
 # of JSON schemas: formats that llguidance checks, and pydantic's for UUID4
 FORMATS = {name: dict(format=name) for name in
            "date-time date time duration email hostname ipv4 ipv6 uri uuid".split()}
 FORMATS["uuid4"] = dict(pattern=r"^[\da-f]{8}-[\da-f]{4}-4[\da-f]{3}-[89ab][\da-f]{3}-[\da-f]{12}$")
 DRAFTS = r"(http://json-schema.org/draft-0\d|https://json-schema.org/draft/20[\d-]+)/schema#?"
 NEUTRAL = dict(uniqueItems=[False], propertyNames=[True, {}, dict(type="string")])  # allow all
+# signs of bounds; those beyond 64-bit integers, such as of float64, are no bounds in practice, and
+# too long for an expression
+BOUNDS = dict(minimum=-1, exclusiveMinimum=-1, maximum=1, exclusiveMaximum=1)
+FAR = 2**63 - 1
+LOOK_AROUND = re.compile(r"\(\?<?[=!]|\\[1-9]")  # and references, in patterns
 NAMED = "properties", "patternProperties", "$defs", "definitions", "dependentSchemas"
 VALUES = "const", "enum", "default", "example", "examples"  # not schemas
 
@@ -45,8 +53,8 @@ class GrammarTokenizer:
         self.words = -(-vocab_size // 32)  # int32 of a mask
         self.encoding = encoding
         try:
-            self.package = llguidance.LLTokenizer(encoding.package.to_str(), n_vocab=vocab_size,
-                                                  eos_token=self.stop)
+            self.package = llguidance.LLTokenizer(rename_special_tokens(encoding.package),
+                                                  n_vocab=vocab_size, eos_token=self.stop)
         except ValueError as error:
             raise InputError(f"{encoding.file}: llguidance cannot use this tokenizer: "
                              f"{one_line(error)}") from None
@@ -60,10 +68,8 @@ class GrammarTokenizer:
             return source.compile(self)
         try:
             if kind == "json_schema":
-                schema = json.loads(source) if isinstance(source, str) else source
                 # as text: objects that are nested too deeply would crash the conversion
-                source = json.dumps(without_annotations(schema), allow_nan=False)
-                text = made.LLMatcher.grammar_from_json_schema(source, defaults=JSON_STYLE)
+                text = made.LLMatcher.grammar_from_json_schema(schema_text(source))
             elif kind == "choice":
                 # one terminal: llguidance's own "choice" has a parser item for each text
                 texts = " | ".join(json.dumps(text, ensure_ascii=False) for text in source)
@@ -78,11 +84,34 @@ class GrammarTokenizer:
         return Grammar(self, made.LLMatcher(self.package, text, log_level=0, limits=limits))
 
 
-def without_annotations(schema):
-    """A JSON schema without formats that llguidance does not know, keywords with NEUTRAL values,
-    and $schemas other than DRAFTS."""
+def rename_special_tokens(package):
+    """A tokenizer.json of a package in which no text has the name of a special token, or of one in
+    angle brackets: llguidance would write a text such as <filename> as this token, which grammars
+    forbid."""
+    added = package.get_added_tokens_decoder().values()
+    names = {json.dumps(token.content, ensure_ascii=False) for token in added
+             if token.special or re.fullmatch("(?s)<.*>", token.content)}
+    rename = lambda match: f'"<\uffff{match[0][1:-1]}>"'  # U+FFFF is no character
+    return re.sub(any_of(names), rename, package.to_str()) if names else package.to_str()
+
+
+def schema_text(schema, lenient=False):
+    """The JSON of a schema, an object or its text, for llguidance. lenient: it ignores keywords
+    that it does not support."""
+    schema = json.loads(schema) if isinstance(schema, str) else schema
+    schema = supported(schema, lenient)
+    if isinstance(schema, dict):
+        own = schema.get("x-guidance", {})
+        schema = schema | {"x-guidance": JSON_STYLE | dict(lenient=lenient) | own}
+    return json.dumps(schema, allow_nan=False)
+
+
+def supported(schema, lenient=False):
+    """A JSON schema without formats that llguidance does not know, keywords that are null or have
+    NEUTRAL values, bounds beyond FAR, and $schemas other than DRAFTS. lenient: also without the
+    patterns that it refuses."""
     if isinstance(schema, list):
-        return list(map(without_annotations, schema))
+        return [supported(part, lenient) for part in schema]
     if not isinstance(schema, dict):
         return schema
     kept = {}
@@ -90,14 +119,22 @@ def without_annotations(schema):
         if key in VALUES:
             kept[key] = value
         elif key in NAMED and isinstance(value, dict):
-            kept[key] = {name: without_annotations(part) for name, part in value.items()}
+            kept[key] = {name: supported(part, lenient) for name, part in value.items()}
         elif key == "format" and isinstance(value, str):
             kept = FORMATS.get(value, {}) | kept
-        elif key == "$schema" and not re.fullmatch(DRAFTS, str(value)):
-            continue
-        elif value not in NEUTRAL.get(key, ()):
-            kept[key] = without_annotations(value)
+        elif not is_ignored(key, value, lenient):
+            kept[key] = supported(value, lenient)
     return kept
+
+
+def is_ignored(key, value, lenient):
+    if key == "$schema":
+        return not re.fullmatch(DRAFTS, str(value))
+    if key == "pattern" and lenient:
+        return bool(LOOK_AROUND.search(str(value)))
+    if key in BOUNDS and isinstance(value, int | float):
+        return value * BOUNDS[key] >= FAR
+    return value is None or value in NEUTRAL.get(key, ())
 
 
 class Grammar:

@@ -46,9 +46,20 @@ def message_of(message, name="message"):
     role = message.get("role")
     expect(isinstance(role, str), f"{name}.role must be a string")
     message["role"] = ROLES.get(role.lower(), role)
+    if isinstance(message.get("tool_calls"), list):
+        message["tool_calls"] = list(map(with_arguments, message["tool_calls"]))
     if "content" in message or message["role"] != "assistant":
         message["content"] = joined(f"{name}.content", message.get("content"))
     return message
+
+
+def with_arguments(call):
+    """A past call, with {} for arguments that are an empty text."""
+    function = call.get("function") if isinstance(call, dict) else None
+    arguments = function.get("arguments") if isinstance(function, dict) else None
+    if not isinstance(arguments, str) or arguments.strip():
+        return call
+    return call | dict(function=function | dict(arguments="{}"))
 
 
 def joined(name, content):

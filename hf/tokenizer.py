@@ -16,6 +16,7 @@ from hf.bpe import BYTES, byte_level_bpe
 from hf.chat import load_chat_template, token_text
 from hf.files import optional_part, part_file, read_part
 from hf.paths import find_model, is_gguf
+from hf.text_stream import TextStream
 from model import InputError, expect
 
 BPE_FLAGS = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk",
@@ -112,12 +113,13 @@ class Encoding:
                "trained to chat")
         return self.encode(self.template.render(messages, **options), allowed_special="all")
 
-    def stream(self, stop=()):
-        return TextStream(self, stop)
-
-    def output_stream(self, stop, shown=()):
-        """A `TextStream` of an output, without control tokens, except for the ids `shown`."""
-        return self.stream([*stop, *self.control_ids.difference(shown)])
+    def stream(self, stop=(), shown=None, begin=None):
+        """A `TextStream` of an output. stop: texts and ids that end it. shown: control tokens to
+        show; None: all. begin: as in `TextStream`."""
+        hidden = {token for token in stop if not isinstance(token, str)}
+        if shown is not None:
+            hidden |= self.control_ids.difference(shown)
+        return TextStream(self, [text for text in stop if isinstance(text, str)], hidden, begin)
 
 
 def encode_prompt(encoding, text):
@@ -139,58 +141,6 @@ def read_package(spec):
     flags = {name: model[name] for name in BPE_FLAGS if model.get(name) is not None}
     package.model = BPE(model["vocab"], [*map(tuple, merges)], **flags)
     return package, model["vocab"]
-
-
-class TextStream:
-    """Decodes token ids as they arrive, in whole characters, up to a stop text. Unlike decoding all
-    at once, it may keep a leading space. stop: stop texts, and token ids to skip. stopped: whether
-    a stop text was reached."""
-
-    def __init__(self, encoding, stop=()):
-        self.decode = encoding.decode
-        self.stop_texts = [text for text in stop if isinstance(text, str)]
-        self.skipped = set(stop).difference(self.stop_texts)
-        self.stopped = False
-        self.held = ""  # text that may be the start of a stop text
-        self._restart(encoding.context)  # some decoders drop a space at the start of text
-
-    def _restart(self, context):
-        self.context = context
-        self.pending = []  # ids after the context
-        self.shown = len(self.decode(context))  # characters of both that were returned
-
-    def feed(self, tokens):
-        """Returns the text that these ids complete."""
-        tokens = [token for token in tokens if token not in self.skipped]
-        return self._release("".join(map(self._completed, tokens)))
-
-    def finish(self):
-        """Returns the rest of the text."""
-        return self._release(self.decode(self.context + self.pending)[self.shown:]) + self.held
-
-    def _completed(self, token):
-        self.pending.append(token)
-        text = self.decode(self.context + self.pending)
-        # an incomplete character decodes to U+FFFD, and so do invalid bytes
-        complete = text if len(self.pending) > 16 else text.rstrip("\N{REPLACEMENT CHARACTER}")
-        new = complete[self.shown:]
-        self.shown += len(new)
-        if new and complete == text:
-            self._restart(self.pending)
-        return new
-
-    def _release(self, text):
-        """Returns the text up to a stop text, and holds back what may be the start of one."""
-        if self.stopped:
-            return ""
-        text = self.held + text
-        starts = [i for stop in self.stop_texts if (i := text.find(stop)) >= 0]
-        begun = (n for stop in self.stop_texts for n in range(1, min(len(stop), len(text) + 1))
-                 if text.endswith(stop[:n]))
-        self.stopped = bool(starts)
-        end = min(starts) if starts else len(text) - max(begun, default=0)
-        self.held = "" if starts else text[end:]
-        return text[:end]
 
 
 def add_tokens(spec, path):

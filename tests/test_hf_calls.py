@@ -96,7 +96,7 @@ def test_calls_are_allowed_and_read(marked, are_tokens, template, options, outpu
     grammar = tokenizer.compile("tools", tools)
     number, total, may_end = written(grammar, encoding, output)
     assert number == total and may_end
-    stream, reader, parts = encoding.output_stream([], tools.tokens.values()), CallReader(tools), []
+    stream, reader, parts = encoding.stream([], tools.tokens.values()), CallReader(tools), []
     for token in encoding.encode(output, allowed_special="all"):
         parts += reader.feed(stream.feed([token]), token)
         done = calls_of(message_of(parts))
@@ -120,6 +120,55 @@ def test_other_calls_are_forbidden(marked, template, options, output):
         grammar = tokenizer.compile("tools", Tools(templated(encoding, template), TOOLS, **options))
         number, total, may_end = written(grammar, encoding, output)
         assert not may_end and (number < total or output == "")
+
+
+LOOK = r"^(?!\.)[a-z]+@[a-z]+$"  # as zod and pydantic write e-mails
+LOOSE = {  # the schema of an argument, values that it allows nevertheless or not
+    "unique": (dict(type="array", items=dict(type="integer"), uniqueItems=True), "[1, 1]", '["a"]'),
+    "contains": (dict(type="array", contains=dict(const=1)), "[2]", "{}"),
+    "not": ({"type": "string", "not": {}}, '""', "1"),
+    "look": (dict(type="string", pattern=LOOK, maxLength=9), '"a@b"', "1"),
+    "look inside": (dict(anyOf=[dict(type="null"), dict(pattern=LOOK, type="string")]), '"a"', "1"),
+    "a reference": ({"$ref": "#/$defs/none"}, '{"any": [1]}', None), "a type": (dict(type="text"), "1", None),
+    "depth": (json.loads('{"items": ' * 900 + "{}" + "}" * 900), "1", None)}
+
+
+@pytest.mark.parametrize("template", [HERMES, LLAMA])
+@pytest.mark.parametrize("schema, right, wrong", LOOSE.values(), ids=LOOSE)
+def test_a_schema_that_cannot_be_compiled_is_loosened_unless_it_is_strict(marked, template, schema, right, wrong):
+    """Bug: one such tool, and every request with it is refused, "hi" too; another tool is loosened with it."""
+    encoding, tokenizer = marked
+    parameters = dict(type="object", properties=dict(a=schema), required=["a"])
+    given = [tool("f", parameters=parameters), TOOLS[0]]
+    grammar = tokenizer.compile("tools", Tools(encoding := templated(encoding, template), given))
+    write = hermes if template == HERMES else lambda call: llama(*call)
+    allowed = lambda name, x: written(grammar, encoding, write((name, x)))[2]
+    assert written(grammar, encoding, "hi")[2] and allowed("f", f'{{"a": {right}}}') and allowed(*GET)
+    assert not allowed("get", '{"city": 5}') and (wrong is None or not allowed("f", f'{{"a": {wrong}}}'))
+    given[0]["function"]["strict"] = True
+    refusal(lambda: tokenizer.compile("tools", Tools(encoding, given)), "tool 'f': ")
+
+
+@pytest.mark.parametrize("template", [HERMES, MISTRAL, LLAMA])
+@pytest.mark.parametrize("are_tokens", [False, True])
+def test_an_answer_beside_tools_matches_its_schema(marked, are_tokens, template):
+    """Bug: free text beside a response_format; an answer that begins like a call, or has a marker, is lost."""
+    *_, encoding, tokenizer = (None, *marked) if are_tokens else load()
+    answer = CITY | dict(properties=dict(name=dict(type="string")), required=["name"], additionalProperties=False)
+    write = {HERMES: hermes, MISTRAL: listed}.get(template, lambda call: llama(*call))
+    for required in (False, True):
+        tools = Tools(encoding := templated(encoding, template), TOOLS, required, answer=json.dumps(answer))
+        grammar = tokenizer.compile("tools", tools)
+        assert written(grammar, encoding, write(GET))[2] and not written(grammar, encoding, "text")[2]
+        for text in ('{"name": "Oslo"}', '{"name": "<tool_call>[TOOL_CALLS]"}'):
+            tokens = [token for char in text for token in encoding.encode(char)]
+            assert (grammar.start().take(tokens) == len(tokens)) != required
+            stream, reader, parts = encoding.stream([], tools.tokens.values()), CallReader(tools), []
+            for token in [] if required else tokens:
+                parts += reader.feed(stream.feed([token]), token)
+            said = message_of(parts + reader.feed(stream.finish()) + reader.finish())
+            assert required or said == dict(content=text)
+    refusal(lambda: tokenizer.compile("tools", Tools(encoding, TOOLS, answer="{")), "not a json_schema")
 
 
 def test_text_up_to_a_token_is_forced(marked):

@@ -16,7 +16,7 @@ import torch
 
 from backends import cpu_library
 from clover import CloverHeads
-from conftest import refusal
+from conftest import edit_json, refusal, write_tokenizer
 from engine.policy import Policy
 from generate import Sampling, generate, prepare
 from hf.chat import stop_tokens
@@ -335,6 +335,7 @@ ANNOTATED = {  # schema, a value that matches, one that does not
     **{name: (dict(type="string", format=name), "~/x", 5) for name in ("path", "password", "binary", "json-pointer")},
     "uuid4": (dict(format="uuid4", type="string"), *(f"12345678-1234-{n}234-8234-123456789abc" for n in (4, 5))),
     "lists": (dict(type="array", uniqueItems=False, items=dict(format="path", type="string")), ["a", "a"], [5]),
+    "null": (OBJECT | dict(properties=dict(a=dict(type="null", minLength=None)), required=None), {"a": None}, {"a": 1}),
     "own": ({"$schema": "https://example.com/mine", "type": "null"}, None, 5),
     "zod": (dict(type="object", propertyNames=dict(type="string"), additionalProperties=False), {}, 5),
     "names": (OBJECT | dict(properties=dict(format=dict(enum=["path"]), uniqueItems=False, pattern=dict(type="null"))),
@@ -347,6 +348,74 @@ def test_annotations_that_a_grammar_cannot_check_are_ignored(schema, right, wron
     """Bug: 400 for a schema as pydantic or zod writes it; a property or value of the same name is dropped."""
     for source in (schema, json.dumps(schema)):
         assert matches("json_schema", source, right) and not matches("json_schema", source, wrong)
+
+
+@pytest.fixture(scope="module")
+def special(tmp_path_factory):
+    """(encoding, its GrammarTokenizer) of bytes and special tokens"""
+    path = tmp_path_factory.mktemp("special")
+    write_tokenizer(path)
+    spec = json.loads((path / "tokenizer.json").read_text())
+    names = "<s>", "<|im_end|>", '<a "b">\n', "<é>", "<s>>", "<think>"
+    added = [dict(id=258 + i, content=name, special=name != "<think>") for i, name in enumerate(names)]
+    edit_json(path / "tokenizer.json", added_tokens=spec["added_tokens"] + added)
+    encoding = load_encoding(path)
+    return encoding, GrammarTokenizer(encoding, 264, [257])
+
+
+@pytest.mark.parametrize("name", ["<s>", "<|im_end|>", '<a "b">\n', "<é>", "<s>>", "<think>"])
+@pytest.mark.parametrize("kind", ["choice", "const", "name", "pattern", "regex", "gbnf"])
+def test_the_text_of_a_control_token_is_written_in_ordinary_tokens(special, kind, name):
+    """Bug: llguidance writes <s> in a schema as the control token, which it then forbids: half a JSON, and an error."""
+    encoding, tokenizer = special
+    quoted, text = json.dumps(name, ensure_ascii=False), json.dumps(f"a{name}b", ensure_ascii=False)
+    source, want = dict(
+        choice=([f"a{name}b"], f"a{name}b"), const=(dict(const=f"a{name}b"), text),
+        name=(OBJECT | dict(properties={f"a{name}b": dict(const=1)}, required=[f"a{name}b"]), f"{{{text}: 1}}"),
+        pattern=(dict(type="string", pattern=f"^a{re.escape(name)}b$"), text),
+        regex=(f"a{re.escape(name)}b", f"a{name}b"), gbnf=(f'root ::= "a" {quoted} "b"', f"a{name}b"))[kind]
+    kinds = dict(const="json_schema", name="json_schema", pattern="json_schema")
+    matcher, tokens = tokenizer.compile(kinds.get(kind, kind), source).start(), encoding.encode(want[0])
+    tokens += [token for char in want[1:] for token in encoding.encode(char)]
+    assert want.startswith(encoding.decode(matcher.forced()))
+    for token in tokens:
+        assert matcher.mask[token >> 5] >> (token & 31) & 1 and matcher.take([token]) == 1, matcher.error
+    assert encoding.decode(tokens) == want and matcher.take(tokenizer.stop) == 1 and max(tokens) < 257
+    for token in range(258, 264):
+        matcher = tokenizer.compile("lark", f'start: "a" <[{token}]>').start()
+        assert matcher.forced() == [*encoding.encode("a"), token] and matcher.take(matcher.forced()) == 2
+
+
+BOUNDED = [("integer", -2**63, 2**63 - 1, 5, 0.5), ("integer", 0, 2**64 - 1, 2**63, -1),
+           ("number", -3.4e38, 3.4e38, 1.5, "a"),
+           ("number", -sys.float_info.max, 1, 0.5, 2), ("integer", 2**53 - 1, 1e19, 2**53 - 1, 2**53 - 2),
+           ("number", 1 - 2**53, 2**53 - 1, 2**53 - 1, 2**53), ("integer", None, 3, 3, 4)]
+
+
+@pytest.mark.parametrize("kind, low, high, right, wrong", BOUNDED)
+def test_bounds_that_exclude_nothing_are_dropped(kind, low, high, right, wrong):
+    """Bug: 400 for the ranges of int64 and float64, which generators of schemas write; a smaller bound is dropped."""
+    for prefix in ("m", "exclusiveM"):
+        if prefix == "m" or right not in (low, high):
+            schema = dict(type=kind, **{f"{prefix}inimum": low, f"{prefix}aximum": high})
+            assert matches("json_schema", schema, right) and not matches("json_schema", schema, wrong)
+
+
+ONE_OF = {  # schemas, values that match, one that does not
+    "shapes": ([OBJECT | dict(properties=dict(k=dict(const=k)), required=["k"]) for k in "ab"], ({"k": "b"},), {}),
+    "enum or text": ([dict(enum=["x", 1]), dict(type="string")], ("x", 1, "other"), 2),
+    "numbers": ([dict(type="integer"), dict(type="number")], (1, 1.5), "a")}
+
+
+@pytest.mark.parametrize("schemas, right, wrong", ONE_OF.values(), ids=ONE_OF)
+def test_one_of(schemas, right, wrong):
+    """Bug: 400 that asks for an option that nobody can set."""
+    for schema in (dict(oneOf=schemas), dict(type="array", items=dict(oneOf=schemas))):
+        wrap = (lambda x: [x]) if "items" in schema else lambda x: x
+        assert all(matches("json_schema", schema, wrap(x)) for x in right)
+        assert not matches("json_schema", schema, wrap(wrong))
+    beside = OBJECT | dict(properties=dict(a=dict(const=1), b=dict(const=2)), oneOf=[dict(required=[k]) for k in "ab"])
+    assert matches("json_schema", beside, dict(b=2)) and not matches("json_schema", beside, {})
 
 
 @pytest.mark.parametrize("pattern, right, wrong", [

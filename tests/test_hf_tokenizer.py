@@ -95,19 +95,6 @@ def test_a_stream_of_bytes_that_are_no_utf8_gives_what_decoding_them_at_once_giv
     assert tiny.decode(tiny.encode("a\ud800b")) == "a\ufffdb"
 
 
-@pytest.mark.parametrize("parts", [["one two three"], list("one two three"), ["on", "e tw", "o"]])
-def test_a_stream_holds_back_what_may_become_a_stop_text(parts, tiny):
-    """Catches a partly shown stop text, and text that is never released."""
-    whole = "".join(parts)
-    for stop, want in [(["two"], "one "), (["two", "e t"], "on"), (["x"], whole), ([], whole),
-                       (["threefold", "twofold"], whole)]:
-        stream, shown = tiny.stream(stop), ""
-        for part in parts:
-            shown += stream.feed(tiny.encode(part))
-            assert want.startswith(shown)
-        assert shown + stream.finish() == want and stream.stopped == (want != whole)
-
-
 SNIPPETS = [
     "👩‍👩‍👧‍👦", "🇩🇪👍🏽", "e\u0301\u0327", "\u1100\u1161\u11a8", "日本語テキスト", "العربية", "हिन्दी ไทย", "½Ⅷ²",
     "don't WE'LL '", "<|im_", "</s", "\x00\x7f", "\r\n\r\n  \r\nx", "\ufeffBOM", "a" * 300, "1234567 89.0e-10",

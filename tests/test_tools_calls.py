@@ -10,7 +10,7 @@ for package in ("httpx", "starlette", "uvicorn", "llguidance"):
     pytest.importorskip(package, reason=f"needs pip install {package}")
 
 from conftest import toy_model  # noqa: E402
-from test_hf_calls import HERMES, TOOLS, add_markers, calls_of, tool  # noqa: E402
+from test_hf_calls import CITY, HERMES, TOOLS, add_markers, calls_of, tool  # noqa: E402
 from test_tools_cli import main  # noqa: E402
 from test_tools_cli import refusal as refused  # noqa: E402
 from test_tools_serve import Running, events, until  # noqa: E402
@@ -104,14 +104,27 @@ def test_a_client_that_disconnects_inside_a_call_frees_its_slot(agent):
     assert calls_of(agent.post(body, CHAT).json()["choices"][0]["message"]) == calls_of(want)
 
 
-SCHEMA = dict(type="json_schema", json_schema=dict(name="a", schema=dict(type="object")))
+@pytest.mark.parametrize("choice", ["auto", "none", "required"])
+def test_tools_beside_a_response_format(agent, choice):
+    """Bug: 400, free text where a schema was asked for, a call that was excluded, tools hidden from the template."""
+    schema = CITY | dict(properties=dict(n=dict(enum=[1, 2])), required=["n"], additionalProperties=False)
+    form = dict(type="json_schema", json_schema=dict(name="a", schema=schema))
+    said = agent.post(ask(tool_choice=choice, response_format=form, n=20), CHAT).json()
+    calls = [one for one in said["choices"] if one["message"].get("tool_calls")]
+    for message in (one["message"] for one in said["choices"] if one not in calls and one["finish_reason"] == "stop"):
+        assert json.loads(message["content"]) in (dict(n=1), dict(n=2))
+    assert 0 < len(calls) < 20 if choice == "auto" else len(calls) == 20 * (choice == "required")
+    assert not any(one["message"]["content"] for one in calls)
+    assert said["usage"]["prompt_tokens"] == agent.post(ask(), CHAT).json()["usage"]["prompt_tokens"]
+
+
 BAD = [(dict(tool_choice=named("x")), "tool_choice is 'x', but the tools are get, get.time, "),
        (dict(tool_choice="any"), "tool_choice must be none, auto, required or an object"),
        (dict(tool_choice="required", tools=[]), "tool_choice needs tools"),
        (dict(tool_choice=dict(type="custom")), "tool_choice.type"),
-       (dict(response_format=SCHEMA), "a request takes tools or one of response_format, "),
+       (dict(structured_outputs=dict(regex="a")), "beside tools, an answer can match a JSON schema, but"),
        (dict(tools=[tool("a"), tool("a")]), "tools[1]: there is another tool named 'a'; rename one"),
-       (dict(tools=[tool("b", parameters=dict(properties=dict(x=dict(uniqueItems=True))))]),
+       (dict(tools=[tool("b", strict=True, parameters=dict(properties=dict(x=dict(uniqueItems=True))))]),
         "tool 'b': the grammar cannot be used: Unimplemented keys"),
        (dict(tools=["a"]), "tools must be a list of objects"), (dict(tools=[tool("")]), "tools[0].function.name must"),
        (dict(tools=[dict(type="web_search")]), "tools[0] must be a function, not of type 'web_search'"),
@@ -139,8 +152,8 @@ def test_calls_on_the_command_line_are_lines_of_json(capsys, tmp_path, monkeypat
     paths = {name: tmp_path / name for name in files}
     for name, text in files.items():
         paths[name].write_text(text)
-    flags = ["--model", save_agent(tmp_path / "model"), "--device", "cpu", "--chat", "--max-new-tokens", 90,
-             "--temperature", 1, "--seed", 5]
+    model = save_agent(tmp_path / "model")
+    flags = [model, "--heads", "none", "--chat", "--max-new-tokens", 90, "--temperature", 1, "--top-p", 1, "--seed", 5]
     main(*flags, "--prompts", paths["prompts.jsonl"], "--json", "--compare")
     out, err = capsys.readouterr()
     texts = [json.loads(line)["text"] for line in out.splitlines()]
@@ -156,7 +169,7 @@ def test_calls_on_the_command_line_are_lines_of_json(capsys, tmp_path, monkeypat
                        (["--tools", paths["bad.json"]], "expected a JSON list of functions, but: "),
                        ([*tools, "--chat-template", paths["plain.jinja"]], "the chat template takes no tools")):
         assert says in refused(capsys, *flags, "--prompt", "a", *more)
-    assert "--tools needs --chat" in refused(capsys, "--prompt", "a", *tools)
+    assert "--tools needs --chat" in refused(capsys, model, "--prompt", "a", *tools)
     both = refused(capsys, *flags, "--prompts", paths["prompts.jsonl"], "--regex", "a")
     assert "a prompt has tools or a grammar" in both
 

@@ -38,7 +38,8 @@ from tools.metrics import Metrics  # noqa: E402
 ROOT = Path(__file__).parent.parent
 TEMPLATE = """{% for m in messages %}{{ raise_exception("no dogs") if m.role == "dog" }}{{ m.content }}
 {%- for call in m.tool_calls or [] %}{{ call.function.arguments | tojson }}{% endfor %}{{ m.tool_call_id }}{% endfor %}
-{{- "think " if enable_thinking }}{{ "a:" if add_generation_prompt }}"""
+{{- "think " if enable_thinking }}{{ "off " if enable_thinking is false }}{{ reasoning_effort }}
+{{- "a:" if add_generation_prompt }}"""
 
 
 START = b"POST /v1/completions HTTP/1.1\r\nhost: localhost\r\ncontent-type: application/json\r\n"
@@ -52,7 +53,7 @@ class Running:
         self.loaded = load(self.args, Group())
         self.app = serve.App(self.args, self.loaded, context)
         self.engine, self.worker = self.app.engine, self.app.worker
-        self.server = uvicorn.Server(uvicorn.Config(self.app.asgi, lifespan="off", log_level="critical"))
+        self.server = uvicorn.Server(uvicorn.Config(self.app.asgi, log_level="critical", **serve.HTTP))
         listener = serve.listen("127.0.0.1", 0)
         assert listener.getsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY)  # else each answer is 40 ms late
         self.address = listener.getsockname()
@@ -164,7 +165,42 @@ def test_outputs_equal_generate(served, case, chat):
     assert joined(parts, chat) == (texts, reasons) and last["choices"] == []
     for said in (whole, last):
         details = dict(accepted_prediction_tokens=sum(said["speculation"]["guessed"].values()))
+        assert said["usage"].pop("prompt_tokens_details")["cached_tokens"] < n
         assert said["usage"] == usage | dict(completion_tokens_details=details)
+
+
+def test_prompt_tokens_that_the_cache_holds_are_counted(served):
+    """Bug: no count, or one that later choices of the same prompt are part of."""
+    cached = lambda **fields: served.post(ask(**fields)).json()["usage"]["prompt_tokens_details"]["cached_tokens"]
+    text = "no other request has this prompt " * 2
+    assert [cached(prompt=text), cached(prompt=text)] == [0, 64]  # the last tokens are read again
+    assert cached(prompt=[text, "\x07\x07"], n=4) == 64
+
+
+@pytest.mark.parametrize("name", ["gpt-4", "\ud800", 5, ["a"]])
+def test_any_model_name_is_answered_by_the_one_there_is(served, monkeypatch, capsys, name):
+    """Bug: 404 for a front end that asks for gpt-4; a line of the log for each request."""
+    monkeypatch.setattr(served.app, "other_name", None)
+    answers = [served.post(ask(model=name)).json() for name in (name, "toy", name, None)]
+    assert {answer["model"] for answer in answers} == {"toy"} and len({*map(str, (a["choices"] for a in answers))}) == 1
+    assert capsys.readouterr().err.count("\n") == 1
+    assert served.client.get("/v1/models/gpt-4").status_code == 404
+
+
+@pytest.mark.parametrize("fields, same", [
+    (dict(max_tokens=4.0, n=1.0), {}), (dict(top_k=3.0, seed=1.0, temperature=1), dict(top_k=3, seed=1, temperature=1)),
+    (dict(max_tokens=-1), dict(max_tokens=500)), (dict(max_completion_tokens=-1.0), dict(max_tokens=500)),
+    (dict(stop=[f"{i} no" for i in range(31)] + ["x" * 256]), {}), (dict(verbosity="low"), {})])
+def test_numbers_and_stop_texts_as_clients_write_them(served, fields, same):
+    """Bug: 400 for 20.0 and -1, which JavaScript and llama.cpp's clients send, or for 17 stop texts."""
+    assert served.post(ask(**fields)).json()["choices"] == served.post(ask(**same)).json()["choices"]
+
+
+def test_javas_upgrade_to_http_2_is_ignored(served):
+    """Bug: httptools, where it is installed, drops the body of each POST of a Java HttpClient."""
+    upgrade = {"upgrade": "h2c", "connection": "Upgrade, HTTP2-Settings", "http2-settings": "AAMAAABkAAQBAAAAAAIAAAAA"}
+    answer = served.client.post("/v1/completions", json=ask(), headers=upgrade)
+    assert answer.status_code == 200 and serve.HTTP["http"] == "h11"
 
 
 def test_steps_are_shown_on_request(served):
@@ -180,7 +216,7 @@ def test_steps_are_shown_on_request(served):
 def test_the_openai_package_is_a_client(served):
     openai = pytest.importorskip("openai", reason="pip install openai")
     with openai.OpenAI(base_url=served.url + "/v1", api_key="any", max_retries=0) as client:
-        assert [model.id for model in client.models.list()] == ["toy"]
+        assert [(model.id, model.max_model_len) for model in client.models.list()] == [("toy", 128)]
         ask = dict(model="toy", messages=CHAT, max_tokens=20, temperature=0.8, seed=3, n=2)
         want = served.want(ask | dict(messages=[CHAT[0], SAID]), chat=True)[:2]
         whole = client.chat.completions.create(**ask)
@@ -325,11 +361,14 @@ BAD = {
     "depth": ("[" * 10**5, 400, "not valid JSON"), "a huge number": (ask(n=10**400), 400, "n must be"),
     "a negative number": (ask(temperature=-1), 400, "temperature must be a number from 0"),
     "choices": (ask(n=9), 400, "expected up to 8 sequences (this server's --batch-size plus --queue), not 9"),
-    "stream": (ask(stream="yes"), 400, "stream must be true or false"), "stops": (ask(stop=["a"] * 99), 400, "16"),
+    "stream": (ask(stream="yes"), 400, "stream must be true or false"), "stops": (ask(stop=["a"] * 33), 400, "32"),
+    "a long stop": (ask(stop=["a", "b" * 257]), 400, "256 c"), "a fraction": (ask(max_tokens=2.5), 400, "max_"),
+    "infinity": ('{"prompt": "a", "n": 1e999}', 400, "n must be"), "no tokens": (ask(max_tokens=0), 400, "max_tokens"),
     "prompts": (ask(prompt=["a", 3]), 400, "prompt must be"), "no prompt": ({}, 400, "prompt is missing"),
-    "draft": (ask(draft="all"), 400, 'draft must be "none"'), "another path": (("/v2", {}), 404, "Not Found"),
+    "draft": (ask(draft="all"), 400, 'draft must be "none"'), "another path": (("/v1/responses", {}), 404, "/v1/chat/"),
+    "another page": (("/nothing", None), 404, "/v1/models"), "a method": (("/v1/completions", None), 405, "Method"),
     "an unknown id": (ask(prompt=[[1], [258]], stream=True), 400, "prompt 1 has token ids outside 0..257"),
-    "another model": (("/v1/models/x", None), 404, "'toy', not 'x'"), "no name": (ask(model=["\ud800"]), 404, "'toy'"),
+    "another model": (("/v1/models/x", None), 404, "'toy', not 'x'"),
     "a large body": (b" " * (4 * 2**20 + 1), 413, "4194304 bytes"),
     "no messages": (say(), 400, "messages must be"),
     "an image": (say(SAID, dict(role="user", content=[dict(type="image_url")])), 400,
@@ -346,7 +385,7 @@ BAD = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_bad_requests_get_a_one_line_error(served, case):
+def test_bad_requests_get_a_one_line_error(served, monkeypatch, case):
     """Bug: a traceback, a 500, a path of this machine in the message, or a server that hangs."""
     body, status, says = BAD[case]
     path, body = body if isinstance(body, tuple) else ("/v1/completions", body)
@@ -356,6 +395,9 @@ def test_bad_requests_get_a_one_line_error(served, case):
     assert str(served.args.model) not in error["message"] and len(error["message"]) <= 1000
     of_a_file = served.app.as_error(InputError(f"{served.args.model}: no"))  # as of GGUF
     assert of_a_file["error"]["message"] == "toy: no"
+    monkeypatch.setattr(served.args, "chat_template", "/home/me/mine.jinja")
+    of_a_file = served.app.as_error(InputError("/home/me/mine.jinja: no"))
+    assert of_a_file["error"]["message"] == "mine.jinja: no"
 
 
 @pytest.mark.parametrize("path, body", [
@@ -412,6 +454,7 @@ def test_a_schema_in_another_place_is_no_free_choice_of_an_object(served, fields
     assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(f"{named} ")
 
 
+called_with = lambda text: dict(messages=[CALL | dict(tool_calls=[dict(function=FUNCTION | dict(arguments=text))])])
 CALLED = [CALL | dict(content=None), dict(role="tool", tool_call_id="c1", content="5")]
 
 
@@ -419,7 +462,11 @@ CALLED = [CALL | dict(content=None), dict(role="tool", tool_call_id="c1", conten
     (dict(messages=[SAID], chat_template_kwargs=dict(enable_thinking=True, messages=[])), "hi éthink a:"),
     (dict(messages=[SAID], add_generation_prompt=False), "hi é"),
     (dict(messages=[SAID, dict(role="assistant", content="so")], continue_final_message=True), "hi éso"),
-    (dict(messages=[CALL, *CALLED]), '{"a": 1}{"a": 1}5c1a:')])
+    (dict(messages=[CALL, *CALLED]), '{"a": 1}{"a": 1}5c1a:'),
+    (called_with(""), "{}a:"), (called_with(" \n"), "{}a:"), (called_with('{"a": '), '"{\\"a\\": "a:'),
+    (dict(messages=[SAID], reasoning_effort="xhigh"), "hi éxhigha:"),
+    (dict(messages=[SAID], reasoning_effort="none"), "hi éoff a:"),
+    (dict(messages=[SAID], reasoning_effort="none", chat_template_kwargs=dict(enable_thinking=True)), "hi éthink a:")])
 def test_the_template_gets_the_request(served, body, prompt):
     """Bug: tool calls, variables or an unfinished message do not reach the template."""
     more = dict(max_tokens=20, temperature=1, seed=5)
@@ -504,9 +551,11 @@ def test_a_client_that_reads_nothing_times_out(served, monkeypatch):
         asyncio.run(served.app.asgi(scope, receive, never))
 
 
-def test_api_key_and_allowed_origins(folder, served):
+def test_api_key_and_allowed_origins(folder, served, monkeypatch):
     """Bug: an endpoint without a key check; an allowed page is blocked by the browser, or any other is not."""
-    running = Running(folder, "--api-key", "k\u00e9y", "--batch-size", "1", "--allow-origin", "http://a")
+    monkeypatch.setenv("CLOVER_API_KEY", "k\u00e9y")
+    running = Running(folder, "--batch-size", "1", "--allow-origin", "http://a")
+    assert parse_serve(["--api-key", "flag"]).api_key == "flag" and "k\u00e9y" == running.args.api_key
     get = lambda path, key="none", scheme="Bearer ", **headers: running.client.get(
         path, headers=headers | {"authorization": f"{scheme}{key}".encode()})
     for path in ("/v1/models", "/metrics"):
@@ -515,11 +564,13 @@ def test_api_key_and_allowed_origins(folder, served):
         assert {scheme: get(path, "k\u00e9y", scheme).status_code for scheme in schemes} == schemes
     assert running.post(ask()).status_code == 401
     assert [get(path).status_code for path in ("/", "/health")] == [200, 200]
-    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization"}
+    asks = {"access-control-request-method": "POST", "access-control-request-headers": "authorization",
+            "access-control-request-private-network": "true"}
     for server, letter, allowed in ((running, "a", "http://a"), (running, "b", None), (served, "a", None)):
         page = dict(origin=f"http://{letter}")
         preflight = server.client.options("/v1/completions", headers=asks | page)
         assert (preflight.status_code == 200) == bool(allowed)
+        assert not allowed or preflight.headers["access-control-allow-private-network"] == "true"
         for answer in (preflight, server.client.get("/v1/models", headers=page)):  # the second request has no key
             assert answer.headers.get("access-control-allow-origin") == allowed
     other_site = dict(host="evil.example", origin="http://evil.example")
@@ -556,10 +607,13 @@ def test_pages_of_other_sites_reach_no_server_without_a_key(served, monkeypatch,
 
 
 def test_a_slash_at_the_end_of_a_path_changes_nothing(served):
-    """Bug: 404 for a model named '', a redirect that clients do not follow."""
+    """Bug: 404 for a model named '', or for a base URL without /v1; a redirect that clients do not follow."""
     for path in ("/v1/models", "/v1/models/toy", "/health", "/"):
         assert served.client.get(path + "/").text == served.client.get(path).raise_for_status().text
-    assert served.post(ask(), "/v1/completions/").json()["choices"] == served.post(ask()).json()["choices"]
+        assert served.client.get(path.removeprefix("/v1")).text == served.client.get(path).text
+    for path in ("/v1/completions/", "/completions"):
+        assert served.post(ask(), path).json()["choices"] == served.post(ask()).json()["choices"]
+    assert served.post(say(SAID)[1], "/chat/completions").json()["object"] == "chat.completion"
 
 
 def test_a_full_queue_sends_retry_after(served):

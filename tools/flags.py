@@ -138,7 +138,9 @@ def parse_serve(argv=None):
     add("--host", default="127.0.0.1", help="default: 127.0.0.1; 0.0.0.0 listens on all IPv4 "
         "addresses, :: also on IPv6")
     add("--port", type=at_least(0), default=8000, metavar="N", help="default: 8000; 0: any free")
-    add("--api-key", metavar="KEY", help="key that requests must send")
+    add("--api-key", metavar="KEY", default=os.environ.get("CLOVER_API_KEY"),
+        help="key that requests must send; default: the variable CLOVER_API_KEY, which others "
+        "cannot see in a list of processes")
     add("--name", help="model name in the API; default: the folder's or file's")
     add("--queue", type=at_least(0), default=64, metavar="N",
         help="sequences that may wait; more are refused; default: 64")

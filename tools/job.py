@@ -39,13 +39,19 @@ class Job:
         self.stop = [*app.loaded.stop, *body["stop"], *body["stop_token_ids"]]
         self.encoding = app.loaded.encoding
         self.chat = chat
-        tools = Tools(self.encoding, body["tools"], **body["tool_choice"] or {},
-                      parallel=body["parallel_tool_calls"]) if chat and body["tools"] else None
+        grammar = body["grammar"]
+        tools = None
+        if chat and body["tools"]:
+            tools = Tools(self.encoding, body["tools"], **body["tool_choice"] or {},
+                          parallel=body["parallel_tool_calls"], answer=grammar and grammar[1])
         self.tools = None if body["tool_choice"] is None else tools  # that may be called
-        self.grammar = ("tools", self.tools) if self.tools else body["grammar"]
-        may_think = not self.grammar or (self.tools and not self.tools.required)
-        thinks = {} if may_think else without_thinking(self.encoding.template)
-        self.template_kwargs = (thinks | body["chat_template_kwargs"]
+        self.grammar = ("tools", self.tools) if self.tools else grammar
+        must_call = self.tools and self.tools.required
+        thinks = without_thinking(self.encoding.template) if grammar or must_call else {}
+        effort = select("reasoning_effort")
+        if "none" in effort.values():
+            effort = dict(enable_thinking=False)
+        self.template_kwargs = (thinks | effort | body["chat_template_kwargs"]
                                 | select("add_generation_prompt", "continue_final_message")
                                 | (dict(tools=tools.for_template) if tools else {}))
         self.inputs = [body["messages"]] if chat else body["prompt"]
@@ -89,25 +95,18 @@ class Job:
         parts of text and calls, why the sequence ended or None, `step_record` or None, the field
         logprobs)."""
         shown = self.tools.tokens.values() if self.tools else ()
-        streams = [self.encoding.output_stream(self.stop, shown) for _ in range(self.count)]
-        hidden = [sequence.grammar and sequence.grammar.begin  # text up to this token
-                  for sequence in self.sequences]
-        lengths = [0] * self.count  # of the texts so far
+        streams = [sequence.stream or self.encoding.stream(
+                       self.stop, shown, sequence.grammar and sequence.grammar.begin)
+                   for sequence in self.sequences]
         left = self.count
         while left:
             event = await self.events.get()
             if isinstance(event, Exception):
                 raise event
-            index, tokens, ended, record, values = event
-            pieces = []
-            offsets = []
-            for token in tokens:
-                offsets.append(lengths[index] + len(streams[index].held))
-                is_hidden = hidden[index] is not None
-                pieces.append("" if is_hidden else streams[index].feed([token]))
-                lengths[index] += len(pieces[-1])
-                if token == hidden[index]:
-                    hidden[index] = None
+            index, tokens, pieces, ended, record, values = event
+            pieces = pieces or [streams[index].piece(token) for token in tokens]
+            offsets = [offset for offset, _ in pieces]
+            pieces = [text for _, text in pieces]
             if ended:
                 pieces[-1:] = ["".join(pieces[-1:]) + streams[index].finish()]
                 left -= 1
@@ -149,8 +148,10 @@ class Job:
         emitted = sum(len(sequence.tokens) for sequence in self.sequences)
         guessed = counted.accepted
         details = dict(accepted_prediction_tokens=guessed.total())
+        cached = sum(sequence.cached for sequence in self.sequences[::self.body["n"]])
         usage = dict(prompt_tokens=prompt, completion_tokens=emitted,
-                     total_tokens=prompt + emitted, completion_tokens_details=details)
+                     total_tokens=prompt + emitted, completion_tokens_details=details,
+                     prompt_tokens_details=dict(cached_tokens=cached))
         return dict(usage=usage, speculation=dict(
             steps=counted.steps, guessed=guessed,
             tokens_per_step=round(emitted / max(counted.steps, 1), 3)))

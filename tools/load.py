@@ -74,7 +74,7 @@ class Loaded:
         """A `TextStream` of an output. If its grammar has tools, calls are JSON."""
         if grammar and grammar.tools:
             return CallText(grammar.tools, self.stop)
-        return self.encoding.output_stream(self.stop)
+        return self.encoding.stream(self.stop, shown=())
 
     def decode(self, tokens, grammar=None):
         """The text of token ids, without control tokens and the stop string at its end."""

@@ -6,6 +6,8 @@ import json
 from hf.messages import message_of
 from model import InputError, expect
 
+MANY = 2**31  # tokens, more than a context has
+
 
 def any_value(name, value):
     return value
@@ -23,9 +25,20 @@ def list_of(kind, what):
     return must_be(what, lambda value: type(value) is list and {*map(type, value)} <= {kind})
 
 
+def integer(name, value):
+    """Returns a whole float, as JavaScript may write an integer, as an int; others unchanged."""
+    return int(value) if type(value) is float and value.is_integer() else value
+
+
 def whole(low, high):
-    return must_be(f"a whole number from {low} to {high}",
+    read = must_be(f"a whole number from {low} to {high}",
                    lambda value: type(value) is int and low <= value <= high)
+    return lambda name, value: read(name, integer(name, value))
+
+
+def limit(name, value):
+    """Returns a number of tokens, for -1 one that is no limit."""
+    return MANY if value == -1 else whole(1, MANY)(name, value)
 
 
 def only(*values):
@@ -57,7 +70,8 @@ def object_of(readers, others=refused):
 def stop_strings(name, value):
     read = list_of(str, "a string or a list of strings")
     strings = read(name, [value] if isinstance(value, str) else value)
-    expect(len(strings) <= 16, f"{name} takes up to 16 strings, not {len(strings)}")
+    expect(len(strings) <= 32 and max(map(len, strings), default=0) <= 256,
+           f"{name} takes up to 32 strings of at most 256 characters")
     return [string for string in strings if string]
 
 
@@ -176,8 +190,8 @@ def how_many_top(values, chat):
 STREAM_OPTIONS = dict(include_usage=flag, include_obfuscation=flag,
                       continuous_usage_stats=only(False))
 SAMPLING_FIELDS = "temperature top_k top_p min_p seed".split()  # `Sampling` checks their values
-IGNORED = """user metadata store service_tier safety_identifier request_id priority prediction
-    prompt_cache_key prompt_cache_options prompt_cache_retention""".split()
+IGNORED = """user metadata store verbosity service_tier safety_identifier request_id priority
+    prediction prompt_cache_key prompt_cache_options prompt_cache_retention""".split()
 NEUTRAL = {  # unsupported fields, each with the values that have no effect
     "tools functions bad_words": only([]), "logit_bias": only({}), "suffix": only(""),
     "tool_choice function_call": only("none", "auto"), "modalities": only(["text"]),
@@ -188,12 +202,13 @@ NEUTRAL = {  # unsupported fields, each with the values that have no effect
     "echo ignore_eos use_beam_search include_stop_str_in_output": only(False)}
 COMMON = GRAMMARS | dict(
     model=any_value, stream=flag, stream_options=object_of(STREAM_OPTIONS), show_steps=flag,
-    n=whole(1, 128), max_tokens=whole(1, 2**31), max_completion_tokens=whole(1, 2**31),
+    n=whole(1, 128), max_tokens=limit, max_completion_tokens=limit,
     stop=stop_strings, stop_token_ids=token_ids, draft=only("none"),
-    **dict.fromkeys([*SAMPLING_FIELDS, *IGNORED], any_value))
+    **dict.fromkeys(SAMPLING_FIELDS, integer), **dict.fromkeys(IGNORED, any_value))
 for names, reader in NEUTRAL.items():
     COMMON |= dict.fromkeys(names.split(), reader)
 CHAT = COMMON | dict(messages=messages, chat_template_kwargs=variables, add_generation_prompt=flag,
+                     reasoning_effort=text,
                      continue_final_message=flag, tools=list_of(dict, "a list of objects"),
                      tool_choice=tool_choice, parallel_tool_calls=flag, logprobs=flag,
                      top_logprobs=whole(0, 20))
@@ -210,8 +225,9 @@ def read(body, chat):
     expect(needed in values, f"{needed} is missing")
     grammars = [values[name] for name in GRAMMARS if values.get(name)]
     expect(len(grammars) <= 1, f"a request takes one of {', '.join(GRAMMARS)}")
-    expect(not (grammars and values.get("tools")),
-           f"a request takes tools or one of {', '.join(GRAMMARS)}")
+    may_call = values.get("tools") and values.get("tool_choice", {}) == {}
+    expect(not may_call or all(kind == "json_schema" for kind, _ in grammars),
+           "beside tools, an answer can match a JSON schema, but no other grammar")
     expect(not chat or values.get("tools") or not values.get("tool_choice"),
            "tool_choice needs tools")
     return DEFAULTS | values | dict(grammar=grammars[0] if grammars else None,

@@ -47,6 +47,10 @@ KEEP_ALIVE = 75       # seconds an idle connection stays open: longer than clien
 # a reserved name, also as containers see this machine, or an IP address: no site can have these
 LOCAL = r"([\w-]+\.)*localhost|host\.(docker|containers)\.internal|[\d.]+|\[[\da-f:.]+\]"
 MAX_BODY = 4 * 2**20  # bytes of a request
+# h11: httptools loses the body of a request with `Upgrade: h2c`, as Java's HttpClient sends it
+HTTP = dict(http="h11", ws="none", lifespan="off", timeout_keep_alive=KEEP_ALIVE,
+            timeout_graceful_shutdown=PATIENCE)
+PATHS = "/v1/chat/completions, /v1/completions, /v1/models, /health, /metrics and /, the chat page"
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not buffer
 
 
@@ -93,20 +97,27 @@ class App:
         self.name = args.name or ("smollm2" if file.name == SMOLLM2 else name)
         self.max_active = args.batch_size + args.queue
         self.active = 0  # sequences running or waiting
+        self.other_name = None  # the first that a request had for the model
         self.worker = Worker(self.engine)
         self.worker.start()
         route = lambda method, path, handler: Route(path, partial(self.guard, handler),
                                                     methods=[method])
         starlette = Starlette(
             routes=[route("GET", "/", self.page), route("GET", "/health", self.health),
-                    route("GET", "/metrics", self.metrics), route("GET", "/v1/models", self.models),
-                    route("GET", "/v1/models/{name:path}", self.models),
-                    route("POST", "/v1/chat/completions", partial(self.complete, True)),
-                    route("POST", "/v1/completions", partial(self.complete, False))],
+                    route("GET", "/metrics", self.metrics), route("GET", "/models", self.models),
+                    route("GET", "/models/{name:path}", self.models),
+                    route("POST", "/chat/completions", partial(self.complete, True)),
+                    route("POST", "/completions", partial(self.complete, False))],
             exception_handlers=dict.fromkeys((InputError, HTTPException, Exception), self.refuse))
-        without_slash = lambda scope, *rest: starlette(
-            scope | dict(path=scope["path"].rstrip("/") or "/"), *rest)
-        self.asgi = CORSMiddleware(without_slash, args.allow_origin, ("GET", "POST"), ("*",))
+        starlette.router.default = self.no_path
+        # all paths with or without /v1, since clients differ in what they call the base URL
+        short = lambda path: re.sub(r"^/v1(?=/|$)", "", path.rstrip("/")) or "/"
+        asgi = lambda scope, *rest: starlette(scope | dict(path=short(scope["path"])), *rest)
+        self.asgi = CORSMiddleware(asgi, args.allow_origin, ("GET", "POST"), ("*",),
+                                   allow_private_network=True)
+
+    async def no_path(self, *asgi):
+        raise HTTPException(404, f"there is no such path; there are {PATHS}")
 
     async def guard(self, handler, request):
         """Calls a handler if the request has the API key or, without one, is of no other site."""
@@ -147,25 +158,26 @@ class App:
         return JSONResponse(self.as_error(error, status), status, getattr(error, "headers", None))
 
     def as_error(self, error, status=500):
-        """An error object as in OpenAI's API. Hides the model's path."""
+        """An error object as in OpenAI's API. Hides the paths of the model and of its chat
+        template."""
         message = getattr(error, "detail", None) or error_line(error)
         message = message or f"{type(error).__name__} in a step; see the server's log"
-        message = message.replace(str(find_model(self.args.model)), self.name)
+        for path in filter(None, (find_model(self.args.model), self.args.chat_template)):
+            name = self.name if path != self.args.chat_template else os.path.basename(path)
+            message = message.replace(str(path), name)
         message = message.encode(errors="replace").decode()  # it may quote a lone surrogate
         kind = "invalid_request_error" if status < 500 else "server_error"
         return dict(error=dict(message=message[:1000], type=kind, param=None,
                                code=getattr(error, "code", None)))
-
-    def check_name(self, name):
-        if name not in (None, self.name):
-            raise HTTPException(404, f"this server's model is {self.name!r}, not {name!r}")
 
     async def complete(self, chat, request):
         try:
             body = await asyncio.wait_for(read_object(request), PATIENCE)
         except (asyncio.TimeoutError, ClientDisconnect):
             raise HTTPException(408, "the request body did not arrive in time") from None
-        self.check_name(body.get("model"))
+        if self.other_name is None and body.get("model") not in (None, self.name):
+            self.other_name = body["model"]
+            warn(f"a request is for the model {self.other_name!r:.200}; all get {self.name}")
         # a thread, as a large body takes long to check
         job = Job(await asyncio.to_thread(request_fields.read, body, chat), chat, self)
         if not self.worker.is_alive():
@@ -231,9 +243,11 @@ class App:
 
     async def models(self, request):
         name = request.path_params.get("name")
-        self.check_name(name)
-        chat = self.loaded.encoding.template is not None
-        model = dict(id=self.name, object="model", created=0, owned_by="clover", chat=chat)
+        if name not in (None, self.name):
+            raise HTTPException(404, f"this server's model is {self.name!r}, not {name!r}")
+        model = dict(id=self.name, object="model", created=0, owned_by="clover",
+                     max_model_len=self.engine.decoder.capacity,
+                     chat=self.loaded.encoding.template is not None)
         return JSONResponse(dict(object="list", data=[model]) if name is None else model)
 
     async def metrics(self, request):
@@ -264,11 +278,11 @@ def main(args):
     context = min(args.context or 4096, loaded.model.config.block_size)
     app = App(args, loaded, context)
     gc.freeze()  # else each full collection scans all that was loaded
-    times = dict(timeout_keep_alive=KEEP_ALIVE, timeout_graceful_shutdown=PATIENCE)
-    server = Server(uvicorn.Config(app.asgi, lifespan="off", log_level="warning", **times))
+    server = Server(uvicorn.Config(app.asgi, log_level="error", **HTTP))
     host, port, *_ = listener.getsockname()
     host = f"[{host}]" if ":" in host else host
-    print(f"{app.name}: http://{host}:{port}", file=sys.stderr, flush=True)
+    url = f"http://{host}:{port}"
+    print(f"{app.name}: API at {url}/v1, chat page at {url}", file=sys.stderr, flush=True)
     server.run(sockets=[listener])
     app.worker.calls.put(sys.exit)  # ends the thread after its current step
     app.worker.join(PATIENCE)

@@ -48,7 +48,9 @@ class Worker(threading.Thread):
             streams = job.body["stream"]
             if streams or sequence.ended:  # otherwise there is no need to wake the event loop
                 new = step if streams else sequence
-                self.send(job, (sequence.index, new.tokens, sequence.ended, record, new.logprobs))
+                pieces = sequence.pieces[len(sequence.pieces) - len(new.tokens):]
+                self.send(job, (sequence.index, new.tokens, pieces, sequence.ended, record,
+                                new.logprobs))
             if sequence.ended:
                 del self.jobs[sequence]
 
