@@ -7,7 +7,6 @@ per depth, C hidden size, V vocabulary."""
 import hashlib
 import json
 import math
-import os
 from dataclasses import asdict, dataclass, replace
 from functools import cached_property
 from pathlib import Path
@@ -19,7 +18,7 @@ import torch.nn.functional as F
 from safetensors.torch import load_file, save
 
 from kernels import add_norm, cosine_mix
-from model import MAX_TREE, Block, Blocks, Norm, check, expect, token_positions
+from model import MAX_TREE, Block, Blocks, Norm, check, expect, replace_file, token_positions
 
 DEFAULT_BEAMS = 4  # W
 MAX_BEAMS = 32    # the largest k of project_topk
@@ -43,13 +42,11 @@ class CloverConfig:
         """Returns self. Raises InputError for a size out of range or an unknown name."""
         check("draft heads", self.n_draft, 1, MAX_DRAFT, whole=True)
         check("augment layers", self.augment_layers, 0, MAX_AUGMENT, whole=True)
-        check_name("mix", self.mix, (*MIXERS, "none"))
-        check_name("projector", self.projector, PROJECTORS)
+        known = dict(preset=PRESETS, mix=(*MIXERS, "none"), projector=PROJECTORS)
+        for field, names in known.items():
+            expect(getattr(self, field) in [*names], f"{field} {getattr(self, field)!r} is not "
+                   f"supported; supported: {', '.join(names)}")
         return self
-
-
-def check_name(what, name, names):
-    expect(name in [*names], f"{what} {name!r} is not supported; supported: {', '.join(names)}")
 
 
 PRESETS = {
@@ -63,9 +60,8 @@ PRESETS = {
 
 def preset(name, **switches):
     """The CloverConfig of a preset. switches: fields to replace, for ablations; None: keep."""
-    check_name("preset", name, PRESETS)
     switches = {key: value for key, value in switches.items() if value is not None}
-    return replace(PRESETS[name], **switches).check()
+    return replace(PRESETS.get(name, CloverConfig(name)), **switches).check()
 
 
 # --------------------------------------------------------------------------------------------------
@@ -96,9 +92,9 @@ class AttentionDecoder(nn.Module):
             self.query.bias.zero_()
             self.key_value.bias.zero_()
 
-    def forward(self, z, e):
-        q = self.query(self.norm(z))
-        kv = self.key_value(e)
+    def forward(self, z, e):  # each [..., C] -> [..., C]
+        q = self.query(self.norm(z))  # (..., C)
+        kv = self.key_value(e)        # (..., 2 C): keys, then values
         return cosine_mix(z, q.to(z.dtype), kv.to(z.dtype), self.n_head)  # cast: for autocast
 
 
@@ -251,6 +247,7 @@ def join(pool, other):
 
 
 def head_nodes(candidates, chances):
+    """The nodes that the heads propose, a pool [B, K n]. chances: [B, SOURCES]."""
     joint, tokens, beams = (x.flatten(1) for x in candidates)  # (B, K n)
     K, n = candidates.joint.shape[1:]
     x = (-4 * joint).clamp(0, BINS - 1)
@@ -260,34 +257,55 @@ def head_nodes(candidates, chances):
     p = torch.maximum(a + (b - a) * (x - low), b)
     depths = (torch.arange(n, n + K * n, device=x.device) // n).expand_as(beams)
     parents = (1 + (depths - 2) * n + beams).clamp(min=0)  # depth d begins at column 1 + (d - 1) n
-    return Tree(tokens, parents, depths, depths, x.long(), p.where(beams >= 0, -1))
+    is_node = (beams >= 0) & (joint > -math.inf)  # a mask forbids the others
+    return Tree(tokens, parents, depths, depths, x.long(), p.where(is_node, -1))
 
+
+# How a chain joins the heads' nodes, here of two heads with n = 2 and the chain b, d, e:
+#
+#   root ─┬─ a                column         0     1   2   3   4   5   6   7
+#         └─ b ─┬─ c          token          root  a   b   c   d   b   d   e
+#               └─ d ── e     parent         0     0   0   2   2   0   5   4
+#                             probability    1    .3  .5  .2  .4  -1  -1  .3
+#
+# Columns 5 to 7 are the chain's. Its first two nodes are the heads' own, in columns 2 and 4, which
+# get its probability where that is larger; only e is new, below column 4.
 
 def add_chain(pool, chain, chances):
-    """Adds a chain's nodes. Where the heads proposed the same token under the same parent, it is
-    one node, with the larger probability."""
+    """Adds a chain's n nodes to a pool [B, N]. Where the heads proposed the same token under the
+    same parent, it is one node, with the larger probability. chances: [B, SOURCES]."""
     match, guesses = chain.split((1, chain.shape[1] - 1), dim=1)
-    B, n = guesses.shape
-    N = pool.tokens.shape[1]
+    n = guesses.shape[1]
     powers = [chances.gather(1, BINS + match)]
     for _ in range(n - 1):
         powers.append(powers[-1] * powers[0])
     is_node = ((guesses >= 0) & (match > 0)).cumprod(1) > 0
-    guesses, p = (x.where(is_node, -1) for x in (guesses, torch.cat(powers, dim=1)))
-    # nodes of the pool that are the chain's, too
+    guesses, p = (x.where(is_node, -1) for x in (guesses, torch.cat(powers, dim=1)))  # (B, n)
+    shared, power = on_chain(pool, guesses, p)
+    better = shared & (power > pool.probabilities)
+    raised = pool._replace(sources=torch.where(better, BINS + match, pool.sources),
+                           probabilities=power.where(better, pool.probabilities))
+    return join(raised, below(pool, shared, guesses, p, BINS + match))
+
+
+def on_chain(pool, guesses, p):
+    """Which nodes of a pool [B, N] are a chain's, too -> bool [B, N], and the chain's probability
+    at their depth [B, N]. guesses, p: its tokens and their probabilities [B, n]; -1: none."""
+    n, N = guesses.shape[1], pool.tokens.shape[1]
     depths = pool.depths.clamp(max=n + 1)
     token, power = (F.pad(x, (1, 1), value=-1).gather(1, depths) for x in (guesses, p))
     shared = (pool.probabilities >= 0) & ((pool.tokens == token) | (depths == 0))
-    shared = along_path(shared, pool.parents, torch.logical_and, min(n, N - 1))
-    better = shared & (power > pool.probabilities)
-    pool = pool._replace(sources=torch.where(better, BINS + match, pool.sources),
-                         probabilities=power.where(better, pool.probabilities))
-    # the chain's own nodes, below the deepest of these
-    last, column = pool.depths.where(shared, -1).max(1, keepdim=True)
-    step = torch.arange(1, n + 1, device=chain.device).expand(B, n)
+    return along_path(shared, pool.parents, torch.logical_and, min(n, N - 1)), power
+
+
+def below(pool, shared, guesses, p, source):
+    """The chain's own nodes, below the deepest of those that it shares, a pool [B, n]. shared:
+    bool [B, N]. source: [B, 1]."""
+    n, N = guesses.shape[1], pool.tokens.shape[1]
+    last, column = pool.depths.where(shared, -1).max(1, keepdim=True)  # (B, 1)
+    step = torch.arange(1, n + 1, device=p.device).expand_as(guesses)
     parents = torch.where(step == last + 1, column, N + step - 2)
-    own = p.where(step > last, -1)
-    return join(pool, Tree(guesses, parents, step, step, (BINS + match).expand(B, n), own))
+    return Tree(guesses, parents, step, step, source.expand_as(guesses), p.where(step > last, -1))
 
 
 def along_path(x, parents, combine, depth):
@@ -299,21 +317,20 @@ def along_path(x, parents, combine, depth):
 
 
 def likeliest(pool, tree_size):
-    """The `Tree` of a pool's nodes of the largest probabilities."""
+    """The `Tree` of the tree_size nodes of a pool [B, N] with the largest probabilities."""
     missing = tree_size - pool.tokens.shape[1]
     if missing > 0:
         pool = Tree(*(F.pad(x, (0, missing), value=-1) for x in pool))
     order = sort_stably(pool.tokens.argsort(dim=1, stable=True), pool.depths)
-    order = sort_stably(order, pool.probabilities, descending=True)
-    best = order[:, :tree_size]
-    tokens, parents, depths = (x.gather(1, best) for x in pool[:3])
-    sources, p = (x.gather(1, best) for x in pool[4:])
-    used = p >= 0
-    parents = order.argsort(1).gather(1, parents.clamp(min=0)) * used  # columns -> nodes
-    own = 1 << torch.arange(tree_size, device=p.device)
-    ancestors = along_path(own.expand_as(tokens), parents, torch.bitwise_or, tree_size - 1)
-    return Tree(tokens * used, parents, depths * used, ancestors * used, sources.where(used, -1),
-                p.clamp(min=0))
+    order = sort_stably(order, pool.probabilities, descending=True)  # (B, N): columns, best first
+    best = Tree(*(x.gather(1, order[:, :tree_size]) for x in pool))  # (B, T)
+    used = best.probabilities >= 0
+    node_of = order.argsort(1)  # (B, N): of each column
+    parents = node_of.gather(1, best.parents.clamp(min=0)) * used
+    own = 1 << torch.arange(tree_size, device=order.device)
+    ancestors = along_path(own.expand_as(parents), parents, torch.bitwise_or, tree_size - 1)
+    return Tree(best.tokens * used, parents, best.depths * used, ancestors * used,
+                best.sources.where(used, -1), best.probabilities.clamp(min=0))
 
 
 # --------------------------------------------------------------------------------------------------
@@ -333,38 +350,6 @@ def is_allowed(masks, tokens):
 class DraftHeads(nn.ModuleList):
     """The draft heads of a `CloverHeads`: one per depth, or with shared weights the first and one
     for all other depths. A backend may replace this with its own class."""
-
-    @torch.no_grad()
-    def draft(self, clover, state, root, tree_size, W, sampling=None, masks=None,
-              extend=extend_candidates):
-        """`CloverHeads.draft`; clover: the `CloverHeads` that has these heads."""
-        B, C = state.shape
-        K = min(clover.config.n_draft, tree_size - 1)
-        # n does not depend on tree_size, so a smaller tree is the front of a larger one; the first
-        # W candidates of a depth are its beams
-        candidates = Candidates.empty(root, K, min(W * W, MAX_TREE - 1))
-        noise = None
-        if sampling:
-            steps = torch.arange(1, K + 1, device=root.device).view(K, 1, 1)
-            positions = sampling[3][:, None] + steps.expand(K, 1, W)  # (K, B, W), of the guesses
-        lm_head = clover.lm_head
-        states = state[:, None]  # (B, w, C): w is 1 at first, then W if heads read tokens
-        guessed = root[:, None]  # (B, w)
-        for depth in range(K):  # depth 0: the root's children
-            embedding = clover.embedding(guessed) if clover.reads_tokens else None
-            states, *out = clover.draft_head(depth)(states, embedding)
-            out, _ = clover.model.norm.add_and_norm(*out)  # (B, w, C)
-            if sampling:
-                noise = *sampling[:3], positions[depth, :, :out.shape[1]].reshape(-1)
-            logprobs, tokens = lm_head.topk(out.flatten(0, 1), W, clover.vocabulary, noise)
-            if masks is not None and depth == 0:
-                logprobs = logprobs.masked_fill(~is_allowed(masks, tokens), -math.inf)
-            extend(logprobs.view(B, -1, W), tokens.view(B, -1, W), candidates, depth)
-            guessed = candidates.tokens[:, depth, :W]
-            if clover.reads_tokens and depth < K - 1:
-                beam = candidates.parents[:, depth, :W, None].expand(B, W, C)
-                states = states.gather(1, beam)
-        return candidates
 
 
 class CloverHeads(nn.Module):
@@ -401,7 +386,7 @@ class CloverHeads(nn.Module):
         # draft vocabulary: int32 token ids, most frequent first; None: all tokens
         ids = torch.arange(config.vocabulary, dtype=torch.int32) if config.vocabulary else None
         self.register_buffer("vocabulary", ids)
-        self.selected = None, None  # the vocabulary and an LM head with its rows
+        self.selected = []  # (vocabulary, its LM head); captured steps may read the earlier ones
 
     def set_vocabulary(self, tokens):
         """Sets the draft vocabulary: token ids [n], most frequent first; an empty list for all
@@ -420,9 +405,9 @@ class CloverHeads(nn.Module):
         whole takes 1.2 to 1.5 times as long."""
         if self.vocabulary is None:
             return self.model.head
-        if self.selected[0] is not self.vocabulary:
-            self.selected = self.vocabulary, self.model.head.select(self.vocabulary)
-        return self.selected[1]
+        if not self.selected or self.selected[-1][0] is not self.vocabulary:
+            self.selected.append((self.vocabulary, self.model.head.select(self.vocabulary)))
+        return self.selected[-1][1]
 
     @property
     def reads_tokens(self):
@@ -495,6 +480,7 @@ class CloverHeads(nn.Module):
             outputs.append(out if residual is None else residual + out)
         return outputs
 
+    @torch.no_grad()
     def draft(self, state, root, tree_size, beams, sampling=None, masks=None,
               extend=extend_candidates, cache=None):
         """Beam search (arXiv 2406.16858, section 4): at each depth, the W = beams candidates of
@@ -504,9 +490,35 @@ class CloverHeads(nn.Module):
         state [B, C] at the last committed position, root [B] -> `Candidates` for a tree of
         tree_size > 1 nodes. sampling: (temperature, seed, sequence, position) of the roots, each
         [B]. Where the temperature is above 0, the sampler's noise is added to the logits. masks: of
-        the tokens that may follow the roots, as in `is_allowed`; others come last. extend: a
+        the tokens that may follow the roots, as in `is_allowed`; others are no nodes. extend: a
         backend's `extend_candidates`. cache: the heads' own, which these do not read."""
-        return self.heads.draft(self, state, root, tree_size, beams, sampling, masks, extend)
+        B, C = state.shape
+        W = beams
+        K = min(self.config.n_draft, tree_size - 1)
+        # n does not depend on tree_size, so a smaller tree is the front of a larger one; the first
+        # W candidates of a depth are its beams
+        candidates = Candidates.empty(root, K, min(W * W, MAX_TREE - 1))
+        noise = None
+        if sampling:
+            steps = torch.arange(1, K + 1, device=root.device).view(K, 1, 1)
+            positions = sampling[3][:, None] + steps.expand(K, 1, W)  # (K, B, W), of the guesses
+        states = state[:, None]  # (B, w, C): w is 1 at first, then W if heads read tokens
+        guessed = root[:, None]  # (B, w)
+        for depth in range(K):  # depth 0: the root's children
+            embedding = self.embedding(guessed) if self.reads_tokens else None
+            states, *out = self.draft_head(depth)(states, embedding)
+            out, _ = self.model.norm.add_and_norm(*out)  # (B, w, C)
+            if sampling:
+                noise = *sampling[:3], positions[depth, :, :out.shape[1]].reshape(-1)
+            logprobs, tokens = self.lm_head.topk(out.flatten(0, 1), W, self.vocabulary, noise)
+            if masks is not None and depth == 0:
+                logprobs = logprobs.masked_fill(~is_allowed(masks, tokens), -math.inf)
+            extend(logprobs.view(B, -1, W), tokens.view(B, -1, W), candidates, depth)
+            guessed = candidates.tokens[:, depth, :W]
+            if self.reads_tokens and depth < K - 1:
+                beam = candidates.parents[:, depth, :W, None].expand(B, W, C)
+                states = states.gather(1, beam)
+        return candidates
 
     # ----------------------------------------------------------------------------------------------
     # Files
@@ -519,14 +531,14 @@ class CloverHeads(nn.Module):
         for name, value in self.state_dict().items():
             stored = dtype if dtype and value.is_floating_point() else value.dtype
             tensors[name] = value.detach().to("cpu", stored).contiguous()
-        replace_file(Path(path, "heads.safetensors"), save(tensors))
+        replace_file(Path(path, "heads.safetensors"), lambda tmp: tmp.write_bytes(save(tensors)))
         self.save_record(path, tokenizer, **info)
 
     def save_record(self, path, tokenizer="", **info):
         """Writes heads.json only."""
         base = dict(sizes=sizes_of(self.model), tokenizer=tokenizer, norm=norm_hash(self.model))
         record = json.dumps(dict(config=asdict(self.config), base=base, **info), indent=2) + "\n"
-        replace_file(Path(path, "heads.json"), record.encode())
+        replace_file(Path(path, "heads.json"), lambda tmp: tmp.write_text(record))
 
     @classmethod
     def from_pretrained(cls, path, model, tokenizer="", packed=True):
@@ -568,13 +580,3 @@ def norm_hash(model):
 def sizes_of(model):
     """The sizes of a model that heads must match. All its quantisations have the same."""
     return {name: getattr(model.config, name) for name in MATCHED_FIELDS}
-
-
-def replace_file(path, data):
-    """Writes a file and renames it: readers see the old one or the new one."""
-    tmp = path.with_name(f"{path.name}.tmp{os.getpid()}")
-    try:
-        tmp.write_bytes(data)
-        tmp.replace(path)
-    finally:
-        tmp.unlink(missing_ok=True)

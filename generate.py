@@ -9,7 +9,7 @@ in each step. On CUDA a step is captured in a CUDA graph and replayed, and the h
 while the next one runs.
 
 A backend overrides stages of the `Decoder`, or its `run`; a policy selects the sizes (see `Fixed`);
-a guide restricts the tokens; an observer reads hidden states; another engine may schedule prompts.
+another engine may schedule prompts, and put work of its own between the stages (engine/).
 
 Letters: B sequences, T tree nodes, K draft heads, P nodes of an accepted path, n tokens proposed by
 lookup, W beams, C hidden size, V vocabulary."""
@@ -20,7 +20,7 @@ if __name__ == "__main__":  # before importing torch, so that a mistyped flag fa
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import partial
 from numbers import Integral
 from typing import NamedTuple
@@ -36,15 +36,16 @@ from clover import (
     Tree,
     build_tree,
     extend_candidates,
+    is_allowed,
     root_tree,
 )
 from kernels import HAS_TRITON, commit_path
-from model import MAX_TREE, InputError, KVCache, check, expect
+from model import GPT, MAX_TREE, InputError, KVCache, check, expect
 
 DEFAULT_BATCH = 8    # sequences
 DEFAULT_TREE = 8     # T, where nothing chooses it
 MAX_CHAIN = 15       # most tokens that lookup or a guide proposes
-# sampling modes, cheapest first; a batch runs in its costliest one, which changes no tokens
+# sampling modes, cheapest first; a batch runs in its costliest, which with C changes no tokens
 GREEDY, NOISE, FILTERED = range(3)
 
 
@@ -81,7 +82,8 @@ class Sampling:
 # Lookup and acceptance
 
 class Accepted(NamedTuple):
-    """The accepted paths of B trees; columns after a path hold the root's."""
+    """The accepted paths of B trees, of at most P nodes. Where a path is shorter, its columns are
+    padded with those of the root."""
     tokens: torch.Tensor   # int64 [B, P]: the accepted guesses, then the bonus token, the next root
     path: torch.Tensor     # int64 [B, P]: the accepted nodes, root first
     sources: torch.Tensor  # int64 [B, P]: of these nodes, as in `Tree`
@@ -121,6 +123,16 @@ def ngram_lookup(history, lengths, n, slots=None):
     source = end + 1 + torch.arange(n, device=history.device) % (last - end).clamp(min=1)
     tokens = history.gather(1, source.clamp(max=S - 1)).long()
     return torch.cat((size, tokens.where(size > 0, -1)), dim=1)
+
+
+def forced_chain(forced, chain, masks):
+    """The chains of a grammar's sequences: its forced text, else what lookup proposes, if masks
+    allow the first token. forced: int64 [B, 1 + n], a match of SCHEMA and tokens up to the first
+    -1, or a match of 0. chain: from `ngram_lookup`, or None. masks: as in `is_allowed`."""
+    if chain is not None:
+        forced = torch.where(forced[:, :1] > 0, forced, chain)
+    allowed = is_allowed(masks, forced[:, 1:2])
+    return torch.cat((forced[:, :1] * allowed, forced[:, 1:]), dim=1)
 
 
 def accept_path(tree, target, active, max_path, slots=None):
@@ -241,6 +253,7 @@ class Slots:
 
     def __init__(self, model, heads, batch_size, capacity, max_tree, max_path):
         zeros = partial(torch.zeros, device=model.device)
+        model.reserve(capacity + max_tree)
         self.cache = model.new_cache(batch_size, capacity + max_path + max_tree)
         heads_kv = self.cache.kv[:0]
         if heads:  # they write drafts or paths, which on a CPU have up to MAX_CHAIN + 1 rows
@@ -323,12 +336,12 @@ def decoder_class(model, heads):
 
 
 class Decoder:
-    """Decodes up to batch_size sequences step by step, one in each slot. A step runs B of them.
+    """Decodes up to batch_size sequences step by step, one in each slot. A step runs all slots.
 
     policy: names the drafters, see `Fixed`. Its heads read every accepted token, even in steps that
     they do not draft. capacity: most tokens of a sequence, prompt included; default: the model's
-    context. sampling: for sequences without their own. beams as in `generate`, graph as in
-    `prepare`. Raises InputError for sizes out of range."""
+    context. sampling: for sequences without their own. beams: as in `generate`. graph: on
+    CUDA, capture the step of each plan. Raises InputError for sizes out of range."""
     tree_sizes = 2, 3, 4, 6, 8, 12, 16  # from which an adaptive policy selects T, besides 1
     chooses_size = False  # whether `draft` chooses one, if the plan's is None
     read_sizes = ()       # T of steps that read prompts, too; (): none do
@@ -336,8 +349,6 @@ class Decoder:
     extend_candidates = staticmethod(extend_candidates)
     ngram_lookup = staticmethod(ngram_lookup)
     advance = staticmethod(advance)
-    guide = None  # restricts the tokens of the next step: see engine/guide.py
-    observer = None  # reads the hidden states of the next step: see engine/logprobs.py
 
     @classmethod
     def for_heads(cls, heads):
@@ -372,13 +383,11 @@ class Decoder:
         for slot in range(batch_size):
             self.slots.set(slot, **vars(self.sampling))
         self.root_columns = root_tree(self.slots.all.root)[1:]  # of plain decoding's trees
-        self.slot_ids = torch.zeros(batch_size, dtype=torch.int64, device=model.device)
-        self.graphs = {}  # (part, plan, has a guide) -> function that replays it, or None: no graph
-        self.pool = None  # memory shared by the graphs; None: steps run eagerly
-        self.batch_sizes = range(1, batch_size)  # B that a step may have; always also all slots
+        self.graphs = {}    # (part, plan) -> function that replays it, or None: no graph
+        self.eager = set()  # plans for whose graphs memory is short
+        self.pool = None    # memory shared by the graphs; None: steps run eagerly
         if self.device.type == "cuda" and graph and HAS_TRITON:  # references read values
             self.pool = torch.cuda.graph_pool_handle()
-            self.batch_sizes = ()
 
     @property
     def max_tree(self):
@@ -389,58 +398,51 @@ class Decoder:
         """P: a path ends with the heads' last depth or with lookup's chain."""
         return min(tree_size, 1 + max(self.policy.depth, MAX_CHAIN))
 
-    # Fixed shapes, state changed in place; only a guide and FILTERED sampling wait for the device
+    # Fixed shapes, state changed in place; only FILTERED sampling waits for the device
 
     def step(self, plan):
-        """Runs a step -> (`Accepted`, `Tree`, normed). With a guide it has three parts, between
-        which the host computes the guide's masks while a GPU verifies the tree."""
-        if self.guide is None:
-            return self.run(self.whole_step, plan)
-        draft = self.run(self.draft, plan)
-        self.guide.read(draft.tree)
-        verified = self.run(self.verify, plan, draft)
-        self.guide.fill_masks()
-        return self.run(self.finish, plan, draft, *verified), draft.tree, verified[0]
-
-    def whole_step(self, plan):
+        """Runs a step -> (`Accepted`, `Tree`, the final norm's output at each node [B, T, C])."""
         draft = self.draft(plan)
         normed, hidden = self.verify(plan, draft)
         return self.finish(plan, draft, normed, hidden), draft.tree, normed
 
-    def finish(self, plan, draft, normed, hidden):
-        target = self.sample(plan, draft, normed)    # [B, T]: the model's own next tokens
-        accepted = self.accept(plan, draft, target)  # tokens, path [B, P], count [B]
+    def finish(self, plan, draft, normed, hidden, masks=None):
+        target = self.sample(plan, draft, normed, masks)  # [B, T]: the model's own next tokens
+        accepted = self.accept(plan, draft, target)       # tokens, path [B, P], count [B]
         self.commit(plan, draft, hidden, accepted)
         return accepted
 
     def run(self, part, plan, *inputs):
-        """Runs a part of a step. With graphs, its first run with a plan is eager, which compiles
-        its kernels, and is then captured; later ones replay the graph. The next part's graph reads
-        the results of this one where it left them, so the eager run's results are copied there."""
-        key = part.__name__, plan, self.guide is not None
+        """Runs `step`, or a part of it. With graphs, its first run with a plan is eager, which
+        compiles its kernels, and is then captured; later ones replay the graph. The next part's
+        graph reads the results of this one where it left them, so the eager run's results are
+        copied there."""
+        key = part.__name__, plan
         if replay := self.graphs.get(key):
             return replay()
         result = part(plan, *inputs)
+        is_new = key not in self.graphs
         self.graphs[key] = None
-        if self.can_capture(plan):
-            replay, captured = capture(partial(part, plan, *inputs), self.device, self.pool)
+        if is_new and plan not in self.eager and self.can_capture(plan):
+            try:
+                self.graphs[key], captured = capture(partial(part, plan, *inputs), self.device,
+                                                     self.pool)
+            except torch.OutOfMemoryError:
+                self.eager.add(plan)
+                return result
             for x, y in zip(tensors_of(captured), tensors_of(result)):
                 x.copy_(y)
-            self.graphs[key] = replay
             result = captured
         return result
 
     def can_capture(self, plan):
         return self.pool is not None and plan.mode != FILTERED  # `filter_logits` reads values
 
-    def read_batch(self, B):
-        slots = self.slots
-        return slots.all if B == self.batch_size else slots.batch(self.slot_ids[:B])
-
-    def draft(self, plan):
-        """Proposes nodes and builds the tree of the likeliest -> `Draft`."""
+    def draft(self, plan, masks=None, forced=None):
+        """Proposes nodes and builds the tree of the likeliest -> `Draft`. For a grammar, masks: the
+        tokens that may follow the roots, as in `is_allowed`; forced: text, as in `forced_chain`."""
         T = plan.tree_size
-        batch = self.read_batch(plan.B)
+        batch = self.batch(plan.B)
         if T == 1:
             tokens = batch.root[:, None].clone()  # `commit` changes the root
             tree = Tree(tokens, *(x[:plan.B] for x in self.root_columns))
@@ -450,22 +452,25 @@ class Decoder:
             noise = (batch.sampling["temperature"], batch.sampling["seed"], batch.sequence,
                      batch.lengths) if plan.mode != GREEDY else None
             state = self.slots.state if batch.slots is None else self.slots.state[batch.slots]
-            masks = self.guide and self.guide.first_masks(plan.B)
             candidates = self.heads.draft(state, batch.root, T, self.beams, noise, masks,
                                           self.extend_candidates,
-                                          self.slots.heads_cache.select(batch.slots))
+                                          replace(self.slots.heads_cache, slots=batch.slots))
         chain = self.chain(plan, batch)
+        if forced is not None:
+            chain = forced_chain(forced[:, :T], chain, masks)
         tree = self.build_tree(batch, candidates, chain, T)
         return Draft(batch, tree, batch.lengths[:, None] + tree.depths, chain)
 
+    def batch(self, B):
+        """The `Batch` of a step of B rows: all slots."""
+        return self.slots.all
+
     def chain(self, plan, batch):
-        """The tokens that lookup or a guide proposes, as from `ngram_lookup`; or None."""
-        slots = self.slots
-        n = min(plan.tree_size - 1, MAX_CHAIN)
-        chain = None
-        if self.policy.lookup:
-            chain = self.ngram_lookup(slots.history, slots.cache.lengths, n, batch.slots)
-        return self.guide.chain(chain, plan.B, n) if self.guide else chain
+        """The tokens that lookup proposes, int64 [B, 1 + n] as from `ngram_lookup`; or None."""
+        if not self.policy.lookup:
+            return None
+        return self.ngram_lookup(self.slots.history, self.slots.cache.lengths,
+                                 min(plan.tree_size - 1, MAX_CHAIN), batch.slots)
 
     def build_tree(self, batch, candidates, chain, tree_size):
         return build_tree(batch.root, candidates, chain, self.policy.chances,
@@ -475,29 +480,26 @@ class Decoder:
         """Runs the model on the tree -> the final norm's output [B, T, C], and its input or what
         the heads read instead. Keys and values of node j go to cache row lengths + j."""
         model = self.model
-        cache = self.slots.cache.select(draft.batch.slots)
+        cache = replace(self.slots.cache, slots=draft.batch.slots)
         hidden = model.embeddings(draft.tree.tokens, draft.positions)
         *last, states = model.blocks(hidden, model.tables, draft.positions, cache,
                                      draft.tree.ancestors, layers=self.hidden_layers)
         normed, hidden = model.norm.add_and_norm(*last)
         return normed, states if self.hidden_layers else hidden
 
-    def sample(self, plan, draft, normed):
-        """The model's own next token at each node, int64 [B, T]."""
+    def sample(self, plan, draft, normed, masks=None):
+        """The model's own next token at each node, int64 [B, T]. masks: of the nodes [B T, ...],
+        as in `kernels.mask_logits`."""
         batch = draft.batch
-        positions = draft.positions
-        masks = self.guide and self.guide.node_masks(positions.numel())
         if plan.mode == FILTERED:
             logits = self.head.logits(normed.flatten(0, 1))  # (B T, V)
-            return self.filtered_sample(
-                logits, **batch.sampling, sequence=batch.sequence, masks=masks,
-                position=(positions + 1).flatten()).view_as(positions)
+            tokens = self.head.sample_filtered(
+                logits, **batch.sampling, sequence=batch.sequence,
+                position=(draft.positions + 1).flatten(), masks=masks)
+            return tokens.view_as(draft.positions)
         temperature = 0.0 if plan.mode == GREEDY else batch.sampling["temperature"]
         return self.head.sample(normed, temperature, batch.sampling["seed"], batch.sequence,
-                                positions, masks)
-
-    def filtered_sample(self, logits, **parameters):
-        return self.head.filtered_sample(logits, **parameters)
+                                draft.positions, masks)
 
     def accept(self, plan, draft, target):
         """The path of nodes that equal their parent's target token, at most P of them."""
@@ -523,7 +525,7 @@ class Decoder:
             positions = batch.lengths[:, None] + self.offsets[:P]  # (B, P)
             ancestors = self.path_ancestors[:P].expand_as(positions)
             states = self.heads.augment(hidden, accepted.tokens, positions,
-                                        slots.heads_cache.select(batch.slots), ancestors)
+                                        replace(slots.heads_cache, slots=batch.slots), ancestors)
         history = slots.history if self.policy.lookup else None
         self.advance(accepted, slots.cache.lengths, slots.all.root, history, states, slots.state,
                      batch.slots)
@@ -531,28 +533,18 @@ class Decoder:
     # On the host
 
     def place(self, running):
-        """The slot of each row of the next step. running: the sequences, by slot. An idle slot
-        fills the batch up to the next possible size."""
-        B = next((n for n in self.batch_sizes if n >= len(running)), self.batch_size)
-        if B == self.batch_size:
-            return range(B)
-        idle = next(slot for slot in range(self.batch_size) if slot not in running)
-        slots = [*running, *[idle] * (B - len(running))]
-        with self.inference_mode:
-            self.slot_ids[:B].copy_(pinned(slots, self.device), non_blocking=True)
-        return slots
+        """The slot of each row of the next step. running: the sequences, by slot."""
+        return range(self.batch_size)
 
     def behind(self):
         """Committed rows that the heads have not read."""
         return 0
 
-    def launch(self, plan, with_trees=False):
-        """Starts a step and returns it as a `Step`."""
+    def launch(self, plan, with_trees=False, step=None):
+        """Starts a step and returns it as a `Step`. step: runs the plan's parts, as `step` does."""
         n_graphs = len(self.graphs)
         with self.inference_mode:
-            accepted, tree, normed = self.step(plan)
-            if self.observer is not None:
-                self.observer.read(normed, accepted)
+            accepted, tree, _ = step(plan) if step else self.run(self.step, plan)
             tree_size = tree.tokens.shape[1]
             accepted = self.to_host(accepted)
             tree = Tree(*map(to_host, tree)) if with_trees else None
@@ -648,8 +640,10 @@ class Sequence:
 
     def __init__(self, config, prompt, max_new_tokens, sampling, stop=(), index=0, encoding=None,
                  grammar=None):
-        self.stop_tokens = {stop} if isinstance(stop, int) else {*stop}
-        expect(grammar is None and all(type(token) is int for token in self.stop_tokens),
+        prompt = as_list(prompt)
+        stop = as_list(stop)
+        self.stop_tokens = {*stop} if isinstance(stop, (list, tuple, set)) else {stop}
+        expect(grammar is None and all(isinstance(x, Integral) for x in self.stop_tokens),
                "stop texts and grammars need the folder engine/; copy it beside generate.py")
         check_prompt(config, prompt, index)
         check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
@@ -674,6 +668,11 @@ class Sequence:
         if not self.ended and len(self.tokens) == self.limit:
             self.ended = self.at_limit
         return new
+
+
+def as_list(values):
+    """A tensor or an array as numbers; anything else as it is."""
+    return values.tolist() if hasattr(values, "tolist") else values
 
 
 def check_prompt(config, prompt, index=0):
@@ -779,14 +778,14 @@ class Engine:
     def admit(self):
         """Reads waiting prompts into free slots."""
         while self.waiting and self.idle:
-            sequence = self.waiting.popleft()
+            sequence = self.waiting[0]  # still waits if the next lines raise an error
             slot = next(iter(self.idle))
-            del self.idle[slot]
             last = len(sequence.prompt) - 1  # the root of the first step
             if last:
                 self.decoder.prefill(slot, sequence.prompt, 0, last)
             self.decoder.begin(slot, sequence, last)
-            self.running[slot] = sequence
+            del self.idle[slot]
+            self.running[slot] = self.waiting.popleft()
 
     def launch(self, with_trees=False):
         """Starts a step of the running sequences."""
@@ -841,6 +840,8 @@ class Engine:
         started = time.perf_counter()
         sampling = sampling or [None] * len(prompts)
         grammars = grammars or [None] * len(prompts)
+        expect(len(sampling) == len(grammars) == len(prompts), "sampling and grammars are lists of "
+               f"one for each prompt, here {len(prompts)}")
         try:
             for index, (prompt, own, grammar) in enumerate(zip(prompts, sampling, grammars)):
                 output.sequences.append(
@@ -865,9 +866,9 @@ class Engine:
 def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temperature=0.0, top_k=0,
              top_p=1.0, min_p=0.0, seed=0, tree_size=None, beams=None, stop=(), batch_size=None,
              on_tokens=None, encoding=None, sampling=None, schema=True, grammar=None):
-    """Continues each prompt (a list of token ids) and returns an `Output`. The tokens do not depend
-    on heads, lookup, schema, tree_size, beams or batch_size, except for ties in half precision on a
-    GPU.
+    """Continues each prompt (token ids: a list, 1-D tensor or array) and returns an `Output`. The
+    tokens do not depend on heads, lookup, schema, tree_size, beams or batch_size, except for ties
+    where C kernels do not run.
 
     lookup      also draft by n-gram lookup
     schema      also draft the text that a grammar forces
@@ -880,33 +881,24 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
     on_tokens   called as on_tokens(index, tokens) with the new tokens of each step
     sampling    a list of one `Sampling` per prompt, instead of temperature, ..., seed
     Raises InputError for bad input."""
-    engine = prepare(model, prompts, max_new_tokens, heads, lookup=lookup, tree_size=tree_size,
-                     beams=beams, batch_size=batch_size, temperature=temperature, top_k=top_k,
-                     top_p=top_p, min_p=min_p, seed=seed, schema=schema and grammar is not None)
-    if sampling:
-        expect(len(sampling) == len(prompts) and engine.decoder.sampling == Sampling(),
-               "sampling takes one for each prompt, in place of temperature, ..., seed")
-    on_step = on_tokens and (lambda step: on_tokens(step.sequence.index, step.tokens))
-    grammars = grammar if isinstance(grammar, (list, tuple)) else [grammar] * len(prompts)
-    expect(len(grammars) == len(prompts), "grammar takes one, or a list of one for each prompt")
-    return engine.generate(prompts, max_new_tokens, stop, on_step, encoding, sampling,
-                           grammars=grammars)
-
-
-def prepare(model, prompts, max_new_tokens, heads=None, *, lookup=False, schema=False,
-            tree_size=None, beams=None, batch_size=None, graph=True, **sampling):
-    """The Engine that `generate` runs with these arguments. graph: on CUDA, capture the step of
-    each tree size in a CUDA graph."""
-    sampling = Sampling(**sampling)
-    expect(prompts, "there is no prompt; give at least one")
+    expect(isinstance(model, GPT), f"model must be a GPT of model.py, not {type(model).__name__}; "
+           "docs/copying.md shows how to load the weights of another model into one")
+    parameters = Sampling(temperature, top_k, top_p, min_p, seed)
+    expect(not sampling or parameters == Sampling(),
+           "sampling takes one for each prompt, in place of temperature, ..., seed")
+    expect(len(prompts), "there is no prompt; give at least one")
     check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
-    # `add` refuses others
-    longest = max((len(x) for x in prompts if isinstance(x, (list, tuple))), default=1)
+    # `add` refuses prompts without a length
+    longest = max((len(prompt) for prompt in prompts if hasattr(prompt, "__len__")), default=1)
     capacity = min(longest + max_new_tokens, model.config.block_size)
     batch_size = min(len(prompts), DEFAULT_BATCH if batch_size is None else batch_size)
-    policy, engine = make_policy(model, heads, lookup, tree_size, schema)
-    return engine(model, policy=policy, batch_size=batch_size, capacity=capacity, beams=beams,
-                  sampling=sampling, graph=graph)
+    policy, engine = make_policy(model, heads, lookup, tree_size, schema and grammar is not None)
+    engine = engine(model, policy=policy, batch_size=batch_size, capacity=capacity, beams=beams,
+                    sampling=parameters)
+    on_step = on_tokens and (lambda step: on_tokens(step.sequence.index, step.tokens))
+    grammars = grammar if isinstance(grammar, (list, tuple)) else [grammar] * len(prompts)
+    return engine.generate(prompts, max_new_tokens, stop, on_step, encoding, sampling,
+                           grammars=grammars)
 
 
 def make_policy(model, heads, lookup, tree_size, schema):

@@ -250,13 +250,14 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     that sees nothing gives zeros. scale: default D ** -0.5. slopes [Hq]: for ALiBi. window: how
     many positions a node sees, its own included; 0: all. slots int64 [B]:
     sequence b has cache and length slots[b]; None: b, of B slots."""
-    B, T, Hq, D, n_slots, Hkv, S = check_sizes(
-        "q B T Hq D real, k_cache/v_cache slots Hkv S D same, lengths slots int32, "
-        "ancestors B T int64, slopes Hq float32, slots B int64",
-        q, k_cache, v_cache, lengths, ancestors, slopes, slots)
-    require(T <= min(S, 64) and 16 <= D <= 256 and Hq % Hkv == 0 and window >= 0,
-            "T <= min(S, 64), 16 <= D <= 256, Hq % Hkv == 0, window >= 0", q, k_cache, window)
-    check_slots(slots, B, n_slots)
+    B, T, Hq, D = q.shape
+    n_slots, Hkv, S, _ = k_cache.shape
+    require(is_real(q) and all(fits(x, q, (n_slots, Hkv, S, D)) for x in (k_cache, v_cache))
+            and fits(lengths, q, (n_slots,), torch.int32) and fits_slots(slots, q, B, n_slots)
+            and fits(ancestors, q, (B, T), torch.int64) and fits(slopes, q, (Hq,), torch.float32)
+            and T <= min(S, 64) and 16 <= D <= 256 and Hq % Hkv == 0 and window >= 0,
+            f"{SIZES}, T <= min(S, 64), 16 <= D <= 256, Hq % Hkv == 0, window >= 0",
+            q, k_cache, v_cache, lengths, ancestors, slopes, slots, window)
     if not runs_triton(q, k_cache, v_cache):
         return tree_attention_reference(
             q, k_cache, v_cache, lengths, ancestors, scale, slopes, window, slots)
@@ -465,9 +466,15 @@ def allowed(masks_ptr, row, columns, V):
     return (tl.load(words, mask=columns < V, other=0) >> columns % 32) & 1 != 0
 
 
+def without_nan(logits):
+    """logits with -inf for NaN, which no token should win by."""
+    return logits.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
+
+
 def mask_logits(logits, masks):
-    """logits [M, V] with -inf for the tokens that masks forbid, int32 [M, ceil(V / 32)] with a bit
-    for each token; None: allow all."""
+    """logits [M, V] with -inf for NaN and for the tokens that masks forbid, int32 [M, ceil(V / 32)]
+    with a bit for each token; None: allow all."""
+    logits = without_nan(logits)
     if masks is None:
         return logits
     bits = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device)
@@ -708,13 +715,14 @@ def _project_blocks(M, k, dtype, aligned, small_vocabulary, noisy, unpacks, mask
 
 
 def _check_head(hidden, weight, temperature, seed, sequence, position, vocab_ids=None, masks=None):
+    M, C = hidden.shape
     V = weight.shape[0]
-    M, *_ = check_sizes(
-        f"hidden M C real, weight {V} C same, sequence B int, position M int, temperature B "
-        f"float32, seed B int64, vocab_ids {V} int32, masks M words int32", hidden,
-        check_weight(hidden, weight), sequence, position, temperature, seed, vocab_ids, masks)
-    require(sequence is None or M % len(sequence) == 0, "M / B rows per sequence", hidden, sequence)
-    check_masks(masks, V)
+    B = M if sequence is None else len(sequence)
+    require(is_real(hidden) and fits(check_weight(hidden, weight), hidden, (V, C)) and V > 0
+            and fits_noise(hidden, B, temperature, seed, sequence, position)
+            and fits(vocab_ids, hidden, (V,), torch.int32)
+            and fits(masks, hidden, (M, (V + 31) // 32), torch.int32), f"{SIZES}, M / B rows each",
+            hidden, weight.shape, vocab_ids, masks, position, sequence, temperature, seed)
 
 
 def project_topk(hidden, weight, k, vocab_ids=None, noise=None):
@@ -745,6 +753,7 @@ def best_tokens(logits, k, vocab_ids=None, noise=None):
     if noise is not None:
         temperature, *key = noise
         logits = logits + per_row(temperature, logits) * gumbel(*key, tokens)
+    logits = without_nan(logits)
     columns = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     return logits.log_softmax(-1).gather(1, columns), tokens[columns].long()
 
@@ -865,11 +874,12 @@ def commit_path(kv, lengths, path, count, slots=None):
     """Moves the accepted nodes' keys and values to the front of their tree, in place, in all layers
     of kv [L, 2, B, Hkv, S, D]. path [B, P]: ascending nodes from 0; the first count[b] are used.
     slots: as in `tree_attention`."""
-    L, n_slots, Hkv, S, D, B, P = check_sizes(
-        "kv L 2 slots Hkv S D real, lengths slots int32, path B P int, count B int, slots B int64",
-        kv, lengths, path, count, slots)
-    require(P <= 64, "a path of at most 64 nodes", path)
-    check_slots(slots, B, n_slots)
+    L, sides, n_slots, Hkv, S, D = kv.shape
+    B, P = path.shape
+    require(is_real(kv) and sides == 2 and fits(lengths, kv, (n_slots,), torch.int32)
+            and fits(path, kv, (B, P), *INTEGERS) and fits(count, kv, (B,), *INTEGERS)
+            and fits_slots(slots, kv, B, n_slots) and P <= 64, f"{SIZES}, P <= 64", kv, lengths,
+            path, count, slots)
     if not runs_triton(kv):
         return commit_path_reference(kv, lengths, path, count, slots)
     BLOCK_P, BLOCK_D = map(triton.next_power_of_2, (P, D))
@@ -930,8 +940,10 @@ def _add_norm_kernel(
 def add_norm(x, delta, weight, bias=None, eps=1e-5):
     """Residual add, then norm -> (norm(x + delta), x + delta), each [..., C]. delta: None for 0.
     weight [C]: None for ones. bias [C]: selects LayerNorm; None: RMSNorm."""
-    _, C = check_sizes("x/delta ... C same, weight/bias C same|float32", x, delta, weight, bias)
-    require(x.is_floating_point() and C <= 16384, "real x of at most 16384 channels", x)
+    C = x.shape[-1]
+    require(is_real(x) and C <= 16384 and fits(delta, x, x.shape)
+            and all(fits(p, x, (C,), x.dtype, torch.float32) for p in (weight, bias)),
+            f"{SIZES}, C <= 16384", x, delta, weight, bias)
     if not runs_triton(x, delta, weight, bias):
         return add_norm_reference(x, delta, weight, bias, eps)
     x, delta, weight, bias = map(contiguous, (x, delta, weight, bias))
@@ -1020,14 +1032,16 @@ def rope_cache(qkv, rope, kv, lengths, q_weight=None, k_weight=None, eps=1e-5, s
     1, ... -> the queries [B, T, Hq, D], a view of qkv. qkv [B, T, H, D]: H = Hq + 2 Hkv query, key
     and value heads in this order; queries are overwritten. rope: as in `rotate`, or None. kv [2, B,
     Hkv, S, D]: a layer's cache. q_weight, k_weight [D]: RMSNorm. slots: as in `tree_attention`."""
-    B, T, H, D, n_slots, Hkv, S = check_sizes(
-        "qkv B T H D real, kv 2 slots Hkv S D same, rope B T 2 D same, lengths slots int, "
-        "q_weight/k_weight D same, slots B int64",
-        qkv, kv, rope, lengths, q_weight, k_weight, slots)
-    require(H > 2 * Hkv and T <= S and (rope is None or D % 2 == 0)
-            and (q_weight is None) == (k_weight is None), "H > 2 Hkv, T <= S, even D for a "
-            "rotation, both weights or none", qkv, kv, q_weight, k_weight)
-    check_slots(slots, B, n_slots)
+    B, T, H, D = qkv.shape
+    _, n_slots, Hkv, S, _ = kv.shape
+    require(is_real(qkv) and fits(kv, qkv, (2, n_slots, Hkv, S, D))
+            and fits(rope, qkv, (B, T, 2, D)) and fits(lengths, qkv, (n_slots,), *INTEGERS)
+            and fits_slots(slots, qkv, B, n_slots)
+            and fits(q_weight, qkv, (D,)) and fits(k_weight, qkv, (D,))
+            and (q_weight is None) == (k_weight is None)
+            and H > 2 * Hkv and T <= S and (rope is None or D % 2 == 0),
+            f"{SIZES}, H > 2 Hkv, T <= S, even D for a rotation, both weights or none",
+            qkv, kv, rope, lengths, q_weight, k_weight, slots)
     if not runs_triton(qkv, kv):
         return rope_cache_reference(qkv, rope, kv, lengths, q_weight, k_weight, eps, slots)
     tables = map(contiguous, (rope, q_weight, k_weight))
@@ -1086,12 +1100,12 @@ def _glu_kernel(x_ptr, out_ptr, N, GELU: tl.constexpr, BLOCK_N: tl.constexpr):
 
 def glu(x, activation="silu"):
     """act(gate) * up for x [..., 2 N] = [gate, up] -> [..., N]. activation: "silu" or "gelu"."""
-    _, C = check_sizes("x ... C real", x)
-    require(C % 2 == 0 and activation in ("silu", "gelu"), "even C, silu or gelu", x, activation)
+    require(is_real(x) and x.shape[-1] % 2 == 0 and activation in ("silu", "gelu"),
+            f"{SIZES}, silu or gelu", x, activation)
     if not runs_triton(x):
         return glu_reference(x, activation)
     x = x.contiguous()
-    N = C // 2
+    N = x.shape[-1] // 2
     out = x.new_empty(*x.shape[:-1], N)
     launch(_glu_kernel, (out.numel() // N, triton.cdiv(N, 1024)),
            x, out, N, GELU=activation == "gelu", BLOCK_N=1024, num_warps=4)
@@ -1128,10 +1142,10 @@ def _cosine_mix_kernel(z_ptr, q_ptr, kv_ptr, out_ptr, C, D: tl.constexpr, BLOCK_
 
 def cosine_mix(z, q, kv, n_head):
     """z + cos(q, k) * v per head -> [..., C]. z, q: [..., C]; kv [..., 2 C] = [k, v]."""
-    _, C, C2 = check_sizes("z/q ... C same, kv ... C2 same", z, q, kv)
+    *rows, C = z.shape
     D = C // max(n_head, 1)
-    require(z.is_floating_point() and D * n_head == C and D <= 16384 and C2 == 2 * C,
-            "real z [..., C] in n_head parts of at most 16384, kv [..., 2 C]", z, n_head, kv)
+    require(is_real(z) and fits(q, z, z.shape) and fits(kv, z, (*rows, 2 * C)) and D * n_head == C
+            and D <= 16384, f"{SIZES}, n_head parts of at most 16384", z, q, kv, n_head)
     if not runs_triton(z, q, kv):
         return cosine_mix_reference(z, q, kv, n_head)
     z = z.contiguous()
@@ -1193,58 +1207,41 @@ def _num_warps(elements, per_warp):
 
 
 # --------------------------------------------------------------------------------------------------
-# Input checks: ValueError. A step runs about a hundred, so messages are built only on failure.
+# Input checks. A step runs about a hundred, so messages are built only on failure.
 
-DTYPES = dict(float="float32|float16|bfloat16", real="float32|float16|bfloat16|float64",
-              int="int32|int64", minimum="float32|float16|bfloat16|uint8|int8",
-              packed="int8|uint8|float8_e4m3fn")
-
-
-def check_slots(slots, B, n_slots):
-    require(slots is not None or B == n_slots, "slots, or B sequences in all tensors", B, n_slots)
-
-
-def check_masks(masks, V):
-    require(masks is None or masks.shape[1] == (V + 31) // 32, "masks of ceil(V / 32) words", masks)
+SIZES = "sizes, dtypes and devices as documented"
+REAL = torch.float32, torch.float16, torch.bfloat16, torch.float64
+INTEGERS = torch.int32, torch.int64
 
 
 def require(condition, expected, *got):
+    """Raises ValueError unless the condition holds, and describes what it was given."""
     if not condition:
         got = [f"{list(x.shape)} {x.dtype} on {x.device}" if isinstance(x, torch.Tensor) else str(x)
                for x in got]
-        raise ValueError(f"expected {expected}, got {', '.join(got)}".replace("torch.", ""))
+        raise ValueError(f"expected {expected}; got {', '.join(got)}".replace("torch.", ""))
 
 
-def check_sizes(spec, *tensors):
-    """The sizes of tensors, in the order of their letters. spec: "q B T float, k/v B S same" has
-    the names, sizes and dtypes. ...: any leading sizes; same: the first tensor's dtype. A tensor
-    must not be empty, and be on the first one's device. None and numbers pass."""
-    kinds = ((x.shape, x.dtype, x.device) if isinstance(x, torch.Tensor) else None for x in tensors)
-    return _match(spec, *kinds)
+def is_real(x):
+    """Whether a tensor holds numbers that kernels compute with, and at least one."""
+    return x.dtype in REAL and x.numel() > 0
 
 
-@lru_cache(2**12)
-def _match(spec, *kinds):
-    """`check_sizes` of tensors with these (shape, dtype, device)."""
-    _, first_dtype, first_device = kinds[0]
-    parts = [part.split() for part in spec.split(", ")]
-    parts = [(name, *part) for names, *part in parts for name in names.split("/")]
-    sizes = {}
-    for (name, *letters, dtypes), kind in zip(parts, kinds):
-        if kind is None:
-            continue
-        shape, dtype, device = kind
-        dtypes = DTYPES.get(dtypes, dtypes).split("|")
-        dtypes = [first_dtype if key == "same" else getattr(torch, key) for key in dtypes]
-        shape = [*shape]
-        if letters[0] == "...":
-            leading = max(len(shape) - len(letters) + 1, 0)
-            shape = [shape[:leading], *shape[leading:]]
-        expected = [int(letter) if letter.isdigit() else sizes.setdefault(letter, size)
-                    for letter, size in zip(letters, shape)]
-        fits = shape == expected and len(shape) == len(letters) and 0 not in kind[0]
-        if not fits or dtype not in dtypes or device != first_device:
-            wanted = ", ".join(f"{letter}={sizes.get(letter, '?')}" for letter in letters)
-            require(False, f"{name} [{wanted}] of {dtypes} on {first_device}",
-                    f"{[*kind[0]]} {dtype} on {device}")
-    return [*sizes.values()]
+def fits(x, like, shape, *dtypes):
+    """Whether a tensor has this shape, one of these dtypes (none: like's), and like's device. None
+    and numbers fit."""
+    return not isinstance(x, torch.Tensor) or (
+        x.shape == shape and x.dtype in (dtypes or (like.dtype,)) and x.device == like.device)
+
+
+def fits_slots(slots, like, B, n_slots):
+    """Whether slots, or without them B sequences, are those of caches with n_slots."""
+    return B == n_slots if slots is None else fits(slots, like, (B,), torch.int64)
+
+
+def fits_noise(rows, B, temperature, seed, sequence, position):
+    """Whether these are the arguments of `gumbel` for rows [M, ...] of B sequences."""
+    M = len(rows)
+    return (M % B == 0 and fits(temperature, rows, (B,), torch.float32)
+            and fits(seed, rows, (B,), torch.int64) and fits(sequence, rows, (B,), *INTEGERS)
+            and fits(position, rows, (M,), *INTEGERS))

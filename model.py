@@ -6,8 +6,11 @@ capacity in tokens, D head size, Hq query heads, Hkv key/value heads."""
 
 import contextlib
 import math
+import os
 from dataclasses import dataclass, replace
 from functools import partial
+from pathlib import Path
+from typing import NamedTuple
 
 import torch
 import torch.nn as nn
@@ -18,6 +21,7 @@ import kernels
 from kernels import add_norm, glu, rope_cache, rotate, tree_attention
 
 MAX_TREE = 64  # largest T: a node's ancestors are the bits of an int64
+FIRST_POSITIONS = 4096  # of position tables, until `GPT.reserve` extends them
 ACTIVATIONS = {"silu": F.silu, "gelu": partial(F.gelu, approximate="tanh")}
 # without cuDNN, which rebuilds its plan for every length and may give NaN gradients with a mask
 CUDA_ATTENTION = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
@@ -29,18 +33,27 @@ class InputError(ValueError):
 
 def check(name, value, low, high, whole=False, above=False):
     """Raises InputError unless value is a number from low to high. above: excludes low itself."""
-    kind = int if whole else (int, float)
-    is_number = isinstance(value, kind) and not isinstance(value, bool)
-    numbers = "a whole number" if whole else "a number"
+    is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     bounds = f"above {low} and at most {high}" if above else f"from {low} to {high}"
     expect(is_number and low <= value <= high and not (above and value == low),
-           f"{name} must be {numbers} {bounds}, not {value!r}")
+           f"{name} must be a {'whole ' * whole}number {bounds}, not {value!r}")
 
 
 def expect(valid, message):
     """Raises InputError(message) unless valid."""
     if not valid:
         raise InputError(message)
+
+
+def replace_file(path, write):
+    """Calls write(temporary path), then renames the file: readers see the old or the new one."""
+    tmp = Path(f"{path}.tmp{os.getpid()}")
+    try:
+        write(tmp)
+        tmp.chmod(0o644)  # safetensors makes files that only their owner can read
+        tmp.replace(path)
+    finally:
+        tmp.unlink(missing_ok=True)
 
 
 @dataclass
@@ -95,13 +108,8 @@ class KVCache:
         """A view of one sequence."""
         return KVCache(self.kv[:, :, slot:slot + 1], self.lengths[slot:slot + 1])
 
-    def select(self, slots):
-        """The same cache for a batch of these sequences."""
-        return KVCache(self.kv, self.lengths, slots)
 
-
-@dataclass(eq=False)
-class TreeMask:
+class TreeMask(NamedTuple):
     """The attention mask of tree nodes, as in `kernels.tree_attention`."""
     ancestors: torch.Tensor      # int64 [B, T]
     slopes: torch.Tensor | None  # float32 [Hq], for ALiBi
@@ -115,7 +123,7 @@ def causal_mask(hidden, start=0, window=0, documents=None, slopes=None):
     T = hidden.shape[1]
     end = start + T
     window = window or end
-    if slopes is None and documents is None and window >= end:
+    if slopes is None and documents is None and window >= end and (hidden.is_cuda or not start):
         return None
     rows = torch.arange(max(start + 1 - window, 0), end, device=hidden.device)
     distance = rows[None, None, -T:, None] - rows  # (1, 1, T, n)
@@ -126,31 +134,29 @@ def causal_mask(hidden, start=0, window=0, documents=None, slopes=None):
         return visible
     slopes = slopes.to(torch.promote_types(hidden.dtype, torch.float32))
     bias = -slopes[:, None, None] * distance  # (1, Hq, T, n)
-    return bias.masked_fill(~visible, -math.inf).to(hidden.dtype)
+    return bias.masked_fill(~visible, -math.inf)
 
 
 def causal_attention(q, k, v, mask=None, scale=None):
     """Causal attention: q [B, T, Hq, D] of the last T tokens, k and v [B, Hkv, S, D] of all tokens
     -> [B, T, Hq, D]. mask: from `causal_mask`. scale: default D ** -0.5."""
-    T = q.shape[1]
     G = q.shape[2] // k.shape[1]
+    dtype = q.dtype
     if mask is not None:
         n = mask.shape[-1]  # earlier rows are outside every token's window
         k, v = (x[:, :, -n:] for x in (k, v))
+    if mask is not None and mask.is_floating_point():  # a bias, which half precision would round
+        q, k, v = (x.to(mask.dtype) for x in (q, k, v))
     if q.is_cuda and G > 1 and (q.dtype == torch.float32 or mask is not None):
         # only flash attention takes grouped heads, and it takes neither float32 nor a mask
         k, v = (x.repeat_interleave(G, dim=1) for x in (k, v))
-    S = k.shape[2]
-    if mask is None and T < S:
-        if q.is_cuda:
-            from torch.nn.attention import bias  # takes seconds; flash attention accepts no tensor
-            mask = bias.causal_lower_right(T, S)
-        else:
-            mask = torch.ones(T, S, dtype=torch.bool, device=q.device).tril(S - T)
+    if mask is None and q.shape[1] < k.shape[2]:
+        from torch.nn.attention import bias  # takes seconds; flash attention accepts no tensor
+        mask = bias.causal_lower_right(q.shape[1], k.shape[2])
     y = F.scaled_dot_product_attention(
         q.transpose(1, 2), k, v, attn_mask=mask, is_causal=mask is None, scale=scale,
         enable_gqa=q.shape[2] != k.shape[1])
-    return y.transpose(1, 2)  # (B, T, Hq, D)
+    return y.transpose(1, 2).to(dtype)  # (B, T, Hq, D)
 
 
 def token_positions(tokens, start=0, documents=None):
@@ -169,8 +175,7 @@ def alibi_slopes(n_head):
     n is no power of two: those of the power below, then every other one of the power above."""
     n = 2 ** math.floor(math.log2(n_head))
     slopes = [2 ** (-8 * (i + 1) / n) for i in range(n)]
-    slopes += [2 ** (-4 * (2 * i + 1) / n) for i in range(n_head - n)]
-    return torch.tensor(slopes)
+    return torch.tensor(slopes + [2 ** (-4 * (2 * i + 1) / n) for i in range(n_head - n)])
 
 
 # --------------------------------------------------------------------------------------------------
@@ -210,19 +215,17 @@ def add(hidden, residual):
 
 
 def rope_frequencies(theta, size):
-    """The angles of RoPE (arXiv 2104.09864): radians per token of each pair of `size` rotated
-    dimensions, float32 [size / 2]."""
+    """Of RoPE (arXiv 2104.09864): radians per token of each pair of dimensions, [size / 2]."""
     return theta ** -(torch.arange(0, size, 2, dtype=torch.float32) / size)
 
 
-def rope_table(config, dtype, device):
-    """cos and signed sin of each position, [positions, 2, D], for `kernels.rotate`. Unrotated
+def rope_table(config, rows, dtype, device):
+    """cos and signed sin of positions 0 to rows - 1, [rows, 2, D], for `kernels.rotate`. Unrotated
     dimensions are at the end of each half."""
     frequencies = rope_frequencies(config.rope_theta, config.rotary_size or config.head_size)
     if config.rope_frequencies is not None:
         frequencies = torch.tensor(config.rope_frequencies)
-    positions = torch.arange(config.block_size + MAX_TREE, device=device)  # trees may exceed it
-    angles = positions[:, None] * frequencies.to(device)  # (positions, rotary_size/2)
+    angles = torch.arange(rows, device=device)[:, None] * frequencies.to(device)  # (rows, pairs)
     cos, sin = (x.mul_(config.rope_factor).to(dtype) for x in (angles.cos(), angles.sin()))
     rest = config.head_size // 2 - len(frequencies)  # pairs of dimensions that are not rotated
     cos = F.pad(cos, (0, rest), value=1.0)
@@ -254,7 +257,6 @@ class Attention(nn.Module):
         """Queries, keys and values [B, T, (Hq + 2 Hkv) D] -> [B, T, Hq D]. rope: as in
         `kernels.rotate`, or None. mask: a `TreeMask`, or from `causal_mask`. cache: this layer's,
         kv [2, B, Hkv, S, D]; keys and values are written to rows lengths, lengths + 1, ..."""
-        B, T, _ = qkv.shape
         q, k, v = self.split(qkv, rope, cache)
         scale = self.config.attn_scale
         if isinstance(mask, TreeMask):
@@ -262,7 +264,7 @@ class Attention(nn.Module):
                                self.window, cache.slots)
         else:
             y = causal_attention(q, k, v, mask, scale)
-        return y.reshape(B, T, -1)  # (B, T, Hq D)
+        return y.flatten(2)  # (B, T, Hq D)
 
     def split(self, qkv, rope, cache):
         """Queries [B, T, Hq, D] of the tokens; keys and values [B, Hkv, S, D] of the whole cache,
@@ -292,15 +294,13 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         c = self.config = config
-        n_up = 2 * c.n_inner if c.gated else c.n_inner  # rows: gate, then up
-        self.up = nn.Linear(c.n_embd, n_up, bias=c.mlp_bias)
+        self.up = nn.Linear(c.n_embd, (1 + c.gated) * c.n_inner, bias=c.mlp_bias)  # gate, then up
         self.down = nn.Linear(c.n_inner, c.n_embd, bias=c.mlp_bias)
 
     def forward(self, x):
         x = self.up(x)
         activation = self.config.activation
-        x = glu(x, activation) if self.config.gated else ACTIVATIONS[activation](x)
-        return self.down(x)
+        return self.down(glu(x, activation) if self.config.gated else ACTIVATIONS[activation](x))
 
 
 class Block(nn.Module):
@@ -318,8 +318,8 @@ class Block(nn.Module):
         self.mlp_post_norm = norm("after")
 
     def forward(self, hidden, residual, rope, mask, cache=None):
-        """(hidden, residual) -> (hidden, residual), each [B, T, C]. The residual stream is their
-        sum, or hidden alone if residual is None; the next norm adds the two."""
+        """(hidden, residual) -> (hidden, residual), each [B, T, C]. Where residual is None, hidden
+        is the residual stream, otherwise what is still to be added to it: the next norm does."""
         hidden, residual = self.attn_norm.add_and_norm(hidden, residual)
         hidden = self.attn_post_norm(self.attn(hidden, rope, mask, cache))
         hidden, residual = self.mlp_norm.add_and_norm(hidden, residual)
@@ -327,9 +327,8 @@ class Block(nn.Module):
 
 
 class LMHead(nn.Linear):
-    """The output projection. Its methods take hidden states after the final norm, [M, C] unless
-    noted otherwise."""
-    filtered_sample = staticmethod(kernels.sample_filtered)  # of `logits`
+    """The output projection. Hidden states are after the final norm, [M, C] unless noted."""
+    sample_filtered = staticmethod(kernels.sample_filtered)  # of `logits`
 
     def select(self, tokens):
         """An LM head with only these tokens' rows, copied. tokens: int32 [n]."""
@@ -372,11 +371,9 @@ class Blocks(nn.ModuleList):
                  for kind, table in zip(("global", "window"), rotations)}
         if slopes is not None:
             slopes = slopes[self[0].attn.query_heads]
-        windows = {block.attn.window for block in self}
-        if ancestors is not None:
-            masks = dict.fromkeys(windows, TreeMask(ancestors, slopes))
-        else:
-            masks = {w: causal_mask(hidden, start, w, documents, slopes) for w in windows}
+        masks = {block.attn.window: TreeMask(ancestors, slopes) for block in self}
+        if ancestors is None:
+            masks = {w: causal_mask(hidden, start, w, documents, slopes) for w in masks}
             if cache is not None:  # only the rows up to the last token, which follow `start` rows
                 lengths = cache.lengths.new_full(hidden.shape[:1], start)
                 cache = KVCache(cache.kv[..., :start + hidden.shape[1], :], lengths)
@@ -385,9 +382,9 @@ class Blocks(nn.ModuleList):
         with sdpa_kernel(CUDA_ATTENTION) if hidden.is_cuda else contextlib.nullcontext():
             for layer, block in enumerate(self):
                 attn = block.attn
-                rope = ropes[attn.rope] if attn.rope else None
                 own_cache = cache and KVCache(cache.kv[layer], cache.lengths, cache.slots)
-                hidden, residual = block(hidden, residual, rope, masks[attn.window], own_cache)
+                hidden, residual = block(hidden, residual, ropes.get(attn.rope),
+                                         masks[attn.window], own_cache)
                 if layer + 1 in layers:
                     states[layer + 1] = add(hidden, residual)
         states = torch.cat([states[n] for n in layers], dim=-1) if layers else None
@@ -406,6 +403,7 @@ class Blocks(nn.ModuleList):
 
 class GPT(nn.Module):
     """A decoder-only transformer with random weights; `from_pretrained` loads a checkpoint."""
+    tables = ()  # without weights
 
     def __init__(self, config):
         super().__init__()
@@ -419,25 +417,27 @@ class GPT(nn.Module):
         self.blocks = Blocks(Block(c, layer) for layer in range(c.n_layer))
         self.norm = Norm(c.norm, c.n_embd, c.norm_eps)
         self.head = LMHead(c.n_embd, c.vocab_size, bias=False)
+        self.n_positions = min(c.block_size, FIRST_POSITIONS) + MAX_TREE  # rows of `tables`
+        self.outgrown = []  # tables that captured steps may still read
         self.tie_and_place()
-        if not self.norm.weight.is_meta:  # on meta: a checkpoint's weights come later
+        if not self.norm.weight.is_meta:  # else a checkpoint's weights come later
             self.init_weights()
 
     def tie_and_place(self):
-        """Ties the head and makes what no checkpoint stores: position tables, embedding scale."""
+        """Ties the head and makes what no checkpoint stores: the embedding scale, and `tables` of
+        positions: RoPE, RoPE of windowed layers, ALiBi slopes; each a tensor or None."""
         c = self.config
         if c.tied:
             self.head.weight = self.embed.weight
         if self.norm.weight.is_meta:
             return  # the tables would cost half a second of imports, for nothing
-        table = lambda config: rope_table(config, self.dtype, self.device)
+        table = lambda config: rope_table(config, self.n_positions, self.dtype, self.device)
         windowed = replace(c, rope_theta=c.window_theta, rope_frequencies=None, rope_factor=1.0)
         scale = torch.tensor(c.embed_scale, dtype=self.dtype, device=self.device)
-        buffer = partial(self.register_buffer, persistent=False)
-        buffer("rotations", table(c) if c.positions == "rope" else None)
-        buffer("window_rotations", table(windowed) if c.window_theta else None)
-        buffer("slopes", alibi_slopes(c.n_head).to(self.device) if c.positions == "alibi" else None)
-        buffer("embed_scale", scale if c.embed_scale != 1 else None)
+        self.embed_scale = None if c.embed_scale == 1 else scale
+        self.tables = (table(c) if c.positions == "rope" else None,
+                       table(windowed) if c.window_theta else None,
+                       alibi_slopes(c.n_head).to(self.device) if c.positions == "alibi" else None)
 
     def _apply(self, fn, *args, **kwargs):
         self.check_plain("moved or cast")
@@ -445,14 +445,22 @@ class GPT(nn.Module):
         self.tie_and_place()  # computes the tables again in float32, instead of casting them
         return self
 
+    def reserve(self, positions):
+        """Makes `tables` of at least this many positions."""
+        if positions > self.n_positions:
+            self.outgrown.append(self.tables)
+            self.n_positions = max(positions, 2 * self.n_positions)
+            with torch.inference_mode(False):  # they may be used in training, too
+                self.tie_and_place()
+
     @torch.no_grad()
     def init_weights(self, generator=None):
         """GPT-2's initialisation: normal(0, 0.02), residual projections divided by sqrt(2 L)."""
         for name, p in self.named_parameters():
             if p.dim() == 2:
                 is_residual = name.endswith(("proj.weight", "down.weight"))
-                shrink = math.sqrt(2 * self.config.n_layer) if is_residual else 1
-                p.normal_(0, 0.02 / shrink, generator=generator)
+                n_terms = 2 * self.config.n_layer if is_residual else 1
+                p.normal_(0, 0.02 / math.sqrt(n_terms), generator=generator)
             elif name.endswith("bias"):
                 p.zero_()
         return self
@@ -461,11 +469,6 @@ class GPT(nn.Module):
         """Raises InputError if the layers are packed for decoding. use: such as "saved"."""
         expect(not self.blocks.is_packed, f"this model is packed for decoding, so it cannot be "
                f"{use}; load it with packed=False")
-
-    @property
-    def tables(self):
-        """Position tables: RoPE, RoPE of windowed layers, ALiBi slopes; each a tensor or None."""
-        return self.rotations, self.window_rotations, self.slopes
 
     @property
     def device(self):
@@ -477,8 +480,8 @@ class GPT(nn.Module):
 
     def weight_bytes(self):
         """Bytes of all weights and tables. Packed layers count their own, in `nbytes`."""
-        tensors = *self.parameters(), *self.buffers()
-        return sum(x.nbytes for x in tensors) + sum(getattr(x, "nbytes", 0) for x in self.modules())
+        parts = *self.parameters(), *self.tables, *self.modules()
+        return sum(getattr(x, "nbytes", 0) for x in parts)
 
     def new_cache(self, batch, capacity, blocks=None, device=None):
         """An empty `KVCache` for blocks, default the model's. device: default the model's; "meta"
@@ -495,16 +498,16 @@ class GPT(nn.Module):
                 layers=()):
         """tokens int64 [B, T] -> hidden [B, T, C], the last block's output, before the final norm.
         layers: instead the states after this many blocks each, 0 to L, side by side [B, T, n C].
-
-        Without a cache: a causal pass over whole sequences, as in training; tokens attend only
-        within their document (documents: ids, int64 [B, T]). With a cache: keys and values are
-        written to it, but its `lengths` do not change. The tokens follow `start` rows of each
-        sequence, or are tree nodes after `lengths` rows (positions, ancestors: int64 [B, T])."""
+        Without a cache: a causal pass over whole sequences; tokens attend only within their
+        document (ids, int64 [B, T]). With one: keys and values are written to it, but its `lengths`
+        do not change; the tokens follow `start` rows of each sequence, or are tree nodes after
+        `lengths` rows (positions, ancestors: int64 [B, T])."""
         if positions is None:
+            self.reserve(start + tokens.shape[1])
             positions = token_positions(tokens, start, documents)
-        hidden, residual, states = self.blocks(self.embeddings(tokens, positions), self.tables,
-                                               positions, cache, ancestors, start, documents,
-                                               layers)
+        hidden = self.embeddings(tokens, positions)
+        hidden, residual, states = self.blocks(hidden, self.tables, positions, cache, ancestors,
+                                               start, documents, layers)
         return states if layers else add(hidden, residual)
 
     def embeddings(self, tokens, positions):
@@ -522,23 +525,20 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def prefill(self, tokens, cache, start=0, layers=()):
-        """Appends tokens [B, T] to a cache whose sequences have `start` rows -> as `forward`.
-        Memory: each attention head may compute T x (start + T) scores, so chunks take less."""
+        """Appends tokens [B, T] to a cache whose sequences have `start` rows -> as `forward`."""
         hidden = self(tokens, cache=cache, start=start, layers=layers)
         cache.lengths.fill_(start + tokens.shape[1])
         return hidden
 
     @classmethod
     def from_pretrained(cls, path, dtype=None, device=None, packed=None):
-        """Loads a checkpoint by path or name: `hf.checkpoint.load`. packed=False: plain layers, to
-        train, read or change, where others would decode several times as fast."""
+        """`hf.checkpoint.load`. packed=False: plain layers, to train, read or change; slower."""
         with needs_folders():
             from hf.checkpoint import load
         return load(path, dtype, device, packed=packed)
 
     def save_pretrained(self, path, dtype=None):
-        """Writes a Llama folder, which transformers can load too: `hf.checkpoint.save`. Raises
-        InputError if Llama's config.json cannot describe the model."""
+        """`hf.checkpoint.save`: writes a Llama folder, which transformers can load, too."""
         with needs_folders():
             from hf.checkpoint import save
         save(self, path, dtype)

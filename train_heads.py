@@ -30,8 +30,7 @@ from model import InputError, check, needs_folders
 
 HEAD_WEIGHT = 0.7  # head i's loss has weight 0.7^i: decoding reaches later heads less often
 SHOW_EVERY = 20    # steps
-# Logits per chunk: 16 MB in float32, to fit a CPU's cache; larger on a GPU, where small products
-# are bound by reading the LM head. Peak memory is about six such chunks.
+# per chunk: on a CPU to fit its cache; on a GPU more, since each product reads the LM head
 CHUNK_LOGITS = 2**22
 CUDA_CHUNK_LOGITS = 2**27
 
@@ -45,8 +44,7 @@ def autocast(model, dtype):
 
 @torch.no_grad()
 def run_model(model, ids, documents=None, dtype=torch.float32):
-    """The model's hidden states [B, T, C] for all but the last of the token ids [B, T + 1], and
-    their documents likewise."""
+    """The hidden states [B, T, C] of the token ids and documents [B, T + 1] but the last ones."""
     documents = None if documents is None else documents[:, :-1]
     as_decoded = model.dtype.itemsize == 2 or model.blocks.is_packed  # without autocast
     with autocast(model, None if as_decoded else dtype):
@@ -118,8 +116,7 @@ def window_losses(heads, ids, loss_mask, documents=None, hidden=None, dtype=torc
                   rows=ROWS):
     """Losses of windows [B, T + K + 1], as in `Trainer.train_step` -> the losses and hits of
     `head_losses`, and the number of guesses, each float32 [K]."""
-    if hidden is None:
-        hidden = run_model(heads.model, ids, documents, dtype)
+    hidden = run_model(heads.model, ids, documents, dtype) if hidden is None else hidden
     hidden = hidden.to(heads.model.dtype)
     outputs = run_heads(heads, hidden, ids, documents, dtype)
     guess_mask = guess_masks(ids, len(outputs), loss_mask, documents)
@@ -135,10 +132,13 @@ def head_losses(heads, hidden, outputs, guess_mask, dtype=torch.float32, rows=RO
     teacher_rows, head_rows = rows
     norm = heads.model.norm
     head = heads.model.head
-    V = heads.model.config.vocab_size
     drafted = heads.vocabulary
     drafted_weight = head.embedding(drafted).to(dtype)  # (n, C)
     teacher = norm(hidden).flatten(0, 1)  # (B (T + K), C)
+    logits_of = head.logits
+    if not heads.model.blocks.is_packed:
+        weight = drafted_weight if drafted is None else head.weight.to(dtype)  # (V, C)
+        logits_of = lambda x: x.to(dtype) @ weight.T
     # head i's position t is in row t + 1 + i, as the model's prediction of the same token
     shifts = [(i + 1, K - 1 - i) for i in range(K)]
     states = [F.pad(norm(out.to(hidden.dtype)).to(dtype), (0, 0, *shift)).flatten(0, 1)
@@ -149,8 +149,8 @@ def head_losses(heads, hidden, outputs, guess_mask, dtype=torch.float32, rows=RO
     chunk_logits = CUDA_CHUNK_LOGITS if teacher.is_cuda else CHUNK_LOGITS
     losses, hits = torch.zeros(2, *counted.shape, device=teacher.device)
     with torch.no_grad():
-        for chunk in chunks(counted.any(dim=0), max(1, chunk_logits // V)):
-            target, mass, greedy = teacher_rows(head.logits(teacher[chunk]), drafted)
+        for chunk in chunks(counted.any(dim=0), max(1, chunk_logits // head.out_features)):
+            target, mass, greedy = teacher_rows(logits_of(teacher[chunk]), drafted)
             for i, state in enumerate(states):
                 losses[i, chunk], guess, gradient = head_rows(state[chunk] @ drafted_weight.T,
                                                               target, mass)

@@ -1,6 +1,7 @@
 """Compiles and captures the steps of an engine ahead of time."""
 
 import contextlib
+from functools import partial
 from itertools import product
 
 import torch
@@ -8,6 +9,7 @@ import torch
 from engine.clock import seconds_between, timestamp
 from generate import FILTERED, GREEDY, NOISE, Plan
 
+MODES = FILTERED, NOISE, GREEDY
 LARGEST_STEP = 512    # most nodes of a step that `capture_all` captures
 LARGEST_GUIDED = 128  # the same for batches with grammars, whose masks the host computes
 MEMORY_LEFT = 0.05    # it stops when less than this share of the GPU's memory is free
@@ -17,23 +19,19 @@ def warm_up(engine, guided=False):
     """Compiles and captures every option of the policy, in the decoder's own sampling mode, while
     all slots are idle. guided: those of batches with grammars."""
     decoder = engine.decoder
-    with idle_steps(engine, decoder.batch_size, guided):
+    with decoder.context():
         for option in engine.policy.reading_options:
-            decoder.launch(Plan(decoder.batch_size, *option, decoder.sampling.mode)).wait()
+            plan = Plan(decoder.batch_size, *option, decoder.sampling.mode)
+            idle_step(engine, plan, guided).wait()
 
 
-@contextlib.contextmanager
-def idle_steps(engine, B, guided):
-    """Within it, steps of B idle slots may run."""
-    decoder = engine.decoder
+def idle_step(engine, plan, guided):
+    """Starts a step of idle slots."""
+    step = None
     if guided:
-        decoder.guide = engine.use_guide()
-        decoder.guide.begin([None] * B, False)
-    try:
-        with decoder.context():
-            yield
-    finally:
-        decoder.guide = None
+        engine.guide.begin([None] * plan.B, False)
+        step = partial(engine.guide.step, engine.decoder)
+    return engine.decoder.launch(plan, step=step)
 
 
 def capture_all(engine, progress=iter, guided=False):
@@ -57,19 +55,22 @@ def capture_all(engine, progress=iter, guided=False):
         free, total = torch.cuda.mem_get_info(decoder.device)
         if free < MEMORY_LEFT * total:
             break
-        with contextlib.suppress(torch.OutOfMemoryError), idle_steps(engine, step[0], guided):
-            policy.times.learn(*step, capture_modes(decoder, step))
-            captured.add(step)
+        with contextlib.suppress(torch.OutOfMemoryError), decoder.context():
+            seconds = capture_modes(engine, step, guided)
+            if not any(Plan(*step, mode) in decoder.eager for mode in MODES):
+                policy.times.learn(*step, seconds)
+                captured.add(step)
     if not guided:
         decoder.batch_sizes = sorted({B for B, T, _ in captured if T == (policy.tree_size or 1)})
 
 
-def capture_modes(decoder, step):
+def capture_modes(engine, step, guided):
     """Captures a step (B, T, depths) in all sampling modes -> its seconds in the last one."""
-    for mode in (FILTERED, NOISE, GREEDY):
+    device = engine.decoder.device
+    for mode in MODES:
         plan = Plan(*step, mode)
-        decoder.launch(plan).wait()
-        start = timestamp(decoder.device)
-        decoder.launch(plan)
-        seconds = seconds_between(start, timestamp(decoder.device))
+        idle_step(engine, plan, guided).wait()
+        start = timestamp(device)
+        idle_step(engine, plan, guided)
+        seconds = seconds_between(start, timestamp(device))
     return seconds

@@ -1836,8 +1836,8 @@ static void best_tokens_row(void *arguments, int row) {
     }
 }
 
-// Computes logprobs and proposed from the states of M beams, which it updates, and their tokens
-static void run_head(Beams *a, const int64_t *tokens, int M, int threads) {
+// Computes x, what the LM head reads, from the states of M beams, which it updates, and their tokens
+static void next_states(Beams *a, const int64_t *tokens, int M, int threads) {
     const Heads *h = a->heads;
     int C = h->n_embd;
     if (h->mix != NO_MIX || h->linear)
@@ -1848,6 +1848,25 @@ static void run_head(Beams *a, const int64_t *tokens, int M, int threads) {
     }
     product(&a->head->project, h->linear ? a->x : a->state, M, a->y, threads);
     parallel(last_norm_row, a, M, 4 * C, threads);
+}
+
+// The next states of a draft head [M, C], in place, and what the LM head reads, normed [M, C]
+void run_draft_head(const Heads *h, int number, float *state, const int64_t *tokens, int M,
+                    float *normed, int threads) {
+    size_t size = (size_t)M * h->n_embd * sizeof(float);
+    Beams a = {.heads = h, .head = h->heads + number};
+    set_rows(&a, scratch(PATHS, 7 * size), M);
+    memcpy(a.state, state, size);
+    next_states(&a, tokens, M, threads);
+    memcpy(state, a.state, size);
+    memcpy(normed, a.x, size);
+}
+
+// Computes logprobs and proposed from the states of M beams, which it updates, and their tokens
+static void propose(Beams *a, const int64_t *tokens, int M, int threads) {
+    const Heads *h = a->heads;
+    int C = h->n_embd;
+    next_states(a, tokens, M, threads);
     for (a->first = 0; a->first < M; a->first += BEAMS) {
         int rows = min(M - a->first, BEAMS);
         product(&h->rows, a->x + (size_t)a->first * C, rows, a->logits, threads);
@@ -1927,12 +1946,13 @@ static int fill_pool(const Draft *d, int b, Candidate *pool) {
         size_t at = (size_t)b * s->K * n + count;
         int depth = count / n, parent = depth ? (depth - 1) * n + d->parents[at] : -1;
         float x = fminf(fmaxf(-4 * d->joint[at], 0), BINS - 1);
-        x = d->joint[at] == d->joint[at] ? x : BINS - 1;
         int bin = min(x, BINS - 2);
         float low = chances[bin + 1];
         float p = fmaxf(chances[bin] + (low - chances[bin]) * (x - bin), low);
         p = depth ? fminf(probability(p), pool[max(parent, 0)].p) : probability(p);
-        pool[count] = (Candidate){d->parents[at] < 0 ? -1 : p, x, parent, depth + 1, d->tokens[at]};
+        if (d->parents[at] < 0 || d->joint[at] == -INFINITY)  // none, or forbidden by a mask
+            p = -1;
+        pool[count] = (Candidate){p, x, parent, depth + 1, d->tokens[at]};
     }
     const int64_t *chain = s->chain + b * (1 + MAX_CHAIN);
     int length = chain[0] ? chain_size(s) : 0;
@@ -2114,7 +2134,7 @@ static void draft_depth(Draft *d) {
         a->keys[m] = noise_key(s->seed[slot], s->sequence[slot], s->lengths[slot] + depth + 1);
     }
     a->head = h->heads + min(depth, h->n_weights - 1);
-    run_head(a, d->guessed, d->M, threads);
+    propose(a, d->guessed, d->M, threads);
     for (int i = 0; depth == 0 && s->first_masks && i < B * W; i++)
         if (!is_allowed(s, i / W, a->proposed[i]))
             a->logprobs[i] = -INFINITY;

@@ -116,6 +116,8 @@ int run_blocks(const BlockWeights *blocks, int count, const NormWeights *last, c
 void sample(const Linear *w, const float *x, int M, int T, const int32_t *slots,
             const float *temperature, const int64_t *seed, const int64_t *sequence,
             const int64_t *position, const int32_t *masks, int64_t *out, int threads);
+void run_draft_head(const Heads *h, int number, float *state, const int64_t *tokens, int M,
+                    float *normed, int threads);
 int step_draft(Step *s);
 int step_verify(Step *s);
 void step_sample(Step *s);

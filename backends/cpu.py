@@ -8,6 +8,7 @@ import ctypes
 import math
 from contextlib import suppress
 from ctypes import c_int32
+from dataclasses import replace
 from functools import partial, reduce
 from types import SimpleNamespace
 
@@ -28,6 +29,7 @@ from backends.cpu_layers import (
     stack,
 )
 from backends.cpu_library import LARGEST, header, is_usable, library, threads
+from backends.slots import SomeSlots
 from clover import Tree
 from common.values import warn
 from engine.policy import Policy
@@ -121,7 +123,7 @@ def torch_multiplies_bfloat16():
 # --------------------------------------------------------------------------------------------------
 # Decoding
 
-class PackedDecoder(Decoder):
+class PackedDecoder(SomeSlots):
     """A `generate.Decoder` for heads that cpu.c does not run. It keeps float32 up to the LM head
     like `CompiledDecoder`, so that both compute the same bits."""
 
@@ -134,7 +136,7 @@ class PackedDecoder(Decoder):
         model = self.model
         hidden, normed, states = model.blocks.run(
             model.embeddings(draft.tree.tokens, draft.positions), model.tables, draft.positions,
-            self.slots.cache.select(draft.batch.slots), draft.tree.ancestors,
+            replace(self.slots.cache, slots=draft.batch.slots), draft.tree.ancestors,
             layers=self.hidden_layers, norm=self.norm)
         return normed, states if self.hidden_layers else hidden
 
@@ -175,7 +177,6 @@ class CompiledDecoder(Decoder):
         self.tensors = []  # keeps alive what the struct points to
         self.embeds = isinstance(model.embed, PackedEmbedding) and model.embed_positions is None
         self.struct = self.step_struct()
-        self.last_guide = None  # to whose tensors the struct points
 
     def step_struct(self):
         """The `Step` that points to this decoder's tensors."""
@@ -242,17 +243,10 @@ class CompiledDecoder(Decoder):
     def samples_in_torch(self, plan):
         return plan.mode == FILTERED or not self.struct.head.k
 
-    def read_guide(self):
-        """Points the struct to the guide's tensors."""
-        tensors = self.guide.tensors if self.guide else {}
-        for name in ("forced", "first_masks", "masks"):
-            setattr(self.struct, name, pointer(tensors.get(name)))
-        self.last_guide = self.guide
-
-    def draft(self, plan):
-        if self.guide is not self.last_guide:
-            self.read_guide()
+    def draft(self, plan, masks=None, forced=None):
         struct = self.struct
+        struct.first_masks = pointer(masks)
+        struct.forced = pointer(forced)
         struct.tree_size = plan.tree_size or 0
         struct.depths = plan.depths
         struct.trees.threads = threads()
@@ -286,10 +280,11 @@ class CompiledDecoder(Decoder):
         check_room(library().step_verify(self.struct), self.struct.trees)
         return self.view.normed, self.view.hidden
 
-    def sample(self, plan, draft, normed):
+    def sample(self, plan, draft, normed, masks=None):
         if self.samples_in_torch(plan):
-            return self.view.target.copy_(super().sample(plan, draft, normed))
+            return self.view.target.copy_(super().sample(plan, draft, normed, masks))
         self.struct.noise = plan.mode
+        self.struct.masks = pointer(masks)
         library().step_sample(self.struct)
         return self.view.target
 

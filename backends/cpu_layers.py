@@ -15,8 +15,9 @@ import torch.nn.functional as F
 import model as models
 from backends.cpu_library import GROUP, MAX_HEAD, header, kernel_threads, lanes, library, threads
 from clover import AttentionDecoder, CloverHeads, Concat, DraftHeads, Projector, ResBlock
+from common.values import warn
 from kernels import best_tokens, filled, filter_logits, mask_logits
-from model import Blocks, InputError, LMHead, expect
+from model import Blocks, InputError, LMHead, add, expect
 
 MIXERS = type(None), AttentionDecoder, Concat  # in the order of cpu.h's constants
 PROJECTORS = ResBlock, Projector
@@ -42,9 +43,29 @@ def pack(module):
             module.set_submodule(name, LAYERS[type(layer)](packed))
     for name, blocks in list(module.named_modules()):
         if type(blocks) is Blocks and all(map(can_run_block, blocks)):
-            module.set_submodule(name, PackedBlocks(blocks))
+            packed = PackedBlocks(blocks)
+            if not (is_heads and blocks) or keeps(packed.is_as_written(module.model)):
+                module.set_submodule(name, packed)
     if is_heads and can_run_heads(module):
-        module.heads = PackedHeads(module)
+        packed = PackedHeads(module)
+        if keeps(packed.is_as_written(module)):
+            module.heads = packed
+
+
+def keeps(is_as_written):
+    """Returns the truth value, and prints a line if it is false."""
+    if not is_as_written:
+        warn("the draft heads run in torch, several times slower: their classes, in clover.py and "
+             "model.py, do not compute what cpu.c does")
+    return is_as_written
+
+
+def are_close(got, want, size):
+    """Whether C and torch computed the same, up to rounding in the dtype of `want`, of numbers of
+    this size, and to 8 bits in products."""
+    slack = 2 * torch.finfo(want.dtype).eps * size.float().nan_to_num(0, 0, 0).norm()
+    got, want = (x.float().nan_to_num(0, 0, 0) for x in (got, want))
+    return bool((got - want).norm() <= 0.05 * want.norm() + slack)
 
 
 def can_run_block(block):
@@ -275,8 +296,8 @@ class PackedLMHead(PackedLinear):
                          *map(pointer, rows), pointer(masks), out.data_ptr(), threads())
         return out
 
-    def filtered_sample(self, logits, *, temperature, top_k, top_p, min_p, masks=None, **noise):
-        """As `LMHead.filtered_sample`; the noise is the same bits as in `sample`."""
+    def sample_filtered(self, logits, *, temperature, top_k, top_p, min_p, masks=None, **noise):
+        """As `LMHead.sample_filtered`; the noise is the same bits as in `sample`."""
         logits = filter_logits(mask_logits(logits, masks), top_k, top_p, min_p, temperature)
         return argmax(logits, 1.0 * (temperature > 0), **noise)
 
@@ -369,6 +390,16 @@ class PackedBlocks(Packed, Blocks):
     def prepare(self, module):
         pack(module)
 
+    @torch.inference_mode()
+    def is_as_written(self, model):
+        """Whether cpu.c computes what torch does, which runs the blocks' classes as they are."""
+        x = torch.randn(1, 3, model.config.n_embd, generator=torch.Generator().manual_seed(0))
+        x = x.to(model.dtype)
+        cache = model.new_cache(1, 4, self)
+        positions = torch.arange(3)[None]
+        want, got = (add(*self(x, model.tables, positions, rows)[:2]) for rows in (None, cache))
+        return are_close(got - x, want - x, x)
+
 
 def pass_struct(shape, tables, kv, lengths, ancestors=None, positions=None):
     """A `Pass` over a cache. shape: [B, T, ...] of the tokens; tables: `GPT.tables`."""
@@ -433,6 +464,24 @@ class PackedHeads(Packed, DraftHeads):
             self.struct.mix_in = ctypes.pointer(self.mix_in)
         self.table = base.head.packed
         self.set_vocabulary(clover.vocabulary)
+
+    @torch.inference_mode()
+    def is_as_written(self, clover):
+        """Whether cpu.c computes what torch does, which runs the heads' classes as they are."""
+        model = clover.model
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(8, model.config.n_embd, generator=generator).to(model.dtype)
+        tokens = torch.randint(model.config.vocab_size, (8,), generator=generator)
+        for number in {0, len(self) - 1}:
+            state, *out = self[number](x, clover.embedding(tokens))
+            want, _ = model.norm.add_and_norm(*out)
+            own = x.to(torch.float32, copy=True)
+            got = torch.empty_like(own)
+            library().run_draft_head(self.struct, number, own.data_ptr(), tokens.data_ptr(), 8,
+                                     got.data_ptr(), threads())
+            if not (are_close(own - x, state - x, x) and are_close(got, want, want)):
+                return False
+        return True
 
     def set_vocabulary(self, tokens):
         self.vocabulary = tokens

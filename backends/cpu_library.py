@@ -20,12 +20,11 @@ from types import SimpleNamespace
 import torch
 
 from clover import BINS, MAX_DRAFT, SCHEMA, SOURCES
-from common.files import atomic_write
 from common.machine import find
 from common.values import one_line, warn
 from generate import MAX_CHAIN
 from kernels import runs_triton
-from model import MAX_TREE
+from model import MAX_TREE, replace_file
 
 LARGEST = 16    # largest tree size that a step chooses by itself
 GROUP = 32      # inputs that share an activation scale; quantized weights are padded to a multiple
@@ -129,7 +128,7 @@ def load_cached(pattern, built=None):
     for folder in cache_folders():
         with suppress(OSError):  # none, broken, or the folder is read-only, full or mounted noexec
             if built:
-                atomic_write(folder / built.name, partial(shutil.copyfile, built))
+                replace_file(folder / built.name, partial(shutil.copyfile, built))
             file = max(folder.glob(pattern), key=os.path.getmtime, default=folder)
             loaded = ctypes.CDLL(str(file))
             if folder.name != "clover" and "*" not in pattern:  # else `library` prints the file

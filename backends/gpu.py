@@ -8,11 +8,11 @@ import torch
 import torch.nn as nn
 import torch.nn.functional as F
 
-from backends import tree
+from backends import sampling, tree
 from backends.linear import Quantized, dequantize, linear_rows
 from backends.quantized import select_rows, stack
-from backends.sampling import filtered_sample
-from generate import Decoder, set_number
+from backends.slots import SomeSlots
+from generate import FILTERED, set_number
 from kernels import HAS_TRITON, INTERPRETED, float_logits, runs_triton
 from model import Block, Blocks, InputError, LMHead, NoNorm, TreeMask
 
@@ -122,9 +122,9 @@ class QuantizedLinear(nn.Module):
 
 class QuantizedHead(QuantizedLinear):
     """`model.LMHead` with a quantised weight, which the LM head's kernels read as it is."""
-    filtered_sample = staticmethod(LMHead.filtered_sample)
     topk = LMHead.topk
     sample = LMHead.sample
+    sample_filtered = staticmethod(LMHead.sample_filtered)
 
     def __init__(self, weight, dtype):
         super().__init__(weight)
@@ -173,7 +173,7 @@ def put(model, name, parts):
 # --------------------------------------------------------------------------------------------------
 # The decoder
 
-class GraphDecoder(Decoder):
+class GraphDecoder(SomeSlots):
     """Decodes with Triton kernels that build and accept trees, so that every step can be captured.
     Prompts are read by the same steps, beside sequences that generate: a prompt is a draft that
     cannot be wrong. A slot with unread prompt tokens gets the chain of its next T known tokens."""
@@ -181,7 +181,6 @@ class GraphDecoder(Decoder):
     read_sizes = 4, 16, 64
     extend_candidates = staticmethod(tree.extend_candidates)
     ngram_lookup = staticmethod(tree.ngram_lookup)
-    filtered_sample = staticmethod(filtered_sample)
     advance = staticmethod(tree.advance)
 
     def __init__(self, model, **options):
@@ -202,17 +201,22 @@ class GraphDecoder(Decoder):
     def can_capture(self, plan):
         return self.pool is not None
 
-    def chain(self, plan, batch):
-        chain = super().chain(plan, batch)
-        if chain is None and not plan.depths:  # a tree needs candidates of some kind
-            return self.no_chain[:plan.B]
-        return chain
-
     def build_tree(self, batch, candidates, chain, tree_size):
+        if candidates is None and chain is None:  # a tree needs candidates of some kind
+            chain = self.no_chain[:len(batch.root)]
         built = tree.build_tree(batch.root, candidates, chain, self.policy.chances,
                                 batch.sampling["temperature"], tree_size)
         tree.prompt_chain(*self.prompts, built, chain, batch.slots)
         return built
+
+    def sample(self, plan, draft, normed, masks=None):
+        if plan.mode != FILTERED:
+            return super().sample(plan, draft, normed, masks)
+        batch = draft.batch
+        tokens = sampling.filtered_sample(
+            self.head.logits(normed.flatten(0, 1)), **batch.sampling, sequence=batch.sequence,
+            position=(draft.positions + 1).flatten(), masks=masks)
+        return tokens.view_as(draft.positions)
 
     def accept(self, plan, draft, target):
         return tree.accept_path(draft.tree, target, self.slots.active, plan.tree_size,

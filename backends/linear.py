@@ -10,12 +10,14 @@ import torch
 import torch.nn.functional as F
 
 from kernels import (
+    SIZES,
     activate,
-    check_sizes,
     check_weight,
     contiguous,
     dot,
+    fits,
     glu_reference,
+    is_real,
     launch,
     load_rows,
     reader,
@@ -26,6 +28,8 @@ from kernels import (
     triton,
 )
 
+FLOATS = torch.float32, torch.float16, torch.bfloat16
+PACKED = torch.int8, torch.uint8, torch.float8_e4m3fn
 MOST_MEMORY = 96 * 1024  # bytes of shared memory that a program may have on any GPU
 
 
@@ -55,13 +59,15 @@ class Quantized(NamedTuple):
 
     def check(self, x=None):
         """Raises ValueError unless x [..., C] can be multiplied by this weight."""
-        check_sizes("q N n packed, scales G N float, minimums G N minimum, order C int32", *self)
-        C = self.shape[1]
-        groups = 1, *(C / size for size in (16, 32, 64, 128))
-        require(len(self.scales) in groups and (self.order is None or len(self.order) == C)
-                and (x is None or x.shape[-1] == C and x.device == self.q.device),
-                f"x [..., {C}] on the weight's device, a scale per 16, 32, 64, 128 or all inputs",
-                x, *self)
+        q = self.q
+        N, C = self.shape
+        G = len(self.scales)
+        require(q.dtype in PACKED and q.numel() > 0 and fits(self.scales, q, (G, N), *FLOATS)
+                and fits(self.minimums, q, (G, N), *FLOATS, torch.uint8, torch.int8)
+                and fits(self.order, q, (C,), torch.int32)
+                and G in (1, *(C / size for size in (16, 32, 64, 128)))
+                and (x is None or x.shape[-1] == C and x.device == q.device),
+                f"{SIZES}, x [..., {C}], scales of 16, 32, 64, 128 or all inputs", x, *self)
 
     def reader(self, x):
         """As in `kernels.reader`: gathers x in the order of the columns."""
@@ -284,10 +290,10 @@ def linear_rows(x, weight, bias=None, *, norm=None, eps=1e-5, activation=None, r
     parts = 1 if activation is None else 2
     N = outputs // parts
     plain = check_weight(x, weight)
-    check_sizes(f"x ... C real, weight {outputs} C same, norm C same|float32, bias {outputs} same, "
-                f"residual ... {N} same", x, plain, norm, bias, residual)
-    require(activation in (None, "silu", "gelu") and parts * N == outputs,
-            "silu or gelu, and weight [2 N, C], or None", activation, weight.shape)
+    require(is_real(x) and fits(plain, x, (outputs, C)) and fits(bias, x, (outputs,))
+            and fits(norm, x, (C,), x.dtype, torch.float32) and fits(residual, x, (*rows, N))
+            and activation in (None, "silu", "gelu") and parts * N == outputs,
+            f"{SIZES}, silu, gelu or None", x, norm, residual, plain, bias, activation)
     if not runs_triton(x, plain, norm, bias, residual):
         return linear_rows_reference(x, weight, bias, norm=norm, eps=eps, activation=activation,
                                      residual=residual, dtype=dtype)

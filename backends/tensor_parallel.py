@@ -216,7 +216,7 @@ class ParallelNorm(nn.Module):
 class VocabParallelHead(nn.Module):
     """`LMHead` with its rows split across the ranks. All ranks gather all logits and choose the
     same tokens."""
-    filtered_sample = staticmethod(LMHead.filtered_sample)
+    sample_filtered = staticmethod(LMHead.sample_filtered)
 
     def __init__(self, local, group, vocab_size, selected=slice(None)):
         super().__init__()

@@ -16,9 +16,12 @@ from engine.acceptance import count_nodes
 from generate import Accepted
 from kernels import (
     NO_TOKEN,
-    check_sizes,
-    check_slots,
+    REAL,
+    SIZES,
     contiguous,
+    fits,
+    fits_slots,
+    is_real,
     launch,
     pack_entries,
     require,
@@ -29,8 +32,18 @@ from kernels import (
     triton,
 )
 
-TREE = "tokens/parents/depths/ancestors/sources B T int64"
-CANDIDATES = "joint B K n float32, tokens/parents B K n int64"
+
+def fits_candidates(candidates, like, B, K, n):
+    """Whether these are `Candidates` of this shape, or None."""
+    joint, *others = candidates or [None] * 3
+    shape = B, K, n
+    return (fits(joint, like, shape, torch.float32)
+            and all(fits(x, like, shape, torch.int64) for x in others))
+
+
+def fits_tree(columns, like, B, T):
+    """Whether these are the integers of a `Tree` of this shape."""
+    return all(fits(x, like, (B, T), torch.int64) for x in columns)
 
 
 # --------------------------------------------------------------------------------------------------
@@ -82,8 +95,12 @@ def _extend_candidates_kernel(
 
 
 def extend_candidates(logprobs, tokens, candidates, depth):
-    B, w, W, K, n = check_sizes(f"logprobs B w W float32, tokens B w W int64, {CANDIDATES}",
-                                logprobs, tokens, *candidates)
+    B, w, W = logprobs.shape
+    _, K, n = candidates.joint.shape
+    require(logprobs.dtype == torch.float32 and logprobs.numel() > 0
+            and fits(tokens, logprobs, (B, w, W), torch.int64)
+            and fits_candidates(candidates, logprobs, B, K, n), SIZES, logprobs, tokens,
+            *candidates)
     require((w == 1 or w == W and depth > 0) and W <= min(n, 32) and 0 <= depth < K, "w = 1 or, "
             "below depth 0, w = W; W <= min(n, 32), 0 <= depth < K", logprobs, depth, K, n)
     require(K * n < 2048 and all(x.is_contiguous() for x in candidates),
@@ -139,12 +156,14 @@ def _ngram_lookup_kernel(history_ptr, lengths_ptr, slots_ptr, chain_ptr, S, n,
 
 
 def ngram_lookup(history, lengths, n, slots=None):
-    n_slots, S, *B = check_sizes(
-        "history slots S int32, lengths slots int32, slots B int64", history, lengths, slots)
-    require(S < 2**28 and 1 <= n <= 63, "texts under 2^28 tokens and 1 <= n <= 63", history, n)
+    n_slots, S = history.shape
+    B = n_slots if slots is None else len(slots)
+    require(history.dtype == torch.int32 and 0 < S < 2**28 and n_slots > 0 and 1 <= n <= 63
+            and fits(lengths, history, (n_slots,), torch.int32)
+            and fits_slots(slots, history, B, n_slots), f"{SIZES}, S < 2^28, 1 <= n <= 63",
+            history, lengths, slots, n)
     if not runs_triton(history):
         return generate.ngram_lookup(history, lengths, n, slots)
-    B, = B or [n_slots]
     chain = history.new_empty(B, 1 + n, dtype=torch.int64)
     inputs = map(contiguous, (history, lengths, slots))
     launch(_ngram_lookup_kernel, (B,), *inputs, chain, S, n,
@@ -172,11 +191,11 @@ def _build_tree_kernel(
     depth = tl.where(column < count, column // n + 1, column - count)
     offsets = b * count + column
     beam = tl.load(parents_ptr + offsets, mask=column < count, other=-1).to(tl.int32)
-    proposed = beam >= 0
+    joint = tl.load(joint_ptr + offsets, mask=column < count, other=float("-inf"))
+    proposed = (beam >= 0) & (joint > float("-inf"))  # a mask forbids the others
     above = tl.where(proposed & (depth > 1), (depth - 2) * n + beam, count)  # parent's column
     token = tl.load(tokens_ptr + offsets, mask=proposed, other=0)
     token = tl.where(is_root, tl.load(root_ptr + b), token)
-    joint = tl.load(joint_ptr + offsets, mask=proposed, other=0.0)
     x = tl.where(joint > (1 - BINS) * 0.25, tl.maximum(-4.0 * joint, 0.0), BINS - 1.0)
     low = tl.minimum(x.to(tl.int32), BINS - 2)
     falling = tl.min(tl.where(bins[None, :] <= bins[:, None], chances[None, :], 1.0), 1)
@@ -224,13 +243,15 @@ def _build_tree_kernel(
 
 
 def build_tree(root, candidates, chain, chances, temperature, tree_size):
-    check_sizes(f"root B int64, {CANDIDATES}, chain B m int64, chances 2 {SOURCES} float32, "
-                "temperature B float32", root, *(candidates or [None] * 3), chain, chances,
-                temperature)
-    B = len(root)
+    B, = root.shape
     K, n = candidates.joint.shape[1:] if candidates else (0, 1)
     n_chain = 0 if chain is None else chain.shape[1] - 1
-    require(candidates or chain is not None, "candidates or a chain", candidates, chain)
+    require(root.dtype == torch.int64 and B > 0 and fits_candidates(candidates, root, B, K, n)
+            and fits(chain, root, (B, 1 + n_chain), torch.int64)
+            and fits(chances, root, (2, SOURCES), torch.float32)
+            and fits(temperature, root, (B,), torch.float32)
+            and (candidates or chain is not None), f"{SIZES}, candidates or a chain", root, chain,
+            chances, temperature, *(candidates or ()))
     require(2 <= tree_size <= 64 and n_chain <= 63 and K * n + n_chain < 2048, "2 <= tree_size <= "
             "64, a chain of at most 63, less than 2048 candidates", tree_size, n_chain, K * n)
     if not runs_triton(chances):
@@ -280,19 +301,29 @@ def _prompt_chain_kernel(
         tl.store(chain_ptr + b * (n + 1), 0, mask=unread > 0)
 
 
+def fits_prompts(history, lengths, ends, n_slots, slots, B):
+    """Whether these are the arguments of `prompt_chain`, for sequences in n_slots slots."""
+    return (history.dtype == torch.int32 and history.numel() > 0
+            and history.shape == (n_slots, history.shape[1])
+            and all(fits(x, history, (n_slots,), torch.int32) for x in (lengths, ends))
+            and fits_slots(slots, history, B, n_slots))
+
+
 def prompt_chain(history, lengths, ends, tree, chain=None, slots=None):
     """Replaces, in place, the trees of the sequences with unread prompt tokens: lengths < ends.
     history: int32 [slots, S], with the whole prompts. lengths: index of each root, int32 [slots].
     ends: index of the prompt's last token, int32 [slots]. tree, chain: as from `build_tree` and
     `ngram_lookup`; a replaced tree has no sources and no match."""
     outputs = *tree, chain
-    n_slots, S, B, T, *_ = check_sizes(
-        f"history slots S int32, lengths/ends slots int32, {TREE}, probabilities B T float32, "
-        "chain B m int64, slots B int64", history, lengths, ends, *outputs, slots)
-    check_slots(slots, B, n_slots)
-    is_contiguous = all(x.is_contiguous() for x in outputs if x is not None)
-    require(T <= 64 and is_contiguous, "T <= 64, contiguous outputs", *tree)
+    B, T = tree.tokens.shape
     n = 0 if chain is None else chain.shape[1] - 1
+    require(fits_prompts(history, lengths, ends, len(lengths), slots, B)
+            and fits_tree(tree[:5], history, B, T)
+            and fits(tree.probabilities, history, (B, T), torch.float32)
+            and fits(chain, history, (B, 1 + n), torch.int64) and T <= 64
+            and all(x.is_contiguous() for x in outputs if x is not None),
+            f"{SIZES}, T <= 64, contiguous outputs", history, lengths, ends, slots, *outputs)
+    S = history.shape[1]
     if not runs_triton(history):
         return prompt_chain_reference(history, lengths, ends, tree, chain, slots)
     inputs = map(contiguous, (history, lengths, ends))
@@ -391,15 +422,19 @@ def accept_path(tree, target, active, max_path, temperature, counts, chain=None,
     as in `prompt_chain`, of prompts that may have unread tokens."""
     columns = tree[:5]
     history, lengths, ends = prompts or (None, None, None)
-    B, T, n_slots, *_ = check_sizes(
-        f"{TREE}, target B T int64, active slots int32, temperature B float32, "
-        f"counts 2 {SOURCES} 2 float64, chain B m int64, history slots S int32, "
-        "lengths/ends slots int32, slots B int64",
-        *columns, target, active, temperature, counts, chain, history, lengths, ends, slots)
-    check_slots(slots, B, n_slots)
+    B, T = target.shape
+    n_slots, = active.shape
     n = 0 if chain is None else chain.shape[1] - 1
-    require(T <= 64 and 1 <= max_path <= 64 and counts.is_contiguous(),
-            "T <= 64, 1 <= max_path <= 64, contiguous counts", target, max_path, counts)
+    require(target.numel() > 0 and fits_tree((*columns, target), target, B, T)
+            and target.dtype == torch.int64 and fits(active, target, (n_slots,), torch.int32)
+            and fits(temperature, target, (B,), torch.float32)
+            and fits(counts, target, (2, SOURCES, 2), torch.float64) and counts.is_contiguous()
+            and fits(chain, target, (B, 1 + n), torch.int64)
+            and fits_slots(slots, target, B, n_slots)
+            and (prompts is None or fits_prompts(*prompts, n_slots, slots, B))
+            and T <= 64 and 1 <= max_path <= 64,
+            f"{SIZES}, T <= 64, 1 <= max_path <= 64, contiguous counts", *columns, target, active,
+            temperature, counts, chain, slots, max_path)
     if not runs_triton(target):
         if prompts:
             target = known_targets(tree, target, *prompts, slots)
@@ -470,19 +505,23 @@ def _advance_kernel(
 
 
 def advance(accepted, lengths, root, history=None, states=None, state=None, slots=None):
-    B, P, n_slots, *_ = check_sizes(
-        "tokens/path/sources B P int64, count B int64, lengths slots int32, root slots int64, "
-        "history slots S int32, states B P C real, state slots C real, slots B int64",
-        *accepted, lengths, root, history, states, state, slots)
-    check_slots(slots, B, n_slots)
+    B, P = accepted.tokens.shape
+    n_slots, = lengths.shape
     outputs = lengths, root, history, state
-    require(all(x is None or x.is_contiguous() for x in outputs) and (states is None or (
-        state is not None and states.dtype == state.dtype)),
-        "contiguous outputs, a state for states", lengths, root, states, state)
+    S = 0 if history is None else history.shape[1]
+    C = 0 if states is None else states.shape[2]
+    require(fits_tree(accepted[:3], root, B, P) and fits(accepted.count, root, (B,), torch.int64)
+            and fits(lengths, root, (n_slots,), torch.int32)
+            and fits(root, root, (n_slots,), torch.int64)
+            and fits(history, root, (n_slots, S), torch.int32)
+            and fits_slots(slots, root, B, n_slots) and B * P > 0
+            and (states is None or is_real(states) and state is not None
+                 and fits(states, root, (B, P, C), state.dtype)
+                 and fits(state, root, (n_slots, C), *REAL))
+            and all(x is None or x.is_contiguous() for x in outputs),
+            f"{SIZES}, contiguous outputs, a state for states", *accepted, *outputs, states, slots)
     if not runs_triton(lengths):
         return generate.advance(accepted, lengths, root, history, states, state, slots)
-    S = 0 if history is None else history.shape[1]
-    C = 0 if state is None else state.shape[1]
     inputs = map(contiguous, (accepted.tokens, accepted.count, states, slots))
     launch(_advance_kernel, (B,), *inputs, *outputs, P, S, C,
            BLOCK_P=triton.next_power_of_2(P), BLOCK_C=1024, num_warps=4)

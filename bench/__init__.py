@@ -50,11 +50,11 @@ def cell(value):
 
 def finish(args, result, file):
     """Prints the flags, the result and the machine as one line of JSON, and writes it to file."""
-    from common.files import atomic_write  # loads torch
     line = json.dumps(record(args, result))
     print(line, flush=True)
     if file:
-        atomic_write(file, lambda tmp: Path(tmp).write_text(line + "\n"))
+        from model import replace_file  # loads torch
+        replace_file(file, lambda tmp: Path(tmp).write_text(line + "\n"))
 
 
 def record(args, result):

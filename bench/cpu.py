@@ -7,9 +7,8 @@ import gguf
 import numpy as np
 
 from bench import CHATS, CODING, decoding, operations, precision, record
-from common.files import atomic_write
 from hf.paths import find_model
-from model import expect
+from model import expect, replace_file
 
 FORMATS = "Q4_1", "Q4_0", "Q8_0"  # of SmolLM2: the published file, and two made from it
 SPEC_BENCH = 96  # chats of --chats: 16 of each kind
@@ -31,7 +30,7 @@ def bench(args, parse):
         own = parse(list(map(str, found[part])))
         print(f"\n{part}: python -m bench {' '.join(map(str, found[part]))}", flush=True)
         rows[part] = dict(part=part) | record(own, measure(own))
-        atomic_write(out, lambda tmp: Path(tmp).write_text(
+        replace_file(out, lambda tmp: Path(tmp).write_text(
             "".join(json.dumps(row) + "\n" for row in rows.values())))
 
 
@@ -104,5 +103,5 @@ def requantized(source, name, out):
         writer.write_kv_data_to_file()
         writer.write_tensors_to_file()
         writer.close()
-    atomic_write(target, write)
+    replace_file(target, write)
     return target

@@ -12,8 +12,9 @@ from backends.capture import warm_up
 from bench import Table, operations
 from bench.llama_cpp import llama_cpp_methods
 from bench.timing import Measured, step_time, timing_decoder
+from engine.batching import Engine
 from engine.policy import Policy
-from generate import Sampling, prepare
+from generate import Sampling
 from hf.chat import stop_tokens
 from hf.heads import default_heads, load_heads
 from hf.paths import find_model
@@ -54,7 +55,7 @@ def bench(args):
 
 
 def load_drafters(args, model, encoding):
-    """Loads --drafters, by default all that the model has: {name: arguments of `prepare`}."""
+    """Loads --drafters, by default all that the model has: {name: arguments of a `Policy`}."""
     own = default_heads(args.model, model)
     args.drafters = args.drafters or ["lookup", *["heads", "heads+lookup"] * bool(own)]
     heads = {"lookup": None}
@@ -88,11 +89,18 @@ def read_chats(file, model, encoding, count=None):
     return groups, stop_tokens(model, encoding)
 
 
+def make_engine(model, texts, new, batch_size=1, temperature=0.0, **drafters):
+    """An engine for these prompts. drafters: arguments of its `Policy`."""
+    capacity = min(max(map(len, texts)) + new, model.config.block_size)
+    return Engine(model, policy=Policy(model, **drafters), batch_size=batch_size,
+                  capacity=capacity, sampling=Sampling(temperature))
+
+
 def start_decoding(model, texts, new, stop=(), **options):
     """Makes an engine for the prompts `texts` and returns a function that decodes some of them, and
     returns a `Measured`. Everything is compiled by then, but the policy has learnt nothing yet.
-    options: those of `prepare`."""
-    engine = prepare(model, texts, new, **options)
+    options: those of `make_engine`."""
+    engine = make_engine(model, texts, new, **options)
     policy = engine.policy
     plain = engine.policy = Policy(model)
     decode(engine, texts[:engine.decoder.batch_size], 1)  # compiles the plain step
@@ -184,7 +192,7 @@ def gpu_rows(model, heads, texts, new, stop, B, temperature=0.0, seeds=(0,)):
     for name, T in METHODS:
         drafter = dict(tree_size=T, batch_size=B, **operations.drafters(name, heads))
         started = time.perf_counter()
-        engine = prepare(model, texts, new, temperature=temperature, **drafter)
+        engine = make_engine(model, texts, new, temperature=temperature, **drafter)
         warm_up(engine)
         decode(engine, texts, 1)  # compiles prefill
         engine.clear()

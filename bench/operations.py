@@ -218,7 +218,7 @@ def step_rows(model, heads, shapes, bandwidth):
     floor_ms: the time to read the cache and the weights, embeddings only if tied."""
     c = model.config
     per_token = 2 * c.n_layer * c.n_kv_head * c.head_size * model.dtype.itemsize
-    weights = model.weight_bytes() - sum(x.nbytes for x in model.buffers())
+    weights = model.weight_bytes() - sum(x.nbytes for x in model.tables if x is not None)
     weights -= 0 if c.tied else model.embed.weight.nbytes
     for name, B, T, sampling in shapes:
         decoder = timing_decoder(model, tree_size=T, batch_size=B, sampling=sampling,

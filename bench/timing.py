@@ -74,7 +74,7 @@ def decoder_seconds(decoder, body):
 def step_time(decoder):
     """Seconds of one step of a `timing_decoder`; on CUDA, of its graph."""
     with decoder.context():
-        return decoder_seconds(decoder, partial(decoder.step, only_plan(decoder)))
+        return decoder_seconds(decoder, partial(decoder.run, decoder.step, only_plan(decoder)))
 
 
 def only_plan(decoder):
@@ -90,7 +90,7 @@ def stage_times(decoder):
     plan = only_plan(decoder)
     times = dict.fromkeys(STAGES, 0.0)
     with decoder.context():
-        decoder.whole_step(plan)  # compiles all stages
+        decoder.step(plan)  # compiles all stages
         draft = decoder.draft(plan)
         normed, hidden = decoder.verify(plan, draft)
         target = decoder.sample(plan, draft, normed)

@@ -5,7 +5,6 @@ import contextlib
 import gzip
 import hashlib
 import json
-import os
 import re
 import zlib
 from pathlib import Path
@@ -16,17 +15,6 @@ OBJECTS = (".jsonl", ".jsonl.gz", ".json")  # suffixes of files of JSON objects
 POINTER = b"version https://git-lfs"  # how a git-lfs pointer begins
 SAMPLES = 64   # how many samples of a file are hashed
 SAMPLE = 4096  # bytes per sample
-
-
-def atomic_write(path, write):
-    """Calls write(temporary path), then renames the file: readers see the old or the new one."""
-    tmp = f"{path}.tmp{os.getpid()}"
-    try:
-        write(tmp)
-        os.chmod(tmp, 0o644)  # safetensors makes files that only their owner can read
-        os.replace(tmp, path)
-    finally:
-        Path(tmp).unlink(missing_ok=True)
 
 
 def check_content(path):
@@ -41,8 +29,6 @@ def read_json(path):
     try:
         check_content(path)
         value = json.loads(Path(path).read_bytes())  # bytes: a byte order mark is skipped
-    except InputError:
-        raise
     except FileNotFoundError:
         raise InputError(f"{path}: no such file; expected a checkpoint folder with it") from None
     except (OSError, RecursionError, ValueError) as error:

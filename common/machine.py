@@ -33,14 +33,15 @@ def check_memory(what, size, free, device, advice):
            f"{advice}")
 
 
-def check_caches(model, batch, capacity, heads=None):
-    """Raises InputError if memory is short for the caches of a model and its heads. On several
-    ranks, call it on all."""
+def check_caches(model, batch, capacity, heads=None, others=0):
+    """Raises InputError if memory is short for the caches of a model and its heads, and `others`,
+    in bytes. On several ranks, call it on all."""
     free = free_memory(model.device)
     if group := getattr(model.head, "group", None):  # of backends/tensor_parallel.py
         free = group.min(free)
     parts = [model, heads] if heads else [model]
-    size = sum(part.new_cache(batch, capacity, device="meta").kv.nbytes for part in parts)
+    caches = (part.new_cache(batch, capacity, device="meta").kv for part in parts)
+    size = others + sum(cache.nbytes for cache in caches)
     check_memory(f"a cache of {batch} sequences of {capacity} tokens takes", size, free,
                  model.device, "use a smaller batch size or fewer new tokens")
 

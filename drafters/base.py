@@ -7,7 +7,7 @@ import torch
 import torch.nn as nn
 
 from clover import MAX_BEAMS, linear_weights
-from model import GPTConfig, LMHead, Norm, rope_table
+from model import FIRST_POSITIONS, MAX_TREE, GPTConfig, LMHead, Norm, rope_table
 
 
 @dataclass
@@ -64,8 +64,9 @@ class PublishedHeads(nn.Module):
         heads, ready to draft."""
         base = self.model
         self.to(device=base.device, dtype=base.dtype).requires_grad_(False).eval()
-        rotations = rope_table(self.config.layers, base.dtype, base.device)
-        self.register_buffer("rotations", rotations, persistent=False)
+        self.register_buffer("rotations", None, persistent=False)
+        self.outgrown = []  # shorter tables, which captured steps may still read
+        self.reserve(FIRST_POSITIONS)
         base.blocks.prepare(self)
         return self
 
@@ -100,5 +101,16 @@ class PublishedHeads(nn.Module):
             noise = *sampling[:3], positions.expand(-1, normed.shape[1]).flatten()
         return self.lm_head.topk(normed.flatten(0, 1), k, self.vocabulary, noise)
 
+    def reserve(self, positions):
+        """As `GPT.reserve`."""
+        rows = 0 if self.rotations is None else len(self.rotations)
+        full = self.config.layers.block_size + MAX_TREE
+        if rows < min(positions, full):
+            self.outgrown.append(self.rotations)
+            self.rotations = rope_table(self.config.layers, min(max(positions, 2 * rows), full),
+                                        self.model.dtype, self.model.device)
+
     def new_cache(self, batch, capacity, device=None):
+        if device is None:
+            self.reserve(capacity)
         return self.model.new_cache(batch, capacity, self.blocks, device)

@@ -2,7 +2,9 @@
 steps read, grammars, log-probabilities, cancelled sequences, and the durations of steps for the
 policy."""
 
+import math
 from dataclasses import dataclass, field
+from functools import cached_property, partial
 
 import torch
 
@@ -15,7 +17,7 @@ from engine.policy import PERIOD, Policy
 from engine.times import long_prompt
 from generate import Engine as FifoEngine
 from generate import Step, StepResult, decoder_class, to_host
-from model import check
+from model import MAX_TREE, check
 
 PREFILL_CHUNK = 512  # prompt tokens per forward pass; bounds its memory and the wait between steps
 # where steps read prompts, the tokens that they read of one that has a forward pass of its own
@@ -59,8 +61,12 @@ class Engine(FifoEngine):
         check_memory(model, policy, batch_size, full if capacity is None else capacity)
         super().__init__(model, policy=policy, batch_size=batch_size, capacity=capacity, **options)
         self.long_prompt = long_prompt(model)
-        self.guide = None  # a `Guide`, made for the first grammar
         self.launches = 0
+
+    @cached_property
+    def guide(self):
+        """The `Guide`, made for the first grammar."""
+        return Guide(self.decoder)
 
     def clear(self):
         super().clear()
@@ -127,38 +133,26 @@ class Engine(FifoEngine):
 
     # Steps
 
-    def plan(self, slots):
-        sequences = list(map(self.running.get, slots))
-        decoder = self.decoder
-        decoder.guide = None
-        if self.is_guided:
-            decoder.guide = self.use_guide()
-            drafts = getattr(self.policy, "schema", False) and self.policy.tree_size != 1
-            decoder.guide.begin(sequences, drafts)
-        top = {row: sequence.top_logprobs for row, sequence in enumerate(sequences)
-               if sequence and sequence.top_logprobs is not None}
-        decoder.observer = LogProbs(decoder.head, top) if top else None
-        unread = [sequence.unread for sequence in self.running.values()]
-        chains = decoder.guide.chains if decoder.guide else ()
-        return super().plan(slots, unread, chains)
-
-    def use_guide(self):
-        if self.guide is None:
-            self.guide = Guide(self.decoder)
-        return self.guide
-
     def launch(self, with_trees=False):
         decoder = self.decoder
         slots = decoder.place(self.running)
-        plan = self.plan(slots)
+        sequences = list(map(self.running.get, slots))
+        top = {row: sequence.top_logprobs for row, sequence in enumerate(sequences)
+               if sequence and sequence.top_logprobs is not None}
+        logprobs = LogProbs(decoder.head, top) if top else None
+        guide = self.guide if self.is_guided else None
+        if guide:
+            drafts = getattr(self.policy, "schema", False) and self.policy.tree_size != 1
+            guide.begin(sequences, drafts)
+        chains = guide.chains if guide else ()
+        plan = self.plan(slots, [sequence.unread for sequence in self.running.values()], chains)
         start = timestamp(decoder.device)
-        step = decoder.launch(plan, with_trees)
+        step = decoder.launch(plan, with_trees, partial(run_step, decoder, guide, logprobs))
         counts = self.copied_counts()  # filled by the time that the next line notes
         times = start, timestamp(decoder.device)
-        pause = decoder.guide.pause if decoder.guide else None
-        grammars = len(decoder.guide.chains) if decoder.guide else 0
+        pause = guide.pause if guide else None
         step = MeasuredStep(**vars(step), times=times, pause=pause, counts=counts,
-                            grammars=grammars, logprobs=decoder.observer)
+                            grammars=len(chains), logprobs=logprobs)
         for row, sequence in self.rows(slots).items():
             unread = sequence.unread
             sequence.unread -= min(unread, step.tree_size)
@@ -222,6 +216,16 @@ class Engine(FifoEngine):
         sequence.ended = sequence.ended or "cancelled"
 
 
+def run_step(decoder, guide, logprobs, plan):
+    """`Decoder.step` with masks between its parts and log-probabilities after them, where there is
+    a `Guide`, or a `LogProbs`."""
+    step = guide.step(decoder, plan) if guide else decoder.run(decoder.step, plan)
+    if logprobs:
+        accepted, _, normed = step
+        logprobs.read(normed, accepted)
+    return step
+
+
 def caches(decoder):
     """What a decoder keeps of its slots' tokens, a row for each in the dimension before the
     last."""
@@ -235,7 +239,21 @@ def check_memory(model, policy, batch_size, capacity):
     check("batch size", batch_size, 1, 2**16, whole=True)
     check("capacity", capacity, 1, model.config.block_size, whole=True)
     largest = max(policy.largest, *decoder_class(model, policy.heads).read_sizes, 1)
-    check_caches(model, batch_size, capacity + 2 * largest, policy.heads)  # a path and a tree
+    rows = capacity + 2 * largest  # a path and a tree
+    others = bytes_beside(model, policy.heads, batch_size, rows, largest)
+    check_caches(model, batch_size, rows, policy.heads, others)
+
+
+def bytes_beside(model, heads, batch_size, rows, nodes):
+    """Bytes that an engine may take beside its caches: for the masks of grammars, longer position
+    tables, and on a CPU the hidden states that heads have yet to read."""
+    config = model.config
+    masks = batch_size * (nodes + 1) * 4 * math.ceil(config.vocab_size / 32)
+    tables = sum(x[0].nbytes for x in model.tables[:2] if x is not None)
+    tables *= max(min(rows, config.block_size + MAX_TREE) - model.n_positions, 0)
+    keeps_states = heads and model.device.type == "cpu"
+    states = batch_size * rows * config.n_embd * model.dtype.itemsize if keeps_states else 0
+    return masks + tables + states
 
 
 def best_slot(idle, prompt):

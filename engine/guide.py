@@ -1,15 +1,17 @@
 """Grammars in a step: which tokens each sequence may go on with, and the text that it must.
 
-A grammar (`hf.grammar.Grammar`) starts a matcher per sequence. Before a step the guide tells the
-decoder which tokens may follow the roots and which text is forced; after drafting it reads the
-trees, and computes the masks of their nodes on the host while a GPU verifies them."""
+A grammar (`hf.grammar.Grammar`) starts a matcher per sequence. Before a step the guide finds out
+which tokens may follow the roots and which text is forced; after drafting it reads the trees, and
+computes the masks of their nodes on the host while a GPU verifies them."""
+
+from numbers import Integral
 
 import torch
 
-from clover import SCHEMA, is_allowed
+from clover import SCHEMA
 from engine.acceptance import GUIDED
 from engine.clock import seconds_between, timestamp
-from generate import MAX_CHAIN, Sequence
+from generate import MAX_CHAIN, Sequence, as_list
 from model import InputError, expect
 
 
@@ -73,10 +75,12 @@ class GuidedSequence(Sequence):
 
 def split_stop(stop):
     """Token ids and strings, or a single one -> (the ids, the strings that are not empty)."""
-    stop = [stop] if isinstance(stop, (int, str)) else stop
+    stop = as_list(stop)
+    stop = stop if isinstance(stop, (list, tuple, set, dict)) else [stop]
     for value in stop:
-        expect(type(value) in (int, str), f"stop must be token ids and strings, not {value!r}")
-    tokens = [value for value in stop if isinstance(value, int)]
+        expect(isinstance(value, (Integral, str)) and not isinstance(value, bool),
+               f"stop must be token ids and strings, not {value!r}")
+    tokens = [int(value) for value in stop if isinstance(value, Integral)]
     return tokens, [value for value in stop if isinstance(value, str) and value]
 
 
@@ -90,7 +94,6 @@ class Guide:
 
     def __init__(self, decoder):
         self.device = decoder.device
-        self.with_lookup = decoder.policy.lookup
         B = decoder.batch_size
         words = -(-decoder.model.config.vocab_size // 32)
         self.on_host = dict(
@@ -126,23 +129,16 @@ class Guide:
         if self.device.type == "cuda":  # else the tensors are the same
             self.tensors[name][:rows].copy_(self.on_host[name][:rows], non_blocking=True)
 
-    # What the stages of a step read
-
-    def first_masks(self, B):
-        return self.tensors["first_masks"][:B]
-
-    def node_masks(self, nodes):
-        return self.tensors["masks"][:nodes]
-
-    def chain(self, chain, B, n):
-        """Forced text, else lookup's chain, if the grammar allows its first token."""
-        forced = self.tensors["forced"][:B, :1 + n]
-        if self.with_lookup:
-            forced = torch.where(forced[:, :1] > 0, forced, chain)
-        allowed = is_allowed(self.first_masks(B), forced[:, 1:2])
-        return torch.cat((forced[:, :1] * allowed, forced[:, 1:]), dim=1)
-
-    # Between the parts of a step
+    def step(self, decoder, plan):
+        """`Decoder.step` in three parts: the host computes the masks while a GPU verifies."""
+        first_masks, forced = (self.tensors[name][:plan.B] for name in ("first_masks", "forced"))
+        draft = decoder.run(decoder.draft, plan, first_masks, forced)
+        self.read(draft.tree)
+        normed, hidden = decoder.run(decoder.verify, plan, draft)
+        self.fill_masks()
+        masks = self.tensors["masks"][:draft.tree.tokens.numel()]
+        accepted = decoder.run(decoder.finish, plan, draft, normed, hidden, masks)
+        return accepted, draft.tree, normed
 
     def read(self, tree):
         """Enqueues a copy of the trees to the host."""

@@ -11,7 +11,7 @@ NODES = 64  # whose logits are in memory at once, and the most that quantised he
 
 
 class LogProbs:
-    """Observes one step (`Decoder.observer`) for the sequences that ask.
+    """The log-probabilities of one step, for the sequences that ask.
 
     head: the model's. top: {row of the step: how many of the likeliest tokens}."""
 

@@ -13,7 +13,8 @@ from safetensors.torch import save_file
 from tqdm import tqdm
 
 from backends import cpu, cpu_layers, gpu, quantized, tensor_parallel
-from common.files import atomic_write, files_hash, read_json
+from backends.slots import SomeSlots
+from common.files import files_hash, read_json
 from common.machine import check_memory, free_memory
 from common.values import warn
 from hf.families import family_of, llama_json
@@ -21,7 +22,7 @@ from hf.files import read_family, read_part
 from hf.paths import find_model, gguf_parts, is_gguf
 from hf.quantization import combine, read_scheme
 from hf.tensors import StoredTensor, open_tensors
-from model import GPT, InputError, expect
+from model import GPT, InputError, expect, replace_file
 
 FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
 PATIENCE = 2  # seconds before a progress bar appears
@@ -164,6 +165,7 @@ def load(path, dtype=None, device=None, group=None, quantize=None, packed=None):
         cpu.trim_memory()
     if device.type == "cuda":  # plain layers, too
         model.decoder = gpu.GraphDecoder
+    model.decoder = model.decoder or SomeSlots
     return model
 
 
@@ -301,6 +303,6 @@ def save(model, path, dtype=None):
         names, _, sizes = zip(*llama.stacked(name, len(value)))
         stacked = value.detach().to("cpu", dtype).split(sizes)
         tensors |= {key: rows.contiguous() for key, rows in zip(names, stacked)}
-    atomic_write(path / "model.safetensors", partial(save_file, tensors, metadata={"format": "pt"}))
+    replace_file(path / "model.safetensors", partial(save_file, tensors, metadata={"format": "pt"}))
     text = json.dumps(raw, indent=2) + "\n"
-    atomic_write(path / "config.json", lambda tmp: Path(tmp).write_text(text))
+    replace_file(path / "config.json", lambda tmp: Path(tmp).write_text(text))

@@ -161,13 +161,12 @@ def add_tokens(spec, path):
     known = {token["content"]: token["id"] for token in added}
     vocab = (spec.get("model") or {}).get("vocab") or {}
     ids = vocab if isinstance(vocab, dict) else {text: i for i, (text, _) in enumerate(vocab)}
-    free = max([*ids.values(), *known.values()], default=-1) + 1
     tokens = [numbered[i] | dict(id=int(i)) for i in sorted(numbered, key=int)]
     for token in tokens + [dict(content=text, special=True) for text in special]:
         text = token["content"]
         if text not in known:
+            free = max([*ids.values(), *known.values()], default=-1) + 1
             known[text] = ids.get(text, token.get("id", free))
-            free = max(free, known[text] + 1)
             is_special = token.get("special") or text in special
             added.append(token | dict(id=known[text], special=is_special))
     return spec | dict(added_tokens=added)

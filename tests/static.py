@@ -117,8 +117,8 @@ def sized(name):
     config = size_config(name)
     with torch.device("meta"):
         model = GPT(config).to(BF16).requires_grad_(False)
-        model.rotations = torch.empty(config.block_size, 2, config.head_size, dtype=BF16)
-    model.window_rotations = model.slopes = model.embed_scale = None
+        model.tables = torch.empty(config.block_size, 2, config.head_size, dtype=BF16), None, None
+    model.embed_scale = None
     gpu.apply(model)
     return model
 

@@ -264,7 +264,7 @@ def test_states_in_bfloat16_are_the_decoders(shape):
     plan = Plan(4, 20, 0, NOISE)
     with torch.inference_mode():
         draft = ours.draft(plan)
-        want = theirs.verify(plan, draft._replace(batch=theirs.read_batch(4)))
+        want = theirs.verify(plan, draft._replace(batch=theirs.batch(4)))
         assert all(map(torch.equal, ours.verify(plan, draft), want))
 
 

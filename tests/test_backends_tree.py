@@ -151,6 +151,7 @@ def plain_trees(root, candidates, lookup, chances, temperature, T):
     low = x.long().clamp(max=BINS - 2)
     p, q = (chances[:, :BINS].cummin(1).values.gather(1, low + i) for i in (0, 1))
     p = torch.maximum(p + (q - p) * (x - low), q)
+    parents = parents.where(joint > -math.inf, -1)  # what a mask forbids is no node
     columns = [y.flatten(1).tolist() for y in (tokens, parents, x.long(), p)]
     trees = []
     for b, root_token in enumerate(root.tolist()):
@@ -180,8 +181,9 @@ def plain_trees(root, candidates, lookup, chances, temperature, T):
 @pytest.mark.parametrize("table", TABLES.values(), ids=TABLES.keys())
 @pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS.keys())
 def test_trees_are_the_front_of_a_plain_search(pool, table, device):
-    """Bug: a wrong order of ties, a child without its parent, one token twice, padding that counts as a node; a small
-    tree that is not the front of a larger one; a chance that rises along a path; chances of the other mode."""
+    """Bug: a wrong order of ties, a child without its parent, one token twice, padding or a forbidden token that counts
+    as a node; a small tree that is not the front of a larger one; a chance that rises along a path; chances of the
+    other mode."""
     for _ in range(1 if INTERPRETED else 20):
         root, candidates, lookup = random_pool(*pool)
         chances, temperature = torch.tensor([table, table[::-1]]), torch.randint(0, 2, root.shape).float()

@@ -178,7 +178,7 @@ def test_every_run_of_auto_starts_with_a_new_policy(toy, monkeypatch):
         decoder = engine.decoder
         if new == 40:  # the measured run: all options are compiled and captured
             learnt.append((engine.policy.steps, decoder.policy.counts.sum().item()))
-            captured = {plan[1:3] for _, plan, _ in decoder.graphs}
+            captured = {plan[1:3] for _, plan in decoder.graphs}
             assert engine.policy is decoder.policy and captured >= {*engine.policy.options}
         return run(engine, prompts, new, *rest, **options)
     monkeypatch.setattr(Engine, "generate", note)

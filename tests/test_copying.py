@@ -11,7 +11,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent
 FOUR = ["kernels.py", "model.py", "clover.py", "generate.py"]
-EXAMPLE, = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "copying.md").read_text(), re.M | re.S)
+WEIGHTS, EXAMPLE = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "copying.md").read_text(), re.M | re.S)
 CASES = {  # name: (files, code, pattern of its output)
     "cache": (FOUR[:1], EXAMPLE + """
 import torch.nn.functional as F
@@ -20,6 +20,32 @@ k, v = (x[b].repeat_interleave(Hq // Hkv, 0)[:, :seen + 3] for x in cache[0])
 want = F.scaled_dot_product_attention(q[b, node][:, None], k, v)[:, 0]
 assert torch.allclose(out[b, node], want, atol=1e-5)
 """, r"torch.Size\(\[2, 4, 8, 64\]\) \[14, 15\]"),
+    "weights": (FOUR, """
+import torch
+from model import GPT, GPTConfig, InputError
+sizes = dict(vocab_size=50, n_layer=2, n_head=4, n_kv_head=2, n_embd=64, n_inner=160, tied=False)
+original = GPT(GPTConfig(**sizes))
+value = original.state_dict()
+saved = {f"{theirs}.weight": value[f"{ours}.weight"]
+         for ours, theirs in {"embed": "model.embed_tokens", "norm": "model.norm", "head": "lm_head"}.items()}
+for i in range(2):
+    ours, theirs = f"blocks.{i}", f"model.layers.{i}"
+    q, k, v = value[f"{ours}.attn.qkv.weight"].split([64, 32, 32])
+    gate, up = value[f"{ours}.mlp.up.weight"].split(160)
+    layers = {"self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v, "mlp.gate_proj": gate,
+              "mlp.up_proj": up}
+    for own, name in {"attn_norm": "input_layernorm", "attn.proj": "self_attn.o_proj", "mlp.down": "mlp.down_proj",
+                      "mlp_norm": "post_attention_layernorm"}.items():
+        layers[name] = value[f"{ours}.{own}.weight"]
+    saved |= {f"{theirs}.{name}.weight": x for name, x in layers.items()}
+torch.save(saved, "weights.pt")
+""" + WEIGHTS + """
+assert all(map(torch.equal, model.state_dict().values(), original.state_dict().values()))
+try:
+    generate(torch.nn.Linear(2, 2), [[1]], 5)
+except InputError as error:
+    assert "must be a GPT of model.py, not Linear" in str(error)
+""", r"\[\[\d+.*\]\]"),
     "head": (FOUR, """
 import torch
 import torch.nn as nn

@@ -285,8 +285,8 @@ PROMPTS = [1, 2, 3], [4], [*range(40)] * 15, [5, 6], [7] * 30
 
 def plans(engine):
     """The plans of the steps that the decoder has captured, each in one graph."""
-    assert all(replay and key[::2] == ("whole_step", False) for key, replay in engine.decoder.graphs.items())
-    return [plan for _, plan, _ in engine.decoder.graphs]
+    assert all(replay and key[0] == "step" for key, replay in engine.decoder.graphs.items())
+    return [plan for _, plan in engine.decoder.graphs]
 
 
 def decode(model, heads):
@@ -419,8 +419,12 @@ def test_steps_with_grammars_are_three_graphs_on_a_fake_gpu(start):
     assert max(B * T for B, T, _ in guided) == LARGEST_GUIDED and [*engine.decoder.batch_sizes] == [1, 2, 4]
     world.launches.clear()
     launch, ahead = engine.decoder.launch, []
-    note = lambda: ahead.append((engine.decoder.guide is not None, len(engine.in_flight)))
-    engine.decoder.launch = lambda *arguments: note() or launch(*arguments)
+
+    def note(plan, with_trees, step):
+        _, guide, _ = step.args
+        ahead.append((guide is not None, len(engine.in_flight)))
+        return launch(plan, with_trees, step)
+    engine.decoder.launch = note
     for grammars in ([ToyGrammar(), None, None], [None] * 3):
         ahead.clear()
         before = [graph.replays for graph in world.graphs]
@@ -442,8 +446,12 @@ def test_log_probabilities_are_enqueued_beside_the_graphs_on_a_fake_gpu(bits, st
     warm_up(engine, guided=True)
     graphs = len(world.graphs)
     launch, ahead, rows = engine.decoder.launch, [], []
-    note = lambda: ahead.append((engine.decoder.observer is not None, len(engine.in_flight)))
-    engine.decoder.launch = lambda *arguments: note() or launch(*arguments)
+
+    def note(plan, with_trees, step):
+        _, _, logprobs = step.args
+        ahead.append((logprobs is not None, len(engine.in_flight)))
+        return launch(plan, with_trees, step)
+    engine.decoder.launch = note
     logits = engine.decoder.head.logits
     engine.decoder.head.logits = lambda hidden: rows.append(len(hidden)) or logits(hidden)
     for grammars in ([None] * 4, [ToyGrammar(), None, None, None]):

@@ -165,7 +165,7 @@ def test_python_in_the_docs_runs(sandbox, capsys):
     blocks = {place: code for place, (kind, code) in BLOCKS.items() if kind == "python" and "copying" not in place}
     assert {kind for kind, _ in BLOCKS.values()} == {"", "history", "python", "python history", "text"}
     stages, readme, engine, _ = blocks.values()
-    parts = Decoder.step, Decoder.whole_step, Decoder.finish
+    parts = Decoder.step, Decoder.finish
     assert stages == textwrap.dedent("\n".join(map(inspect.getsource, parts)))
     names = {}
     for code in (readme, engine):  # the second uses the README's model, heads and prompt

@@ -1,6 +1,7 @@
 """Draft heads in other projects' formats, made by these tests."""
 
 import json
+from dataclasses import replace
 from functools import cache, partial
 from itertools import cycle, product
 from tempfile import TemporaryDirectory
@@ -17,7 +18,7 @@ from drafters.block import BlockHeads
 from drafters.eagle3 import Eagle3Heads
 from engine.batching import Engine
 from engine.policy import Policy
-from generate import Fixed, Sampling, prepare
+from generate import Fixed, Sampling
 from hf import checkpoint
 from hf.heads import load_heads
 from hf.published_heads import read_config
@@ -100,7 +101,7 @@ def test_eagle3_drafts_a_beam_search(beams, switches):
         states[slot] = heads.augment(hidden[:, :-1], tokens[:, 1:], cache=cache.one(slot))[0, -1]
         cache.lengths[slot] = len(prompt) - 1
     root = torch.tensor([prompt[-1] for prompt in prompts])
-    candidates = heads.draft(states[slots], root, 64, beams, cache=cache.select(slots))
+    candidates = heads.draft(states[slots], root, 64, beams, cache=replace(cache, slots=slots))
     for b, prompt in enumerate(prompts):
         hidden = model(torch.tensor([prompt]), layers=heads.hidden_layers)[0, :-1]
         paths = [((), 0.0)]
@@ -147,8 +148,8 @@ def plainly(name, mode):
     """The tokens of each prompt, decoded by its own engine."""
     texts = []
     for index, prompt in enumerate(PROMPTS):
-        engine = prepare(base(name), [prompt], N, tree_size=1, **vars(MODES[mode]))
-        sequence = engine.add(prompt, N, index=index, grammar=ToyGrammar() if mode == "schema" else None)
+        engine = Engine(base(name), policy=Policy(base(name), tree_size=1), capacity=len(prompt) + N)
+        sequence = engine.add(prompt, N, MODES[mode], index=index, grammar=ToyGrammar() if mode == "schema" else None)
         while engine.busy:
             engine.step()
         texts.append(sequence.tokens)

@@ -278,28 +278,35 @@ def test_windows_of_older_folders(name, said, windows):
     assert family_of(raw).config.windows == windows
 
 
-SPARSE = {  # model_type: what config.json says of the text model
-    "llama": {}, "mistral": {}, "qwen2": {}, "gemma3_text": dict(
-        hidden_size=2560, intermediate_size=10240, num_hidden_layers=34, sliding_window=1024,
-        rope_scaling=dict(factor=8.0, rope_type="linear"))}
-KEYS = dict(vocab_size="vocab_size", block_size="max_position_embeddings", n_head="num_attention_heads",
-            n_kv_head="num_key_value_heads", head_size="head_dim", norm_eps="rms_norm_eps", n_layer="num_hidden_layers",
-            n_embd="hidden_size", n_inner="intermediate_size")
+def test_a_gemma_folder_that_names_little():
+    """The text_config of larger models omits the vocabulary size, the heads and the context length."""
+    said = dict(model_type="gemma3_text", hidden_size=2560, intermediate_size=10240, num_hidden_layers=34,
+                rope_scaling=dict(factor=8.0, rope_type="linear"), sliding_window=1024)
+    transformers = pytest.importorskip("transformers")
+    theirs, ours = transformers.Gemma3TextConfig(**said), family_of(said).config
+    for name, key in dict(
+            vocab_size="vocab_size", block_size="max_position_embeddings", n_head="num_attention_heads",
+            n_kv_head="num_key_value_heads", head_size="head_dim", norm_eps="rms_norm_eps", qkv_bias="attention_bias",
+            tied="tie_word_embeddings").items():
+        assert getattr(ours, name) == getattr(theirs, key), key
+    assert (ours.rope_theta, ours.window_theta) == (1e6, 1e4)
+    assert ours.rope_frequencies.scaling == dict(rope_type="linear", factor=8.0)
+    assert [kind == "sliding_attention" for kind in theirs.layer_types] == [w > 0 for w in ours.windows]
+    assert ours.attn_scale == 256 ** -0.5 and ours.embed_scale == 2560 ** 0.5
+
+
+SPARSE = dict(llama="Llama", mistral="Mistral", qwen2="Qwen2")
 
 
 @pytest.mark.parametrize("kind", SPARSE)
 def test_what_a_text_config_leaves_out_is_transformers_default(kind):
-    """Bug: LLaVA 1.5, whose text_config names five values, is refused or gets another number of layers; Gemma 3 4B has
-    no vocabulary size, heads or context length."""
-    said = dict(model_type=kind) | SPARSE[kind]
-    theirs = pytest.importorskip("transformers").AutoConfig.for_model(**said)
-    ours = family_of(text_config(dict(model_type="gemma3", text_config=said))).config
-    for name, key in KEYS.items():
-        assert getattr(ours, name) == getattr(theirs, key, None) or (key, ours.head_size) == ("head_dim", 128), key
-    if SPARSE[kind]:
-        assert (ours.rope_theta, ours.window_theta, ours.rope_frequencies.scaling["factor"]) == (1e6, 1e4, 8.0)
-        assert [kind == "sliding_attention" for kind in theirs.layer_types] == [w > 0 for w in ours.windows]
-        assert (ours.attn_scale, ours.embed_scale) == (256 ** -0.5, 2560 ** 0.5)
+    """Bug: LLaVA 1.5, whose text_config names five values, is refused or gets another number of layers."""
+    theirs = getattr(pytest.importorskip("transformers"), f"{SPARSE[kind]}Config")()
+    ours = family_of(text_config(dict(text_config=dict(model_type=kind, vocab_size=99)))).config
+    assert (ours.vocab_size, ours.n_layer, ours.n_embd, ours.n_inner, ours.n_head, ours.n_kv_head, ours.block_size,
+            ours.norm_eps) == (99, theirs.num_hidden_layers, theirs.hidden_size, theirs.intermediate_size,
+                               theirs.num_attention_heads, theirs.num_key_value_heads, theirs.max_position_embeddings,
+                               theirs.rms_norm_eps)
 
 
 @pytest.mark.parametrize("outer", ["gemma3", "mistral3", "llava", "internvl", "aya_vision", "qwen2_5_vl"])
@@ -312,6 +319,15 @@ def test_an_lm_head_is_tied_where_transformers_ties_it(outer):
         raw = whole | dict(text_config=dict(model_type=kind) | text)
         theirs = transformers.AutoConfig.for_model(outer, **raw)
         assert text_config(dict(model_type=outer) | raw)["tie_word_embeddings"] == theirs.tie_word_embeddings, said
+
+
+def test_a_multimodal_model_without_an_lm_head_loads(tmp_path):
+    """Bug: as above, in a folder, with inner false."""
+    path = save_theirs("gemma3-vision", theirs_of("gemma3-vision"), tmp_path)
+    want = GPT.from_pretrained(path, device="cpu", packed=False)
+    edit_json(path / "config.json", "text_config", tie_word_embeddings=False)
+    got = GPT.from_pretrained(path, device="cpu", packed=False)
+    assert got.config.tied and torch.equal(got.head.weight, want.head.weight)
 
 
 @pytest.mark.parametrize("said, context", [
@@ -394,6 +410,7 @@ BROKEN = {  # case: (changes to config.json or a function that breaks the folder
     "a factor of no type": (dict(rope_scaling=dict(factor=8.0), rope_parameters=None), "no rope_type; add one"),
     "scaled windows": (dict(model_type="gemma3_text", **rope(sliding_attention=dict(rope_type="linear"))),
                        "rope type of windows 'linear' is not supported"),
+    "another GPT-2": (dict(model_type="gpt2", scale_attn_weights=False), "scale_attn_weights False is not"),
     **{f"large {key}": ({key: 2**24}, "") for key in SIZE_KEYS},
     "all sizes large": (dict.fromkeys(SIZE_KEYS[:3], 2**24), "expected floats of shape (16777216, 16777216)"),
     "quantised, says a type": (lambda p: edit_weights(p, lambda t: t.update(

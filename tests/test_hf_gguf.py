@@ -525,16 +525,22 @@ NORM = b"output_norm.weight\1\0\0\0\x40\0\0\0\0\0\0\0"  # name, one dimension of
 HEADER = {  # case: (function that breaks the bytes of a file, part of the message)
     "empty": (lambda data: data.clear(), "cannot mmap an empty file"),
     "a pointer": (lambda data: data.__setitem__(slice(None), b"version https://git-lfs.github"), "git-lfs pointer"),
+    "2^60 tensors": (patched(8, "<Q", 2**60), "truncated, or not"),
+    "a key of 2^60 bytes": (patched(24, "<Q", 2**60), "truncated, or not"),
     "2^60 tokens": (patched(b"ggml.tokens\t\0\0\0\b\0\0\0", "<Q", 2**60), "truncated, or not"),
     "lists of lists": (patched(b"ggml.tokens\t\0\0\0", "<I", 9), "truncated, or not"),
     "no such type": (patched(NORM, "<I", 99), "99 is not a valid GGMLQuantizationType"),
     "integers": (patched(NORM, "<I", 26), "Dequantization for I32 is not"),
+    "an offset of 2^64": (patched(NORM + b"\0\0\0\0", "<Q", 2**64 - 32), "truncated, or not"),
+    "2^60 rows": (patched(b"output_norm.weight\1\0\0\0", "<Q", 2**60), "truncated, or not"),
+    "2^31 dimensions": (patched(b"output_norm.weight", "<I", 2**31), "truncated, or not"),
     "another version": (patched(4, "<I", 1), "GGUF version 1 and big-endian files are not supported"),
 }
 VALUES = {  # case: (changes to tensors and metadata, part of the message)
     "a LoRA adapter": ({"general.type": "adapter"}, "is a LoRA adapter"),
     "scaled attention": ({"llama.attention.temperature_scale": 0.1}, "attention.temperature_scale is not supported"),
     "another architecture": ({"general.architecture": "mamba"}, "general.architecture 'mamba' is not supported"),
+    "a size that is text": ({"llama.embedding_length": "64"}, "hidden_size must be a whole number above 0"),
     "too many layers": ({"llama.block_count": 99_999}, "99999 layers, but 21 tensors"),
     "another shape": ({"llama.attention.head_count_kv": 1}, "expected floats of shape (16, 64)"),
     "no embeddings": ({"-": "token_embd.weight"}, "KeyError: 'token_embd.weight'"),
@@ -544,6 +550,7 @@ SPELLED = {"tokenizer.ggml.tokens": ["a", "b", "ab"], "tokenizer.ggml.merges": [
 TOKENIZERS = {
     "no tokens": ({"tokenizer.ggml.tokens": None}, "no list tokenizer.ggml.tokens"),
     "another model": ({"tokenizer.ggml.model": "t5"}, "'t5' is not supported; supported: gpt2, llama"),
+    "another split": ({"tokenizer.ggml.pre": "viking"}, "tokenizer.ggml.pre 'viking' is not supported"),
 }
 
 

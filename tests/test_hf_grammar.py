@@ -18,7 +18,7 @@ from backends import cpu_library
 from clover import CloverHeads
 from conftest import edit_json, refusal, write_tokenizer
 from engine.policy import Policy
-from generate import Sampling, generate, prepare
+from generate import Sampling, generate
 from hf.chat import stop_tokens
 from hf.tokenizer import load_encoding
 from model import GPT
@@ -188,7 +188,7 @@ def plain_outputs(dtype, packed):
     prompts = [encoding.encode(PROMPT) + encoding.encode(str(n)) * n for n in range(len(grammars))]
     samplings = [way for way, _ in zip(cycle(MIXED), prompts)]
     for index, (prompt, (*_, grammar), sampling) in enumerate(zip(prompts, grammars, samplings)):
-        engine = prepare(model, [prompt], N, tree_size=1)
+        engine = new_engine(model, capacity=len(prompt) + N)
         plain.append(engine.add(prompt, N, sampling, tokenizer.stop, index=index, grammar=grammar))
         while engine.busy:
             engine.step()

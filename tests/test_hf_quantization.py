@@ -141,15 +141,19 @@ LAYER = "model.layers.0.mlp.down_proj."
 tensor = lambda part, f: lambda path: edit_weights(path, lambda x: x.update({LAYER + part: f(x[LAYER + part])}))
 BROKEN = {  # case: (kind, what breaks it, part of the message)
     "another method": ("awq", dict(quant_method="bitsandbytes"), "'bitsandbytes' is not supported; supported: awq, gp"),
+    "bits": ("gptq-4", dict(bits=3), "gptq's bits 3 is not supported; supported: 4, 8"),
     "other group than the tensors": ("awq", dict(group_size=32), "qzeros is torch.int32 (3, 16), not torch.int32 "
                                      "(6, 16) (awq: 4 bits, groups of 32)"),
     "small group": ((dict(quant_method="gptq", bits=8, group_size=16), gptq(8, 16)), {},
                     "in groups of 16 are not supported"),
     "g_idx": ("gptq-4", tensor("g_idx", lambda x: x.clamp(max=1)), "does not name each group 64 times"),
     "scales that are not finite": ("awq", tensor("scales", lambda x: x * torch.inf), "not finite"),
+    "other type": ("fp8", tensor("weight", lambda x: x.float()), "(fp8: 8 bits, blocks of 128"),
     "part missing": ("awq", lambda p: edit_weights(p, lambda t: t.pop(LAYER + "qzeros")), "lacks qzeros"),
     "quantised tensors without a config": ("awq", lambda p: edit_json(p / "config.json", quantization_config=None),
                                            "needs its quantization_config"),
+    "another kind of FP8": ("fp8-static", tensor("weight_scale", lambda x: x.expand(128, 1)),
+                            "weight_scale is torch.float32 (128, 1), not torch.float16 (1, 1) (fp8: 8 bits, blocks"),
     "config without quantised tensors": (
         "awq", lambda p: (p.parent / "plain" / "model.safetensors").rename(p / "model.safetensors"),
         "but no tensor is called scales"),

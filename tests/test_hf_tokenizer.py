@@ -16,7 +16,7 @@ import tokenizers
 from conftest import refusal
 from hf.bpe import BYTES
 from hf.chat import end_of_text
-from hf.tokenizer import Encoding, encode_prompt, load_encoding
+from hf.tokenizer import Encoding, encode_prompt, load_encoding, read_package
 from hf.tokenizer_json import (
     BYTE_LEVEL,
     CODE_PATTERN,
@@ -471,6 +471,19 @@ def test_tokenizer_model_alone_gives_sentencepieces_ids(config, prefix, corpus, 
         if not {*"<▁"} & {*text}:
             assert encoding.encode(text) == model.encode(text), ascii(text)
             assert encoding.decode(model.encode(text)) == model.decode(model.encode(text)), ascii(text)
+
+
+@pytest.mark.parametrize("make", [lambda corpus: byte_level(corpus, BYTE_LEVEL), every_split,
+                                  lambda corpus: pieces(corpus, PREPEND, None, True)],
+                         ids=["byte-level", "every-split", "pieces"])
+def test_merges_that_are_not_read_as_json_make_the_same_tokenizer(make, corpus):
+    """Bug: a flag of the model is lost, or an added token gets another id."""
+    spec = make(corpus)
+    spec["added_tokens"] = [token for token in spec["added_tokens"] if token["content"] in spec["model"]["vocab"]]
+    whole = tokenizers.Tokenizer.from_str(json.dumps(spec))
+    package, vocab = read_package(spec)
+    assert vocab is spec["model"]["vocab"] and package.to_str() == whole.to_str()
+    assert package.get_vocab(with_added_tokens=True) == vocab
 
 
 def test_a_missing_package_is_named_with_what_installs_it(tmp_path, monkeypatch):

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from functools import partial
 from importlib.metadata import version
 from itertools import cycle, product
 from pathlib import Path
@@ -314,6 +315,23 @@ def test_projections_survive_infinity_and_nan(device):
         assert 0 <= tokens.min() and tokens.max() < 300
         assert all(len(set(row)) == len(row) for row in tokens.view(4, -1).tolist())
     assert torch.equal(kernels.project_topk(hidden, weight, 3)[1][3], (hidden[3] @ weight.T).topk(3).indices)
+
+
+def test_tokens_without_a_number_come_last(device):
+    """Bug: NaN logits that rank first in a reference and last in its kernel."""
+    weight = torch.randn(20, 16, generator=torch.Generator().manual_seed(8)).to(device)
+    weight[3:5] = math.nan
+    hidden, place = torch.ones(8, 16, device=device), torch.arange(8, device=device)
+    noise = torch.full((8,), 0.5, device=device), torch.zeros_like(place), place, place
+    for given in (None, noise):
+        logprobs, tokens = kernels.project_topk(hidden, weight, 20, noise=given)
+        assert tokens[:, 18:].tolist() == [[3, 4]] * 8 and (logprobs[:, 18:] == -math.inf).all()
+        assert logprobs[:, :18].exp().sum(1).allclose(torch.ones(8, device=device))
+    filtered = partial(kernels.sample_filtered, hidden @ weight.T, top_k=0, top_p=0.9, min_p=0.0, seed=0)
+    for temperature in (0.0, 1.5):
+        own = kernels.project_sample(hidden, weight, temperature, 0, place, place)
+        others = filtered(temperature=torch.full((8,), temperature, device=device), sequence=place, position=place)
+        assert not {3, 4} & {*own.tolist(), *others.tolist()} and (len({*own.tolist()}) > 1) == (temperature > 0)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -17,7 +17,7 @@ ORDER = ["kernels", "model", "clover", "generate", "train_heads", "common", "eng
          "tools", "training", "bench"]
 FOLDERS = [name for name in ORDER if (ROOT / name).is_dir()]
 FILES = [name for name in ORDER if name not in FOLDERS and "." not in name]
-LINES = dict(library=16610, tests=13460)  # at most: all Python without tests, and tests
+LINES = dict(library=16724, tests=13574)  # at most: all Python without tests, and tests
 CEILINGS = dict(kernels=1250, model=557, clover=582, generate=927, train_heads=277)  # lines of the root's files
 MODULES = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
            for pattern in ("*.py", *(f"{folder}/*.py" for folder in FOLDERS)) for file in sorted(ROOT.glob(pattern))}
@@ -97,7 +97,7 @@ def test_the_model_does_not_know_where_it_runs(name):
 DECODE = """
 import torch
 from clover import CloverHeads, preset
-from generate import generate, prepare
+from generate import generate, make_policy
 from model import GPT, GPTConfig, InputError
 torch.manual_seed(0)
 model = GPT(GPTConfig(vocab_size=50, n_layer=2, n_embd=64, n_head=4, n_kv_head=2, tied=False)).init_weights()
@@ -111,8 +111,8 @@ for options in (dict(heads=None), dict(heads=heads, lookup=True), dict(heads=hea
     print(*out.tokens, out.ended)
 """
 ALONE = """
-engine = prepare(model, [[1]], 9, heads, lookup=True)
-print(engine.__module__, engine.policy.tree_size, type(engine.policy).__name__)
+policy, engine = make_policy(model, heads, True, None, False)
+print(engine.__module__, policy.tree_size, type(policy).__name__)
 heads.save_pretrained("heads")
 heads = CloverHeads.from_pretrained("heads", model)
 for call in (lambda: GPT.from_pretrained("."), lambda: model.save_pretrained("saved"),

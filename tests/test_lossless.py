@@ -3,7 +3,6 @@ runs a sample of the combinations, `pytest -m slow` the others."""
 
 import json
 import math
-from dataclasses import asdict
 from functools import cache
 from importlib.util import find_spec
 from itertools import cycle, product
@@ -15,7 +14,7 @@ from backends import cpu, cpu_library
 from clover import BINS, PRESETS, CloverHeads
 from conftest import SHAPES, random_prompts, toy_model
 from engine.policy import Policy
-from generate import Sampling, prepare
+from generate import Sampling
 from hf import checkpoint
 from hf.tokenizer import load_encoding
 from model import GPT
@@ -86,8 +85,8 @@ def decode_plainly(index, sampling, dtype, name):
     """The `Sequence` of a prompt, decoded by its own engine."""
     model, _, given = load("", dtype, name)
     ways = SAMPLING_MODES[sampling]
-    engine = prepare(model, given[index:index + 1], N, tree_size=1, **asdict(ways[index % len(ways)]))
-    sequence = engine.add(given[index], N, index=index)
+    engine = new_engine(model, capacity=len(given[index]) + N)
+    sequence = engine.add(given[index], N, ways[index % len(ways)], index=index)
     while engine.busy:
         engine.step()
     return sequence

@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+import model as models
 from conftest import SHAPES, needs_cuda, random_prompts, toy_model
 
 
@@ -69,10 +70,45 @@ def test_tree_nodes_see_their_own_path(shape):
 def test_positions_stay_exact_when_a_model_is_cast(shape):
     """Catches angles and slopes rounded along with the weights."""
     model = toy_model(**SHAPES[shape])
-    name = dict(llama="rotations", alibi="slopes")[shape]
-    want = getattr(model, name).clone()
-    assert torch.equal(getattr(model.bfloat16(), name), want.bfloat16() if shape == "llama" else want)
-    assert torch.equal(getattr(model.float(), name), want)
+    table = lambda model: model.tables[dict(llama=0, alibi=2)[shape]]
+    want = table(model)
+    assert torch.equal(table(model.bfloat16()), want.bfloat16() if shape == "llama" else want)
+    assert torch.equal(table(model.float()), want)
+
+
+def test_position_tables_grow_as_they_are_needed():
+    """Catches tables of 1.4 GB for a context of a million tokens, other positions in longer ones, a table that a
+    captured step still reads but nobody owns, and one that cannot be trained with after decoding."""
+    model = toy_model(block_size=1_010_000, window_theta=500.0, windows=(0, 6))
+    assert model.weight_bytes() < 6e6
+    short = model.tables
+    tokens = torch.tensor(random_prompts([9]))
+    hidden = model(tokens)
+    with torch.inference_mode():
+        assert model.new_cache(1, 100).kv.shape[4] == 100 and model.tables is short
+        model.reserve(9_000)
+    assert model.n_positions == 9_000 and model.outgrown == [short]
+    for before, now in zip(short[:2], model.tables):
+        assert torch.equal(now[:len(before)], before) and len(now) == 9_000 and not now.is_inference()
+    assert torch.equal(model(tokens), hidden)
+    positions = torch.tensor([[20_000]])
+    with torch.no_grad():
+        model(torch.zeros(1, 20_001, dtype=torch.int64)[:, :1], start=20_000, cache=model.new_cache(1, 20_001))
+    assert model.n_positions == 20_001 and model.tables[0][positions].isfinite().all()
+
+
+def test_alibi_is_exact_in_half_precision():
+    """Catches a bias rounded to bfloat16, in which distances above 256 have no units."""
+    slopes = models.alibi_slopes(6)
+    mask = models.causal_mask(torch.zeros(1, 500, 8).bfloat16(), slopes=slopes)
+    distance = torch.arange(500)[:, None] - torch.arange(500)
+    want = (-slopes[:, None, None] * distance).masked_fill(distance < 0, -torch.inf)
+    assert torch.equal(mask[0], want)
+    q, k, v = torch.randn(3, 1, 500, 6, 16).unbind()
+    exact = models.causal_attention(q, k.transpose(1, 2), v.transpose(1, 2), mask)
+    q, k, v = (x.bfloat16() for x in (q, k, v))
+    half = models.causal_attention(q, k.transpose(1, 2), v.transpose(1, 2), mask)
+    assert half.dtype == torch.bfloat16 and (half - exact).abs().mean() < 0.005
 
 
 @pytest.mark.parametrize("shape", SHAPES)

@@ -322,9 +322,8 @@ def hash_of(*parts):
 
 def format_key(encoding):
     """16 hex digits: a hash of the tokenizer, the chat template and its variables."""
-    template = encoding.template
-    form = template and (template.begin + template.source, template.variables)
-    return hash_of(encoding.hash, encoding.prefix, form)
+    template = encoding.template and (encoding.template.source, encoding.template.variables)
+    return hash_of(encoding.hash, encoding.prefix, template)
 
 
 def tokens_key(paths, encoding):

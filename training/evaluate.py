@@ -6,7 +6,9 @@ from pathlib import Path
 import torch
 
 from clover import BINS
-from generate import prepare
+from engine.batching import Engine
+from engine.policy import Policy
+from generate import DEFAULT_BATCH, Sampling
 from hf.heads import load_heads
 from model import InputError, expect
 from train_heads import window_losses
@@ -39,8 +41,10 @@ def head_accuracy(heads, heldout, batch_size, block_size):
 def acceptance(model, heads, prompts, temperature=0.0):
     """Decodes with heads, or without them by lookup -> ([accepted, proposed] nodes by bin of joint
     log-probability, tokens per step)"""
-    engine = prepare(model, prompts, DECODED, heads, lookup=not heads, graph=False,
-                     tree_size=TREE_SIZE, temperature=temperature)
+    capacity = min(max(map(len, prompts)) + DECODED, model.config.block_size)
+    policy = Policy(model, heads, lookup=not heads, tree_size=TREE_SIZE)
+    engine = Engine(model, policy=policy, capacity=capacity, batch_size=DEFAULT_BATCH,
+                    sampling=Sampling(temperature), graph=False)
     output = engine.generate(prompts, DECODED)
     counts = engine.policy.counts[int(temperature > 0), :BINS].long().tolist()
     return counts, output.tokens_per_step

@@ -13,10 +13,10 @@ import torch
 from safetensors import SafetensorError
 
 from backends import cpu
-from common.files import atomic_write, read_json
+from common.files import read_json
 from common.values import warn
 from hf.paths import is_repository
-from model import InputError, check, expect
+from model import InputError, check, expect, replace_file
 from tools.load import load_model
 from train_heads import Trainer
 from training.flags import FIXED, SELF, STORED, TRAINING, RunConfig, flag_of
@@ -75,7 +75,7 @@ def saving(what, advice):
 
 def save_lines(path, values):
     text = "".join(json.dumps(value) + "\n" for value in values)
-    atomic_write(path, lambda tmp: Path(tmp).write_text(text))
+    replace_file(path, lambda tmp: Path(tmp).write_text(text))
 
 
 def save_file(path, value):
@@ -86,7 +86,7 @@ def save_file(path, value):
             except RuntimeError as error:  # raised by torch while it handles the file's OSError
                 raise error.__context__ or error from None
     path.parent.mkdir(parents=True, exist_ok=True)
-    atomic_write(path, write)
+    replace_file(path, write)
 
 
 def load_file(path, keys, mmap=False):
