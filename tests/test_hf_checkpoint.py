@@ -39,7 +39,8 @@ GEMMA = dict(num_hidden_layers=4, sliding_window=28, head_dim=32, query_pre_attn
 SEES = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2, image_size=16,
             patch_size=4)
 VISION = {"gemma3": dict(vision_config=SEES, mm_tokens_per_image=4),
-          "mistral3": dict(vision_config=SEES | dict(head_dim=8))}
+          "mistral3": dict(vision_config=SEES | dict(head_dim=8)),
+          "llava": dict(vision_config=SEES | dict(model_type="clip_vision_model", projection_dim=16))}
 MULTIPLIERS = dict(embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.1, logits_scaling=8.0)
 DENSE = MULTIPLIERS | dict(num_local_experts=0, shared_intermediate_size=96, intermediate_size=1,
                            layer_types=["full_attention"] * 2)
@@ -72,6 +73,7 @@ FOLDERS = {  # name: (family in transformers, fields of its config)
     "gemma3-untied": ("Gemma3", GEMMA | dict(tie_word_embeddings=False, sliding_window=15, layer_types=[
         "full_attention", "sliding_attention"] * 2)),
     "gemma3-vision": ("Gemma3", GEMMA),
+    "llava-vision": ("Llama", dict(tie_word_embeddings=True)),
     "mistral3-vision": ("Mistral", dict(sliding_window=None, head_dim=32)),
     "granite": ("Granite", MULTIPLIERS | dict(tie_word_embeddings=True)),
     "granite-biased": ("Granite", MULTIPLIERS | dict(attention_bias=True, mlp_bias=True)),
