@@ -72,7 +72,8 @@ def read_config(raw, base, is_eagle3=False):
     """config.json and the model's `GPTConfig` -> `Eagle3Config` or `BlockConfig`. is_eagle3: told
     by the tensors, where config.json has another name for the architecture."""
     is_speculators = raw.get("speculators_model_type") is not None
-    name = raw["speculators_model_type"] if is_speculators else raw["architectures"][0]
+    architectures = raw.get("architectures") or [None]
+    name = raw["speculators_model_type"] if is_speculators else architectures[0]
     if is_eagle3 and name not in FORMATS:
         name = EAGLE3[1]
     kind = one_of("draft heads of type", name, FORMATS)

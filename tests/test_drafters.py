@@ -309,6 +309,7 @@ def test_broken_files_are_refused(tmp_path):
     assert changed(lambda x: x).embed is None
     assert changed(lambda x: x.update({"embed_tokens.weight": -x["embed_tokens.weight"]})).embed is not None
     layers = speculators("eagle3", dict(weights), ids)[0]["transformer_layer_config"]
+    assert changed(lambda x: x, **layers, architectures=None, speculators_model_type=None).hidden_layers == (0, 1, 2)
     other = layers | dict(architectures=["LlamaForCausalLM"], speculators_model_type=None)
     assert changed(lambda x: x, **other).hidden_layers == (0, 1, 2)
     refused(lambda x: x.pop("layers.0.hidden_norm.weight"), "'LlamaForCausalLM' is not supported", **other)
