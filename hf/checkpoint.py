@@ -305,4 +305,4 @@ def save(model, path, dtype=None):
         tensors |= {key: rows.contiguous() for key, rows in zip(names, stacked)}
     replace_file(path / "model.safetensors", partial(save_file, tensors, metadata={"format": "pt"}))
     text = json.dumps(raw, indent=2) + "\n"
-    replace_file(path / "config.json", lambda tmp: Path(tmp).write_text(text))
+    replace_file(path / "config.json", lambda tmp: tmp.write_text(text))

@@ -75,7 +75,7 @@ def saving(what, advice):
 
 def save_lines(path, values):
     text = "".join(json.dumps(value) + "\n" for value in values)
-    replace_file(path, lambda tmp: Path(tmp).write_text(text))
+    replace_file(path, lambda tmp: tmp.write_text(text))
 
 
 def save_file(path, value):
