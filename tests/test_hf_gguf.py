@@ -499,7 +499,8 @@ def test_template_ends_and_sampling_are_the_files(toy_file, tmp_path):
     assert encoding.template.file == toy_file
     sampled = {"general.sampling.temp": 0.5, "general.sampling.top_k": 7}
     file = write(tmp_path / "m.gguf", "llama", theirs_of("llama"), lambda _, values: values.update(sampled))
-    assert chat.sampling_defaults(file) == dict(temperature=0.5, top_k=7)
+    assert chat.sampling_defaults(file) == dict(temperature=0.5, top_k=7) == chat.sampling_defaults(file, dict(top_p=1))
+    assert chat.sampling_defaults(toy_file, dict(top_p=1)) == dict(top_p=1)  # not greedy: the file does not say
 
 
 def test_all_end_tokens_of_a_vocabulary_end_a_text(corpus, tmp_path):
