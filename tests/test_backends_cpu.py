@@ -24,7 +24,7 @@ from backends import cpu, cpu_layers, cpu_library
 from backends.cpu_layers import PackedBlocks, PackedHeads, PackedLinear, pack_quantized
 from backends.cpu_library import header, library
 from backends.tensor_parallel import Group
-from clover import BINS, PRESETS, CloverHeads, preset
+from clover import BINS, PRESETS, CloverHeads
 from common.values import warn
 from conftest import SHAPES, ToyGrammar, needs_compiler, random_prompts, refusal, slow, toy_model
 from engine.acceptance import count_nodes
@@ -378,8 +378,7 @@ def test_a_packed_model_computes_the_same_and_refuses_the_rest(shape, tmp_path):
         pytest.raises(IndexError, model, torch.tensor([[token]]))
     for use in (lambda: model.head.weight, lambda: model.to("cpu", torch.bfloat16), lambda: copy.deepcopy(model),
                 lambda: pickle.dumps(model), model.state_dict, lambda: model.save_pretrained(tmp_path),
-                lambda: model.head(x), lambda: CloverHeads(preset("medusa"), model), lambda: heads.to("meta"),
-                lambda: heads.save_pretrained(tmp_path)):
+                lambda: model.head(x), lambda: heads.to("meta"), lambda: heads.save_pretrained(tmp_path)):
         refusal(use, "packed for decoding", "packed=False")
 
 
