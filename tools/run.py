@@ -22,7 +22,10 @@ def main(args):
     group = tensor_parallel.start(args.device)
     given = group.on_first(lambda: read_prompts(args))
     loaded = load(args, group, CHAT_SAMPLING if args.chat else None)
-    draw_seed(loaded)
+    sampling = loaded.sampling
+    if sampling["seed"] == -1 and Sampling(**sampling).temperature:
+        sampling["seed"] = group.on_first(lambda: random.getrandbits(31))
+        print(f"seed: {sampling['seed']}", file=sys.stderr)
     if not args.quiet:
         advise(args, loaded)
     if not given:
@@ -49,13 +52,6 @@ def main(args):
     finally:
         if args.json and not args.prompts:
             print(json.dumps(result))
-
-
-def draw_seed(loaded):
-    """Draws the seed if it is -1, and prints it."""
-    if loaded.sampling["seed"] == -1 and Sampling(**loaded.sampling).temperature:
-        loaded.sampling["seed"] = loaded.group.on_first(lambda: random.getrandbits(31))
-        print(f"seed: {loaded.sampling['seed']}", file=sys.stderr)
 
 
 def advise(args, loaded):
