@@ -888,9 +888,9 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
            "sampling takes one for each prompt, in place of temperature, ..., seed")
     expect(len(prompts), "there is no prompt; give at least one")
     check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
-    # `add` refuses prompts without a length
-    longest = max((len(prompt) for prompt in prompts if hasattr(prompt, "__len__")), default=1)
-    capacity = min(longest + max_new_tokens, model.config.block_size)
+    # `add` refuses others
+    lengths = [len(x) for x in map(as_list, prompts) if isinstance(x, (list, tuple))]
+    capacity = min(max(lengths, default=1) + max_new_tokens, model.config.block_size)
     batch_size = min(len(prompts), DEFAULT_BATCH if batch_size is None else batch_size)
     policy, engine = make_policy(model, heads, lookup, tree_size, schema and grammar is not None)
     engine = engine(model, policy=policy, batch_size=batch_size, capacity=capacity, beams=beams,

@@ -29,10 +29,12 @@ class GuidedSequence(Sequence):
         if texts and not hasattr(encoding, "stream"):
             raise InputError(f"stop text {texts[0]!r} needs a tokenizer; give encoding=, from "
                              "hf.tokenizer.load_encoding")
-        tools = grammar and grammar.tools
-        shown = tools.tokens.values() if tools else ()
-        begin = grammar and grammar.begin
-        self.stream = encoding.stream([*tokens, *texts], shown, begin) if texts else None
+        self.stream = None
+        if texts:
+            tools = grammar and grammar.tools
+            shown = tools.tokens.values() if tools else ()
+            begin = grammar and grammar.begin
+            self.stream = encoding.stream([*tokens, *texts], shown, begin)
         self.pieces = []  # with stop texts, of each token: see `TextStream.piece`
         self.unread = 0
         self.cached = 0

@@ -24,7 +24,7 @@ from backends import cpu, cpu_layers, cpu_library
 from backends.cpu_layers import PackedBlocks, PackedHeads, PackedLinear, pack_quantized
 from backends.cpu_library import header, library
 from backends.tensor_parallel import Group
-from clover import BINS, PRESETS, CloverHeads
+from clover import BINS, PRESETS, AttentionDecoder, CloverHeads
 from common.values import warn
 from conftest import SHAPES, ToyGrammar, needs_compiler, random_prompts, refusal, slow, toy_model
 from engine.acceptance import count_nodes
@@ -399,6 +399,39 @@ def test_only_what_has_kernels_is_packed():
     model = toy_model().to("meta")
     cpu.apply(model)
     assert type(model.head) is models.LMHead
+
+
+def keyed(self, z, e):
+    """In place of the Attention Decoder: a sigmoid instead of the cosine."""
+    key, value = self.key_value(e).chunk(2, dim=-1)
+    return z + (self.query(self.norm(z)) * key).sum(-1, keepdim=True).sigmoid() * value
+
+
+def parallel(self, hidden, residual, rope, mask, cache=None):
+    """In place of a block: attention and MLP read the same norm."""
+    normed, hidden = self.attn_norm.add_and_norm(hidden, residual)
+    return hidden + self.attn(normed, rope, mask, cache) + self.mlp(normed), None
+
+
+EDITS = {"head": (AttentionDecoder, "forward", keyed), "block": (models.Block, "forward", parallel),
+         "norm": (models.Norm, "add_and_norm", lambda self, x, _: (x * self.weight, x))}
+
+
+@pytest.mark.parametrize("name, edit", [("clover", None), ("clover", "head"), ("clover2", "head"), ("medusa", "head"),
+                                        ("clover", "block"), ("hydra", "norm"), ("clover", "norm")])
+def test_edited_heads_run_as_they_are_written(name, edit, monkeypatch, capsys):
+    """Bug: a researcher changes a class of the heads, trains with it, and measures what cpu.c has instead."""
+    warn.cache_clear()
+    model = toy_model()
+    heads = random_heads(model, name)
+    if edit:
+        monkeypatch.setattr(*EDITS[edit])
+    cpu.apply(model, heads)
+    runs_in_c = edit is None or (edit == "head" and name == "medusa")  # which mixes no tokens
+    assert isinstance(heads.heads, PackedHeads) == runs_in_c
+    assert capsys.readouterr().err.count("run in torch") == (not runs_in_c)
+    if edit != "norm":  # the model's blocks stay in C
+        assert generate(model, [[5, 6]], 9, heads, tree_size=9).tokens == generate(model, [[5, 6]], 9).tokens
 
 
 @pytest.mark.parametrize("quantize", [None, "int8"])

@@ -3,6 +3,7 @@
 import math
 import os
 import shutil
+import weakref
 from functools import partial
 
 import pytest
@@ -101,6 +102,15 @@ def test_a_draft_vocabulary_survives_the_disk(toy, tmp_path):
     refusal(lambda: CloverHeads.from_pretrained(tmp_path, toy), "outside 0..96")
     random_heads(toy).save_pretrained(tmp_path)
     assert CloverHeads.from_pretrained(tmp_path, toy).vocabulary is None
+
+
+def test_captured_steps_keep_the_vocabulary_that_they_read(toy):
+    """Catches rows of the LM head that are freed while a graph reads them."""
+    heads = random_heads(toy)
+    heads.set_vocabulary([96, 95, 33])
+    rows = weakref.ref(heads.lm_head.weight)
+    heads.set_vocabulary([1, 2, 3, 4])
+    assert len(heads.lm_head.weight) == 4 and rows().shape == (3, 64)
 
 
 @pytest.mark.parametrize("name, switches", HEADS, ids=str)

@@ -20,6 +20,7 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+import generate as generate_module
 import kernels
 import model as models
 from backends import gpu
@@ -401,6 +402,25 @@ def test_a_server_captures_what_fits(tree_size, fits, start, monkeypatch):
     capture_all(engine)
     assert len(engine.policy.captured[False]) == fits and len(world.graphs) == 3 * fits
     assert sum(map(len, engine.generate([[1, 2]] * 9, 5).tokens)) == 45 and (fits < 4 or len(world.graphs) == 12)
+
+
+@pytest.mark.parametrize("guided", [False, True])
+def test_a_capture_without_memory_is_not_tried_again(guided, start, monkeypatch):
+    """Bug: a capture that fails in every step, or a graph that reads what an eager part no longer writes there."""
+    world, model, heads = start()
+    engine = Engine(model, policy=Policy(model, heads, False, 5, schema=True), batch_size=2, capacity=200)
+    tried = []
+
+    def full(body, *_):
+        tried.append(body.func.__name__)
+        raise torch.OutOfMemoryError
+    monkeypatch.setattr(generate_module, "capture", full)
+    with patch.object(ToyGrammar, "take", lambda _, tokens: len(tokens)):
+        output = engine.generate([[1, 2], [3]], 20, grammars=[ToyGrammar(), None] if guided else None)
+    assert output.emitted == 40 and not world.graphs
+    assert len(tried) == len(engine.decoder.eager) <= 4 and {*tried} == {"draft" if guided else "step"}
+    capture_all(engine)
+    assert not engine.policy.captured[False]
 
 
 def test_steps_with_grammars_are_three_graphs_on_a_fake_gpu(start):

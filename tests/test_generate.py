@@ -5,7 +5,9 @@ import math
 import weakref
 from collections import Counter, defaultdict
 from functools import cache, partial
+from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
 
@@ -266,6 +268,33 @@ def test_bad_calls_are_refused_in_one_line(toy, case):
     refusal(lambda: generate(toy, **options), says)
 
 
+def test_tensors_and_arrays_are_token_ids(toy):
+    """Bug: a prompt as a tensor or an array that is refused, numpy's integers as stop ids that ask for a folder."""
+    ids, stop = torch.tensor([[5, 6, 7], [8, 9, 3]]), generate(toy, [[5, 6, 7]], 20).tokens[0][7]
+    want = generate(toy, ids.tolist(), 20, stop=stop).tokens
+    for prompts, ends in ((ids, torch.tensor([stop])), ([ids[0].int(), ids[1].numpy()], np.int64(stop)),
+                          ([[*x.numpy()] for x in ids], [np.int32(stop)])):
+        assert generate(toy, prompts, 20, stop=ends).tokens == want
+        assert module.Engine(toy).generate(prompts, 20, ends).tokens == want
+    for prompt in (ids, ids[0].float(), ids[0, 0]):
+        refusal(lambda: generate(toy, [prompt], 5), "prompt 0 must be a list of token ids")
+
+
+def test_each_prompt_has_its_sampling_or_none_has(toy):
+    """Bug: prompts without a sampling that are dropped in silence."""
+    for some in (dict(sampling=[Sampling()]), dict(grammars=[None] * 3)):
+        refusal(lambda: new_engine(toy, capacity=20).generate([[1], [2]], 5, **some), "one for each prompt, here 2")
+
+
+def test_a_prompt_that_cannot_be_read_costs_no_slot(toy, monkeypatch):
+    """Bug: after an error in prefill the next call waits for a slot for ever."""
+    made = module.Engine(toy, capacity=50)
+    with monkeypatch.context() as patch, pytest.raises(MemoryError):
+        patch.setattr(GPT, "prefill", lambda *_: (_ for _ in ()).throw(MemoryError))
+        made.generate([[1, 2, 3]], 5)
+    assert made.generate([[1, 2, 3]], 5).tokens == generate(toy, [[1, 2, 3]], 5).tokens
+
+
 def test_a_bad_index_is_refused(toy):
     """Bug: a prompt that fails in its first step and blocks the queue."""
     refusal(lambda: new_engine(toy, capacity=20).add([1], 5, index=2**63), "index must be a whole number from")
@@ -308,6 +337,21 @@ def test_caches_that_do_not_fit_are_refused_before_allocation(toy, monkeypatch):
                         if device == "meta" else pytest.fail("memory was taken"))
     refusal(lambda: new_engine(toy, policy=policy, batch_size=4, capacity=100), "4 sequences of 102 tokens",
             "a smaller batch size")
+
+
+@pytest.mark.parametrize("part", ["masks", "states", "tables"])
+def test_memory_beside_the_caches_is_counted(part, monkeypatch):
+    """Bug: states that heads have yet to read, masks of grammars or position tables that are not in the check."""
+    sizes = dict(masks=dict(vocab_size=3200), states=dict(n_embd=1024), tables=dict(block_size=2**16))
+    model = toy_model(**sizes[part])
+    policy = SimpleNamespace(heads=random_heads(model, "medusa") if part == "states" else None, largest=1)
+    capacity = 50_000 if part == "tables" else 100
+    cache = model.new_cache(4, capacity + 2, device="meta").kv.nbytes
+    others = dict(masks=4 * 2 * 400, states=4 * 102 * 4096, tables=(50_002 - model.n_positions) * 2 * 16 * 4)[part]
+    monkeypatch.setattr(machine, "free_memory", lambda device: cache + others - 1)
+    refusal(lambda: batching.check_memory(model, policy, 4, capacity), f"4 sequences of {capacity + 2} tokens")
+    monkeypatch.setattr(machine, "free_memory", lambda device: cache + others + 2000)
+    batching.check_memory(model, policy, 4, capacity)
 
 
 # ---------------------------------------------------------------------------------------------------------------------
