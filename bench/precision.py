@@ -8,16 +8,18 @@ import torch
 
 from bench import Table
 from bench.decoding import read_chats
-from bench.llama_cpp import LlamaCpp, import_llama_cpp
+from bench.llama_cpp import N_BATCH, LlamaCpp, import_llama_cpp
 from engine.batching import Engine
 from engine.policy import Policy
 from hf import checkpoint
 from hf.paths import find_model
+from model import check
 from tools.load import load_model
 
 
 def bench(args):
     """`bench precision`: prints a row for each program and returns the result."""
+    check("max new tokens", args.max_new_tokens, 1, N_BATCH, whole=True)
     api = import_llama_cpp() if args.llama_cpp else None
     model, encoding = load_model(args)
     groups, stop = read_chats(args.chats, args.model, encoding, args.prompts)
@@ -43,7 +45,8 @@ def decode(model, prompt, new, stop):
     """Decodes plainly -> (the prompt and the answer but for its last token, the log-probabilities
     from which each token of the answer was chosen, float32 [n, V])."""
     V = model.config.vocab_size
-    engine = Engine(model, policy=Policy(model), capacity=len(prompt) + new)
+    capacity = min(len(prompt) + new, model.config.block_size)
+    engine = Engine(model, policy=Policy(model), capacity=capacity)
     sequence = engine.add(prompt, new, stop=stop)
     sequence.top_logprobs = V
     rows = []

@@ -401,6 +401,7 @@ def test_precision_is_that_of_the_same_positions(run, checkpoint, tmp_path, monk
         assert (ours["program"], ours["positions"]) == (f"Clover, {dtype}", 10) and low <= ours["millinats"] < high
         assert (theirs["program"], theirs["same_top_1"]) == ("llama.cpp", 1) and abs(theirs["millinats"]) < 0.001
     assert read == [(7, 5), (6, 5)] * 2
+    refusal(lambda: run(*command, "--max-new-tokens", "513"), "max new tokens must be")  # llama.cpp's batch
 
 
 def test_divergence_is_from_the_exact_distribution():
