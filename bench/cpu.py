@@ -20,12 +20,12 @@ def bench(args, parse):
     files = {name: requantized(find_model("smollm2"), name, args.out) for name in FORMATS}
     found = parts(args, files)
     chosen = args.parts or [*found]
-    unknown = [part for part in chosen if part not in found]
-    expect(not unknown, f"--parts: expected some of {', '.join(map(repr, found))}, not {unknown}")
+    for part in chosen:
+        expect(part in found, f"--parts: expected some of {', '.join(map(repr, found))}, not "
+               f"{part!r}")
     out = Path(args.out)
-    rows = {}
-    if args.parts and out.exists():
-        rows = {row["part"]: row for row in map(json.loads, out.open())}
+    before = map(json.loads, out.open()) if args.parts and out.exists() else ()
+    rows = {row["part"]: row for row in before}
     for part in chosen:
         own = parse(list(map(str, found[part])))
         print(f"\n{part}: python -m bench {' '.join(map(str, found[part]))}", flush=True)
@@ -59,8 +59,7 @@ def parts(args, files):
         drafters = plain if name == "Q4_0" else both  # its output repeats itself: easy to guess
         found[f"{name}, one sequence"] = ["decode", "--model", file, *drafters, *rival, "--chats",
                                           CHATS, "--prompts", 18, "--runs", 2]
-    all_files = files | ({"coder": args.coder} if args.coder else {})
-    for name, file in all_files.items():
+    for name, file in [*files.items(), *[("coder", args.coder)] * bool(args.coder)]:
         model = ["decode", "--model", file, *plain, *rival]
         found |= {
             f"{name}, batches": [*model, "--batch-sizes", 8, 32, "--prompts", 32,

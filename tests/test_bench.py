@@ -330,7 +330,7 @@ def test_every_part_of_bench_cpu_is_a_command(coder, monkeypatch, tmp_path):
     bench.main(bench.parse([*command, "steps", "prompts"]))
     again = {row["part"]: row for row in map(json.loads, (tmp_path / "cpu.jsonl").read_text().splitlines())}
     assert len(seen) == len(rows) + 2 and again == rows
-    refusal(lambda: bench.main(bench.parse([*command, "stops"])), "'prompts', ", "'steps', not ['stops']")
+    refusal(lambda: bench.main(bench.parse([*command, "stops"])), "'prompts', ", "'steps', not 'stops'")
     assert {*bench_cpu.FORMATS, *["coder"] * coder} < {Path(args.model).stem for args in seen if args.llama_cpp}
 
 
