@@ -104,21 +104,20 @@ def add_precision_flags(parser):
 
 
 def main(args):
-    from bench import cpu, decoding, draw, finish, gpu, operations, precision
+    from bench import cpu, draw, finish, gpu
     from generate import Sampling
     from model import MAX_TREE, check
-    if args.command == "decode":
-        for temperature in args.temperatures:  # check all values before measuring any
+    if args.command == "decode":  # check all values before measuring any
+        for temperature in args.temperatures:
             Sampling(temperature)
         for size in filter(None, args.tree_sizes):
             check("tree size", size, 1, MAX_TREE, whole=True)
-        finish(args, (operations if args.random_weights else decoding).bench(args), args.out)
+    if args.command in ("decode", "precision"):
+        finish(args, cpu.measure(args), args.out)
     elif args.command == "cpu":
         cpu.bench(args, parse)
     elif args.command == "gpu":
         gpu.bench(args)
-    elif args.command == "precision":
-        finish(args, precision.bench(args), args.out)
     else:
         draw.bench()
 

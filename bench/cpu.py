@@ -11,7 +11,6 @@ from hf.paths import find_model
 from model import expect, replace_file
 
 FORMATS = "Q4_1", "Q4_0", "Q8_0"  # of SmolLM2: the published file, and two made from it
-SPEC_BENCH = 96  # chats of --chats: 16 of each kind
 
 
 def bench(args, parse):
@@ -35,6 +34,7 @@ def bench(args, parse):
 
 
 def measure(args):
+    """The result of `bench decode` or `bench precision`."""
     if args.command == "precision":
         return precision.bench(args)
     return (operations if args.random_weights else decoding).bench(args)
@@ -53,7 +53,7 @@ def parts(args, files):
         found[f"{name}precision"] = ["precision", "--model", model, "--chats", chats, *rival]
         if args.chats:
             found[f"{name}spec bench"] = [*answers(model, temperature, args.chats),
-                                          "--prompts", SPEC_BENCH]
+                                          "--prompts", 96]  # 16 of each kind of Spec-Bench
     plain = ["--drafters", "lookup", "--tree-sizes", 1]
     for name, file in files.items():
         drafters = plain if name == "Q4_0" else both  # its output repeats itself: easy to guess

@@ -152,10 +152,9 @@ def interleave(methods, groups, new, rounds, batch_size=1):
 def total(runs):
     """The sum of several `Measured`."""
     runs = list(runs)
-    add = lambda name: sum(getattr(run, name) for run in runs)
-    return Measured([one for run in runs for one in run.sequences], add("steps"),
-                    seconds=add("seconds"), decode_seconds=add("decode_seconds"),
-                    prompt_tokens=add("prompt_tokens"))
+    names = "steps", "seconds", "decode_seconds", "prompt_tokens"
+    sums = {name: sum(getattr(run, name) for run in runs) for name in names}
+    return Measured([one for run in runs for one in run.sequences], **sums)
 
 
 def compare(runs):

@@ -31,9 +31,9 @@ def bench(args):
         theirs = LlamaCpp(api, find_model(args.model), model.device, 1, max(map(len, texts)), 0.0)
         programs["llama.cpp"] = [torch.tensor(theirs.logits(text, len(ours))).log_softmax(-1)
                                  for text, ours in answers]
-    device = model.device
     del model  # two models might not fit in memory
-    exact = checkpoint.load(args.model, torch.float32, device, quantize=args.quantize, packed=False)
+    exact = checkpoint.load(args.model, torch.float32, args.device, quantize=args.quantize,
+                            packed=False)
     expected = [logprobs_of(exact, text, len(ours)) for text, ours in answers]
     table = Table()
     for program, found in programs.items():
