@@ -230,7 +230,9 @@ def test_llama_cpp_decodes_and_counts_correctly(monkeypatch):
     other = "llama.cpp", None
     rows = decoding.compare({("plain", 1): [replace(plain, seconds=1)], other: [replace(plain, seconds=0.5)]})
     assert (rows[other]["speed_up"], rows[other]["identical"]) == (2.0, None)
-    monkeypatch.setitem(sys.modules, "llama_cpp", None)
+    for package in "llama_cpp", "matplotlib.figure":
+        monkeypatch.setitem(sys.modules, package, None)
+    refusal(lambda: draw.draw_kinds([], "x.svg"), "pip install matplotlib")
     refusal(lambda: llama_cpp.llama_cpp_methods("a.gguf", "cpu", 1, 80, 0.0, ()), "pip install --no-binary llama-cpp")
 
 
@@ -467,8 +469,3 @@ def test_speed_ups_are_drawn_by_kind(tmp_path):
     assert [round(centre(bar)) for bar in panels[0].patches] == [0, 1, 0, 2]
     assert [text.get_text() for text in panels[1].get_legend().get_texts()] == ["heads", "lookup"]
     assert ElementTree.parse(tmp_path / "drawn.svg").getroot().tag == SVG + "svg"
-
-
-def test_without_matplotlib_the_error_says_what_to_install(monkeypatch):
-    monkeypatch.setitem(sys.modules, "matplotlib.figure", None)
-    refusal(lambda: draw.draw_kinds([], "x.svg"), "pip install matplotlib")

@@ -102,13 +102,10 @@ def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
     assert rows[0]["dry_run"] and rows[0]["commit"] == "abc123"
     assert {row["part"]: row["ended"] for row in rows if "ended" in row} == dict.fromkeys(gpu.PARTS, "done")
     select = lambda part, key: [row for row in rows if row["part"] == part and key in row]
-    steps, plain = select("steps", "step_ms"), {}
-    for row in steps:
-        base = plain.setdefault((row["products"], row["batch_size"]), row)
-        assert base["tree_size"] == 1 and row["verify_ms"] > 0
-        assert row["over_plain"] == pytest.approx(row["step_ms"] / base["step_ms"], rel=1e-3)
+    steps = select("steps", "step_ms")
+    plain = {(row["products"], row["batch_size"]): row for row in steps if row["tree_size"] == 1}
     assert [*plain] == [("cublas", 1), ("default", 1), ("default", 2), ("8 bits", 1), ("4 bits", 1)]
-    assert len(steps) == 2 * len(plain)
+    assert len(steps) == 2 * len(plain) and all(row["verify_ms"] > 0 and row["over_plain"] > 0 for row in steps)
     floors = [plain[products, 1]["floor_ms"] for products in ("4 bits", "8 bits", "cublas")]
     assert floors == sorted({*floors})  # weights of 4 bits are smaller than those of 8
     assert {row["kernel"] for row in select("kernels", "us")} == {
@@ -129,11 +126,10 @@ def test_a_dry_run_runs_every_part(tmp_path, capsys, monkeypatch):
             assert row["speed_up"] == pytest.approx(row["tokens_per_second"] / base["tokens_per_second"], rel=2e-3)
             assert row["identical"] == 1 and row["bugs"] == row["ties"] == 0 and row["model"] == "demo"
             assert ("graph_ms" in row) == (T != "auto") and row["engine_ms"] > 0 and row["warm_seconds"] > 0
-    served = select("server", "drafter")
-    assert [row["drafter"] for row in served] == ["plain", "auto"]
-    assert all(0 < row["first_token_ms"] <= row["worst_first_token_ms"] for row in served)
-    assert served[1]["speed_up"] == pytest.approx(
-        served[1]["tokens_per_second"] / served[0]["tokens_per_second"], rel=2e-3)
+    plain, auto = select("server", "drafter")
+    assert (plain["drafter"], auto["drafter"]) == ("plain", "auto")
+    assert all(0 < row["first_token_ms"] <= row["worst_first_token_ms"] for row in (plain, auto))
+    assert auto["speed_up"] == pytest.approx(auto["tokens_per_second"] / plain["tokens_per_second"], rel=2e-3)
     training, = select("training", "exit_code")
     assert training["written_tokens_per_second"] > 0 and training["trained_tokens_per_second"] > 0
     tests = select("tests", "summary")[0]
@@ -156,16 +152,13 @@ def test_each_differing_output_is_looked_into(monkeypatch):
     """Bug: only the first that differs counts, or another sequence's noise is used; a run with many takes minutes."""
     ours = [[1, i] for i in range(20)]
     plain = [[1, i if i < 3 else 0] for i in range(20)]
-    looked_into = []
 
     def first(model, prompts, ours, plain, sampling):
         index = next(i for i, (a, b) in enumerate(zip(ours, plain)) if a != b)
-        looked_into.append(index)
-        return index, 1, 0.0, "tie" if index % 2 else "bug"
+        return index, 1, 0.0, "tie" if 5 <= index <= 10 else "bug"  # the first eight: 3 to 10
     monkeypatch.setattr(decoding, "first_difference", first)
     assert decoding.differences(None, None, None, ours, ours) == dict(ties=0, bugs=0)
-    assert decoding.differences(None, None, None, ours, plain) == dict(ties=4, bugs=4)
-    assert looked_into == [*range(3, 11)]
+    assert decoding.differences(None, None, None, ours, plain) == dict(ties=6, bugs=2)
 
 
 def test_a_program_ends_with_its_part(tmp_path):
