@@ -27,6 +27,7 @@ from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
+from torch.utils._pytree import tree_leaves  # of nested tuples and dicts
 
 from clover import (
     BINS,
@@ -103,9 +104,9 @@ class Accepted(NamedTuple):
 def ngram_lookup(history, lengths, n, slots=None):
     """n tokens proposed by n-gram lookup (prompt lookup decoding): those that followed the latest
     earlier occurrence of the longest suffix, 4 tokens down to 1 -> int64 [B, 1 + n]: the length of
-    the match, then the tokens; 0 and -1 if there is none. A match may overlap the suffix. At the
-    text's end the chain repeats the tokens after the match. history: int32 [slots, S]. lengths:
-    int32 [slots], index of the newest token. slots: int64 [B]; None: all."""
+    the match, then the tokens; 0 and -1 if there is none. At the text's end the chain repeats the
+    tokens after the match. history: int32 [slots, S]. lengths: int32 [slots], index of the newest
+    token. slots: int64 [B]; None: all."""
     if slots is not None:
         history, lengths = history[slots], lengths[slots]
     S = history.shape[1]
@@ -267,11 +268,6 @@ class Slots:
         self.active = zeros(batch_size, dtype=torch.int32)  # 0: idle
         self.all = self.make_batch(None, self.cache.lengths, self.integers, self.floats)
 
-    def batch(self, slots):
-        """The `Batch` of some slots, int64 [B]."""
-        columns = self.cache.lengths, self.integers, self.floats
-        return self.make_batch(slots, *(x.index_select(-1, slots) for x in columns))
-
     def make_batch(self, slots, lengths, integers, floats):
         fields = dict(zip((*INTEGER_FIELDS, *FLOAT_FIELDS), (*integers, *floats)))
         return Batch(slots, lengths, fields.pop("root"), fields.pop("sequence"), fields)
@@ -345,6 +341,7 @@ class Decoder:
     tree_sizes = 2, 3, 4, 6, 8, 12, 16  # from which an adaptive policy selects T, besides 1
     chooses_size = False  # whether `draft` chooses one, if the plan's is None
     read_sizes = ()       # T of steps that read prompts, too; (): none do
+    captured_modes = GREEDY, NOISE  # `filter_logits` reads values
     # functions that a backend replaces
     extend_candidates = staticmethod(extend_candidates)
     ngram_lookup = staticmethod(ngram_lookup)
@@ -375,6 +372,7 @@ class Decoder:
         check("capacity", self.capacity, 1, model.config.block_size, whole=True)
         self.context = model.blocks.decoding_context
         self.inference_mode = torch.inference_mode()  # creating one takes as long as a stage
+        self.max_tree = max(policy.largest, *self.read_sizes, 1)  # nodes of a step
         P = self.path_limit(self.max_tree)
         # captured graphs hold addresses: these tensors are allocated once and changed in place
         self.offsets = torch.arange(P, device=model.device)
@@ -388,11 +386,6 @@ class Decoder:
         self.pool = None    # memory shared by the graphs; None: steps run eagerly
         if self.device.type == "cuda" and graph and HAS_TRITON:  # references read values
             self.pool = torch.cuda.graph_pool_handle()
-
-    @property
-    def max_tree(self):
-        """The most nodes of a step."""
-        return self.policy.largest
 
     def path_limit(self, tree_size):
         """P: a path ends with the heads' last depth or with lookup's chain."""
@@ -423,20 +416,19 @@ class Decoder:
         result = part(plan, *inputs)
         is_new = key not in self.graphs
         self.graphs[key] = None
-        if is_new and plan not in self.eager and self.can_capture(plan):
+        captures = self.pool is not None and plan.mode in self.captured_modes
+        if is_new and captures and plan not in self.eager:
             try:
                 self.graphs[key], captured = capture(partial(part, plan, *inputs), self.device,
                                                      self.pool)
             except torch.OutOfMemoryError:
                 self.eager.add(plan)
                 return result
-            for x, y in zip(tensors_of(captured), tensors_of(result)):
-                x.copy_(y)
+            for x, y in zip(tree_leaves(captured), tree_leaves(result)):
+                if x is not None:
+                    x.copy_(y)
             result = captured
         return result
-
-    def can_capture(self, plan):
-        return self.pool is not None and plan.mode != FILTERED  # `filter_logits` reads values
 
     def draft(self, plan, masks=None, forced=None):
         """Proposes nodes and builds the tree of the likeliest -> `Draft`. For a grammar, masks: the
@@ -599,15 +591,6 @@ class Decoder:
 
 def to_host(x):
     return x.to("cpu", non_blocking=True, copy=True)  # the next step overwrites x
-
-
-def tensors_of(values):
-    """The tensors in nested tuples and dicts, in order."""
-    if isinstance(values, torch.Tensor):
-        return [values]
-    if isinstance(values, dict):
-        values = values.values()
-    return [x for value in values if value is not None for x in tensors_of(value)]
 
 
 def capture(body, device, pool=None):

@@ -466,15 +466,10 @@ def allowed(masks_ptr, row, columns, V):
     return (tl.load(words, mask=columns < V, other=0) >> columns % 32) & 1 != 0
 
 
-def without_nan(logits):
-    """logits with -inf for NaN, which no token should win by."""
-    return logits.nan_to_num(nan=-math.inf, posinf=math.inf, neginf=-math.inf)
-
-
 def mask_logits(logits, masks):
     """logits [M, V] with -inf for NaN and for the tokens that masks forbid, int32 [M, ceil(V / 32)]
     with a bit for each token; None: allow all."""
-    logits = without_nan(logits)
+    logits = logits.nan_to_num(-math.inf, math.inf, -math.inf)
     if masks is None:
         return logits
     bits = masks[:, :, None] >> torch.arange(32, dtype=torch.int32, device=masks.device)
@@ -753,7 +748,7 @@ def best_tokens(logits, k, vocab_ids=None, noise=None):
     if noise is not None:
         temperature, *key = noise
         logits = logits + per_row(temperature, logits) * gumbel(*key, tokens)
-    logits = without_nan(logits)
+    logits = logits.nan_to_num(-math.inf, math.inf, -math.inf)  # NaN comes last
     columns = logits.sort(dim=-1, descending=True, stable=True).indices[:, :k]
     return logits.log_softmax(-1).gather(1, columns), tokens[columns].long()
 

@@ -29,7 +29,7 @@ from backends.cpu_layers import (
     stack,
 )
 from backends.cpu_library import LARGEST, header, is_usable, library, threads
-from backends.slots import SomeSlots
+from backends.slots import SomeSlots, batch_of
 from clover import Tree
 from common.values import warn
 from engine.policy import Policy
@@ -257,7 +257,7 @@ class CompiledDecoder(Decoder):
         self.view = self.views[key]
         batch = None  # cpu.c reads the slots itself
         if self.samples_in_torch(plan):
-            batch = self.slots.batch(torch.tensor(self.running))
+            batch = batch_of(self.slots, torch.tensor(self.running))
         return Draft(batch, self.view.tree, self.view.positions, None)
 
     def step_views(self, B, T):

@@ -12,7 +12,7 @@ from backends import sampling, tree
 from backends.linear import Quantized, dequantize, linear_rows
 from backends.quantized import select_rows, stack
 from backends.slots import SomeSlots
-from generate import FILTERED, set_number
+from generate import FILTERED, GREEDY, NOISE, set_number
 from kernels import HAS_TRITON, INTERPRETED, float_logits, runs_triton
 from model import Block, Blocks, InputError, LMHead, NoNorm, TreeMask
 
@@ -179,6 +179,7 @@ class GraphDecoder(SomeSlots):
     cannot be wrong. A slot with unread prompt tokens gets the chain of its next T known tokens."""
     tree_sizes = 2, 4, 8, 16, 32, 64
     read_sizes = 4, 16, 64
+    captured_modes = GREEDY, NOISE, FILTERED
     extend_candidates = staticmethod(tree.extend_candidates)
     ngram_lookup = staticmethod(tree.ngram_lookup)
     advance = staticmethod(tree.advance)
@@ -191,15 +192,8 @@ class GraphDecoder(SomeSlots):
         self.prompts = slots.history, slots.cache.lengths, self.ends
         self.no_chain = integers(self.batch_size, 1, dtype=torch.int64)
 
-    @property
-    def max_tree(self):
-        return max(self.policy.largest, *self.read_sizes)
-
     def path_limit(self, tree_size):
         return tree_size  # the chain of a prompt's tokens fills the tree
-
-    def can_capture(self, plan):
-        return self.pool is not None
 
     def build_tree(self, batch, candidates, chain, tree_size):
         if candidates is None and chain is None:  # a tree needs candidates of some kind

@@ -29,4 +29,10 @@ class SomeSlots(Decoder):
     def batch(self, B):
         if B == self.batch_size:
             return super().batch(B)
-        return self.slots.batch(self.slot_ids[:B])
+        return batch_of(self.slots, self.slot_ids[:B])
+
+
+def batch_of(state, slots):
+    """The `generate.Batch` of some slots, int64 [B], of a `generate.Slots`."""
+    columns = state.cache.lengths, state.integers, state.floats
+    return state.make_batch(slots, *(x.index_select(-1, slots) for x in columns))

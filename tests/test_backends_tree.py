@@ -6,12 +6,13 @@ import random
 
 import pytest
 import torch
+from torch.utils._pytree import tree_leaves
 
 import clover
 from backends import tree as triton_tree
 from clover import BINS, SCHEMA, SOURCES, Candidates, Tree
 from engine.acceptance import ACTIVE, GUIDED
-from generate import Accepted, tensors_of
+from generate import Accepted
 from static import module_of
 from test_kernels import INTERPRETED, as_int64, device, every_second, slow_to_interpret
 from test_kernels_fused import normal
@@ -382,7 +383,7 @@ def test_slots_select_sequences_of_the_caches(name, device):
     want, got = function(**alone), function(**batch, slots=slots.to(device))
     if name == "prompt_chain":
         want, got = ((*given["tree"], given["chain"]) for given in (alone, batch))
-    for a, b in zip(tensors_of([want]), tensors_of([got]), strict=True):
+    for a, b in zip(tree_leaves([want]), tree_leaves([got]), strict=True):
         assert torch.equal(a, b)
     for key in changed.split():
         assert torch.equal(alone[key].cpu(), batch[key].cpu().index_select(at(key), slots))
