@@ -10,10 +10,9 @@
 
 The first four account for a step's memory traffic beside the linear layers, the others save
 launches. Each section has the formula, its cost, the kernel, a function that launches it, and a
-torch reference (`*_reference`). The function checks sizes, dtypes and devices, not tensors' values.
-It launches the kernel on CUDA tensors, and on CPU tensors if TRITON_INTERPRET=1 was set before the
-import; otherwise, in float64, and if a gradient is required, it calls the reference. Inputs may
-have any strides unless noted. docs/kernels.md explains the choices and has measurements.
+torch reference. The function checks sizes, dtypes and devices, not values. It launches the kernel
+on CUDA tensors, and with TRITON_INTERPRET=1 on CPU tensors; otherwise, in float64, and if a
+gradient is required, it calls the reference. Inputs may have any strides unless noted.
 
 Letters: B sequences of a batch, T tree nodes, L layers, S cache capacity, Hq and
 Hkv query and key/value heads, G = Hq / Hkv, D head size, C hidden size, V vocabulary, M rows
@@ -447,10 +446,10 @@ def _splitmix64_torch(x):
 
 def filled(x, rows, B=1):
     """A number or a tensor [B] -> a contiguous tensor [B] on the device of `rows`."""
-    if not isinstance(x, torch.Tensor):
-        x = (x + 2**63) % 2**64 - 2**63 if isinstance(x, int) else x  # wraps an unsigned seed
-        x = torch.full((B,), x, device=rows.device)
-    return x.contiguous()
+    if isinstance(x, torch.Tensor):
+        return x.contiguous()
+    x = (x + 2**63) % 2**64 - 2**63 if isinstance(x, int) else x  # wraps an unsigned seed
+    return torch.full((B,), x, device=rows.device)
 
 
 def per_row(x, rows):
@@ -526,8 +525,7 @@ def load_rows(
 
 def reader(x, weight):
     """How kernels multiply x [M, C] by a weight [N, C] -> (x, a Triton function like `load_rows`,
-    what it reads, its FORMAT). A backend's weight brings its own, as `backends.linear.Quantized`
-    does, and `values` for the references."""
+    what it reads, its FORMAT). A backend's weight, as `linear.Quantized`, brings its own."""
     if isinstance(weight, torch.Tensor):
         return x, load_rows, (weight, *strides(weight)), None
     return weight.reader(x)
@@ -742,9 +740,8 @@ def project_topk_reference(hidden, weight, k, vocab_ids=None, noise=None):
 
 def best_tokens(logits, k, vocab_ids=None, noise=None):
     """`project_topk` from logits [M, V]."""
-    tokens = vocab_ids
-    if vocab_ids is None:
-        tokens = torch.arange(logits.shape[1], device=logits.device)
+    every = torch.arange(logits.shape[1], device=logits.device)
+    tokens = every if vocab_ids is None else vocab_ids
     if noise is not None:
         temperature, *key = noise
         logits = logits + per_row(temperature, logits) * gumbel(*key, tokens)
@@ -775,8 +772,8 @@ def project_sample_reference(hidden, weight, temperature, seed, sequence, positi
 
 def sample_filtered(logits, *, temperature, top_k, top_p, min_p, seed, sequence, position,
                     masks=None):
-    """The next token for each row of logits [M, V] -> int64 [M]: `gumbel_argmax` of the tokens that
-    masks and `filter_logits` keep. Parameters: numbers or tensors [B]; position [M]."""
+    """`gumbel_argmax` of the tokens that masks and `filter_logits` keep. logits: [M, V].
+    Parameters: numbers or tensors [B]; position [M]."""
     logits = filter_logits(mask_logits(logits, masks), top_k, top_p, min_p, temperature)
     return gumbel_argmax(logits, 1.0 * (temperature > 0), seed, sequence, position)
 
@@ -1218,7 +1215,7 @@ def require(condition, expected, *got):
 
 
 def is_real(x):
-    """Whether a tensor holds numbers that kernels compute with, and at least one."""
+    """Whether a tensor holds floats, at least one."""
     return x.dtype in REAL and x.numel() > 0
 
 
