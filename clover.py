@@ -199,9 +199,8 @@ class Candidates(NamedTuple):
 def extend_candidates(logprobs, tokens, candidates, depth):
     """Fills [:, depth] of `Candidates` with the best proposals (after EAGLE-2, arXiv 2406.16858).
     logprobs, tokens [B, w, W]: the W best next tokens of w beams; a logprob above 0 counts as 0,
-    NaN as -inf. Beams: the root, then the first W candidates of the previous depth; w = 1 for the
-    root, and where heads read no tokens, so that all beams propose the same. Ties go to the lower
-    token, then to the child of the better beam."""
+    NaN as -inf. Beams: the first W candidates of the previous depth; w = 1 for the root, and where
+    heads read no tokens. Ties go to the lower token, then to the child of the better beam."""
     W = logprobs.shape[2]
     joint = logprobs.clamp(max=0).nan_to_num_(nan=-math.inf, neginf=-math.inf)
     if depth:
@@ -268,8 +267,7 @@ def head_nodes(candidates, chances):
 #               └─ d ── e     parent         0     0   0   2   2   0   5   4
 #                             probability    1    .3  .5  .2  .4  -1  -1  .3
 #
-# Columns 5 to 7 are the chain's. Its first two nodes are the heads' own, in columns 2 and 4, which
-# get its probability where that is larger; only e is new, below column 4.
+# Columns 5 to 7 are the chain's: b and d are already columns 2 and 4, only e is new.
 
 def add_chain(pool, chain, chances):
     """Adds a chain's n nodes to a pool [B, N]. Where the heads proposed the same token under the
@@ -401,8 +399,7 @@ class CloverHeads(nn.Module):
 
     @property
     def lm_head(self):
-        """The model's LM head, or one with the draft vocabulary's rows. To gather them from the
-        whole takes 1.2 to 1.5 times as long."""
+        """The model's LM head, or a copy of the draft vocabulary's rows, which is faster."""
         if self.vocabulary is None:
             return self.model.head
         if not self.selected or self.selected[-1][0] is not self.vocabulary:
@@ -481,11 +478,11 @@ class CloverHeads(nn.Module):
         return outputs
 
     @torch.no_grad()
-    def draft(self, state, root, tree_size, beams, sampling=None, masks=None,
+    def draft(self, state, root, tree_size, W, sampling=None, masks=None,
               extend=extend_candidates, cache=None):
-        """Beam search (arXiv 2406.16858, section 4): at each depth, the W = beams candidates of
-        highest joint log-probability propose their W best tokens. A child's joint probability never
-        exceeds its parent's, so the best candidates are a tree.
+        """Beam search (arXiv 2406.16858, section 4): at each depth, the W candidates of highest
+        joint log-probability propose their W best tokens. A child's joint probability never exceeds
+        its parent's, so the best candidates are a tree.
 
         state [B, C] at the last committed position, root [B] -> `Candidates` for a tree of
         tree_size > 1 nodes. sampling: (temperature, seed, sequence, position) of the roots, each
@@ -493,7 +490,6 @@ class CloverHeads(nn.Module):
         the tokens that may follow the roots, as in `is_allowed`; others are no nodes. extend: a
         backend's `extend_candidates`. cache: the heads' own, which these do not read."""
         B, C = state.shape
-        W = beams
         K = min(self.config.n_draft, tree_size - 1)
         # n does not depend on tree_size, so a smaller tree is the front of a larger one; the first
         # W candidates of a depth are its beams
@@ -527,10 +523,8 @@ class CloverHeads(nn.Module):
         """Writes heads.safetensors (cast to dtype if given) and heads.json: config, the model's
         sizes, `norm_hash` and tokenizer's hash, and info (training, accuracy)."""
         Path(path).mkdir(parents=True, exist_ok=True)
-        tensors = {}
-        for name, value in self.state_dict().items():
-            stored = dtype if dtype and value.is_floating_point() else value.dtype
-            tensors[name] = value.detach().to("cpu", stored).contiguous()
+        cast = lambda x: x.to(dtype) if dtype and x.is_floating_point() else x
+        tensors = {name: cast(x).cpu().contiguous() for name, x in self.state_dict().items()}
         replace_file(Path(path, "heads.safetensors"), lambda tmp: tmp.write_bytes(save(tensors)))
         self.save_record(path, tokenizer, **info)
 
@@ -566,8 +560,8 @@ class CloverHeads(nn.Module):
 
 def linear_weights(module):
     """How many numbers the weights of its linear layers have."""
-    return sum(layer.in_features * layer.out_features for layer in module.modules()
-               if hasattr(layer, "in_features"))
+    layers = (layer for layer in module.modules() if hasattr(layer, "in_features"))
+    return sum(layer.in_features * layer.out_features for layer in layers)
 
 
 def norm_hash(model):

@@ -83,8 +83,7 @@ class Sampling:
 # Lookup and acceptance
 
 class Accepted(NamedTuple):
-    """The accepted paths of B trees, of at most P nodes. Where a path is shorter, its columns are
-    padded with those of the root."""
+    """The accepted paths of B trees, of at most P nodes; shorter ones are padded by the root."""
     tokens: torch.Tensor   # int64 [B, P]: the accepted guesses, then the bonus token, the next root
     path: torch.Tensor     # int64 [B, P]: the accepted nodes, root first
     sources: torch.Tensor  # int64 [B, P]: of these nodes, as in `Tree`
@@ -248,9 +247,8 @@ FLOAT_FIELDS = "temperature", "top_p", "min_p"
 
 
 class Slots:
-    """The state of all sequences, one per slot, of up to `capacity` tokens. Captured steps hold the
-    addresses of its tensors. On a GPU the next step already runs when the host reads the one that
-    ended a sequence, so there is room for what that step adds."""
+    """The state of all sequences, one per slot, of up to `capacity` tokens, with room for a step that
+    began before the host read the last one. Captured steps hold the addresses of its tensors."""
 
     def __init__(self, model, heads, batch_size, capacity, max_tree, max_path):
         zeros = partial(torch.zeros, device=model.device)
@@ -303,7 +301,7 @@ class Plan(NamedTuple):
 
 
 class Draft(NamedTuple):
-    """What the first stage of a step hands to the others."""
+    """What `draft` hands to the other stages, in plain decoding only the roots."""
     batch: Batch
     tree: Tree
     positions: torch.Tensor     # int64 [B, T]
@@ -555,10 +553,9 @@ class Decoder:
     def prefill(self, slot, prompt, start, end):
         """Reads the prompt's tokens start, ..., end - 1 into a slot. Steps between two calls write
         their trees where the next call will write."""
-        tokens = pinned([prompt[start:end + 1]], self.device)  # (1, end + 1 - start)
-        tokens = tokens.to(self.device, non_blocking=True)
-        hidden = self.model.prefill(tokens[:, :-1], self.slots.cache.one(slot), start,
-                                    self.hidden_layers)
+        tokens = pinned([prompt[start:end + 1]], self.device).to(self.device, non_blocking=True)
+        cache = self.slots.cache.one(slot)
+        hidden = self.model.prefill(tokens[:, :-1], cache, start, self.hidden_layers)
         if self.heads:
             self.read_prompt(slot, hidden, tokens[:, 1:], start)
 
@@ -595,9 +592,8 @@ def to_host(x):
 
 def capture(body, device, pool=None):
     """Captures body(), which has run before, in a CUDA graph -> (a function that replays it and
-    returns the result, the result). Existing tensors that body() reads or writes must live as long
-    as the graph. Graphs of one pool share memory: copy a result, on the same stream, before a
-    graph runs that was captured earlier."""
+    returns the result, the result). What body() reads or writes must live as long as the graph.
+    Graphs of one pool share memory: copy a result before a graph runs that was captured earlier."""
     with torch.inference_mode(), torch.cuda.device(device):
         # else this graph would use a cuBLAS workspace from an earlier graph's memory
         torch._C._cuda_clearCublasWorkspaces()

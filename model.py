@@ -403,7 +403,6 @@ class Blocks(nn.ModuleList):
 
 class GPT(nn.Module):
     """A decoder-only transformer with random weights; `from_pretrained` loads a checkpoint."""
-    tables = ()  # without weights
 
     def __init__(self, config):
         super().__init__()
@@ -418,6 +417,7 @@ class GPT(nn.Module):
         self.norm = Norm(c.norm, c.n_embd, c.norm_eps)
         self.head = LMHead(c.n_embd, c.vocab_size, bias=False)
         self.n_positions = min(c.block_size, FIRST_POSITIONS) + MAX_TREE  # rows of `tables`
+        self.tables = ()    # without weights
         self.outgrown = []  # tables that captured steps may still read
         self.tie_and_place()
         if not self.norm.weight.is_meta:  # else a checkpoint's weights come later
