@@ -247,8 +247,8 @@ FLOAT_FIELDS = "temperature", "top_p", "min_p"
 
 
 class Slots:
-    """The state of all sequences, one per slot, of up to `capacity` tokens, with room for a step that
-    began before the host read the last one. Captured steps hold the addresses of its tensors."""
+    """The state of all sequences, one per slot, of up to `capacity` tokens; with room for a step
+    begun before the host read the last one. Captured steps hold the addresses of its tensors."""
 
     def __init__(self, model, heads, batch_size, capacity, max_tree, max_path):
         zeros = partial(torch.zeros, device=model.device)

