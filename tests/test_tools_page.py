@@ -78,15 +78,62 @@ def test_a_chat_beside_plain_decoding(model_folder, tmp_path, width):  # noqa: F
         browser["document.getElementById('temperature').value = 1"]
         browser.type("cd")
         until(lambda: compared() == 2)
-        assert browser["""[...document.querySelectorAll('.step')].every(step => {
-            step.click()
+        assert browser["""[...document.querySelectorAll('.token')].every(token => {
+            token.click()
             const accepted = texts('#tree .accepted:not(.root, .model)').length
-            return texts('#tree .node').length >= 7 && texts('.shown > :not(.model)').length == accepted})"""]
-        assert browser["texts('.answer > .step > :not(.model)').length"] > 0
+            return texts('#tree .node').length >= 7 && texts('.shown:not(.model)').length <= accepted
+                && token.classList.contains('shown')})"""]
+        assert browser["texts('.answer .token:not(.model)').length"] > 0
         browser["""score('clover', [{tokens: ['a'], seconds: 0}, {tokens: ['b', 'c'], seconds: 1e-4}])
             score('plain', [{tokens: 'a', tree_size: 1, seconds: 0}, {tokens: 'b', tree_size: 1, seconds: 2e-4}])"""]
         assert figures() == [1.5, 20000, 4, 1, 5000, 1]  # without prefill and the first step
         assert browser["document.documentElement.scrollWidth"] <= width
+    finally:
+        browser.close()
+        served.stop()
+
+
+MARKDOWN = [["# A", " **b", "**\n"], ["``", "`py\n**x", "** `y`\n```\n"], ["- a `*c*` 2 * 3 *", "d*\n", "\n", "__e__"]]
+
+
+def test_a_page_below_a_path(model_folder, tmp_path):  # noqa: F811
+    """Bug: a page that a proxy serves below a path asks the proxy's root; Stop while nothing runs, no new chat,
+    Markdown as its source, an answer that is another text than the model's."""
+    served = Running(model_folder, "--tree-size", "7")
+    until(lambda: served.server.started)
+    inner = served.server.config.loaded_app
+
+    async def proxy(scope, *rest):
+        path = scope["path"].removeprefix("/clover")
+        await inner(scope | dict(path=path if path != scope["path"] else "/none"), *rest)
+    served.server.config.loaded_app = proxy
+    browser = Browser(served.url + "/clover/", tmp_path, 1000)
+    try:
+        until(lambda: browser["document.getElementById('name').textContent"] == "toy")
+        browser["texts = (where) => [...document.querySelectorAll(where)].map(node => node.textContent)"]
+        assert browser["$('stop').hidden && texts('.example').length == 3"]
+        browser["$('max_tokens').value = 20; document.querySelector('.example').click()"]
+        until(lambda: browser["control === null && messages.length == 2"])
+        assert browser["messages[0].content == EXAMPLES[true][0] && !document.querySelector('.example')"]
+        with served.paused():
+            browser["submit('a')"]
+            until(lambda: browser["!$('stop').hidden"])
+            browser["$('new').click()"]
+            until(lambda: browser["$('stop').hidden && !messages.length && texts('.example').length == 3"])
+        browser[f"""steps = {json.dumps(MARKDOWN)}.map(tokens => ({{tokens, nodes: ["a"], parents: [-1], path: [0],
+            guessed_by: tokens.map(() => "lookup"), drafted_by: ["root"], probabilities: [1]}}))
+            place = add($("chat"), "div", "answer")
+            write = writer(place)
+            steps.forEach(step => write(step, steps))"""]
+        assert browser["place.textContent"] == "".join(sum(MARKDOWN, []))
+        lines = [line for line in browser["place.innerText"].split("\n") if line]
+        assert lines == ["A b", "**x** `y`", "- a *c* 2 * 3 d", "__e__"]
+        styled = "texts('.answer:last-child {}').join('|')".format
+        assert [browser[styled(name)] for name in ("div.heading", "div.code", "div.item", "span.strong", "span.code",
+                                                   "span.em")] == [
+            "# A **b**\n", "**x** `y`\n", "- a `*c*` 2 * 3 *d*\n", "b", "*c*", "d"]
+        browser["steps[1].pieces[0].nodes[0].click()"]
+        assert browser["texts('.shown').join('')"] == "".join(MARKDOWN[1])
     finally:
         browser.close()
         served.stop()
