@@ -25,10 +25,8 @@ from model import GPT
 from test_backends_tensor_parallel import run_ranks
 from test_clover import random_heads
 from test_hf_tokenizer import added
-from test_training_data import messages, save_family
+from test_training_data import save_family
 from tools.errors import command
-from tools.flags import parse_generate
-from tools.run import main as generate_main
 from training import data, evaluate, program, runs, writing
 from training.data import load_tokens
 from training.flags import RunConfig, parse_heads
@@ -159,12 +157,8 @@ def finished(checkpoint, texts, tmp_path_factory):
 
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
 def test_a_stopped_run_goes_on(number, finished, checkpoint, texts, tmp_path, monkeypatch, capsys, unmeasured):
-    """Catches work lost to a signal; a resume without the optimizer, schedule, data position or flags; windows that
-    repeat; and training that changes the base model."""
+    """Catches work lost to a signal; a resume without the optimizer, schedule, data position or flags."""
     monkeypatch.setattr(train_heads, "SHOW_EVERY", 2)
-    windows, train_step = [], train_heads.Trainer.train_step
-    monkeypatch.setattr(train_heads.Trainer, "train_step", lambda trainer, ids, *given: (
-        windows.append((str(ids), trainer.heads.model)), train_step(trainer, ids, *given))[1])
     optimizer_step, handler = torch.optim.AdamW.step, signal.getsignal(number)
 
     def stopped(self, *args):  # in the middle of a step
@@ -184,15 +178,12 @@ def test_a_stopped_run_goes_on(number, finished, checkpoint, texts, tmp_path, mo
     monkeypatch.chdir(tmp_path)
     assert program.main(parse_heads(["--out", str(tmp_path), "--resume"])) == 0
     assert same_heads(finished, tmp_path) and record(tmp_path) == record(finished)
-    text = torch.arange(100)[None]
-    assert torch.equal(GPT.from_pretrained(checkpoint, device="cpu")(text), windows[-1][1](text))  # frozen
-    assert len({ids for ids, _ in windows}) == len(windows) == 12
     lines = [json.loads(line) for line in (tmp_path / "log.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [2, 4, 6, 8, 10, 12]
     assert set(lines[0]) == {"step", "tokens", "loss", "accuracy", "lr"}
 
 
-def test_a_run_refuses_other_flags_data_and_models(finished, checkpoint, tmp_path):
+def test_a_run_refuses_other_flags_data_models_and_formats(finished, checkpoint, tmp_path):
     """Catches a run resumed with other settings, and a refusal that has already changed files."""
     before = {file: file.read_bytes() for file in finished.rglob("*") if file.is_file()}
     (tmp_path / "more.txt").write_text("more " * 2000)
@@ -209,23 +200,8 @@ def test_a_run_refuses_other_flags_data_and_models(finished, checkpoint, tmp_pat
     refusal(lambda: train("--out", heads), "holds heads that no run there wrote")
     pytest.raises(SystemExit, train, "--resume", "--out", finished, "--steps", "0")
     assert before == {file: file.read_bytes() for file in finished.rglob("*") if file.is_file()}
-
-
-def test_copied_data_resumes(finished, checkpoint, texts, tmp_path, monkeypatch, unmeasured):
-    """Bug: --resume and --evaluate refuse data whose path or times are others."""
-    out, copied = shutil.copytree(finished, tmp_path / "out"), shutil.copy(texts, tmp_path / "copy.jsonl")
-    key = data.tokens_key([copied], load_encoding(checkpoint))
-    monkeypatch.setattr(data, "encode_splits", None)
-    for flags in (["--evaluate"], ["--resume", "--steps", "13"], ["--evaluate"]):
-        train("--model", checkpoint, "--data", copied, "--out", out, *flags)
-        assert record(out)["measured_on"]["key"] == key
-
-
-@pytest.mark.parametrize("file, contents", [("train_state.pt", (b"", b"half")),
-                                            ("run.json", (b"{", b"[]", b"7", b'{"steps": 3}'))])
-def test_states_of_another_format_are_refused_in_one_line(file, contents, finished, tmp_path):
     out = shutil.copytree(finished, tmp_path / "out")
-    for content in contents:
+    for file, content in (("train_state.pt", b"half"), ("run.json", b"7"), ("run.json", b'{"steps": 3}')):
         (out / file).write_bytes(content)
         refusal(lambda: train("--resume", "--out", out), "this version")
 
@@ -287,20 +263,16 @@ def test_a_loss_that_is_no_number_ends_the_run(checkpoint, texts, tmp_path, monk
     ("heads.safetensors", -1, "start it again"), ("train_state.pt", -1, "start it again"),
     ("train_state.pt", 1, "--resume"), ("heads.json", 4, "--evaluate")])
 def test_a_full_disk_ends_the_run(file, saved, advice, checkpoint, texts, tmp_path, monkeypatch, unmeasured):
-    """Catches a traceback, a partly written state, and leftovers that make the next run fail."""
+    """Catches a traceback, and leftovers that make the next run fail. The next test is of a partly written file."""
     monkeypatch.setattr(runs, "SAVE_EVERY", 0.0)
     replace, path = os.replace, tmp_path / "train_state.pt"
 
-    def full(name):
-        return file in str(name) and saved <= (torch.load(path)["step"] if path.exists() else -1)
-
     def full_replace(name, target):
-        if full(name):
+        if file in str(name) and saved <= (torch.load(path)["step"] if path.exists() else -1):
             raise OSError(28, "No space left on device")
         replace(name, target)
     with monkeypatch.context() as patch:
         patch.setattr(os, "replace", full_replace)
-        patch.setattr(runs, "open", lambda name, mode: open("/dev/full" if full(name) else name, mode), raising=False)
         said = refusal(lambda: run(checkpoint, texts, tmp_path, "--steps", "4"))
         assert said.endswith(f" (No space left on device); make room and {advice}")
     assert not list(tmp_path.glob("*.tmp*")) and path.exists() == (saved >= 0)
@@ -394,8 +366,8 @@ def test_heads_train_on_answers_to_prompts_of_ones_own(checkpoint, tmp_path, unm
     refusal(lambda: train(*flags, "--prompts", other), "line 1", "need a model with a chat template")
 
 
-@pytest.mark.parametrize("name", ["Qwen3", "DeepSeek-R1-Distill", *map(slow, ("SmolLM3", "DeepSeek-LLM"))])
-def test_chat_models_of_today_train_from_nothing(name, tmp_path, monkeypatch, capsys, unmeasured):
+@pytest.mark.parametrize("name", ["Qwen3", "DeepSeek-R1-Distill", slow("DeepSeek-LLM")])
+def test_chat_models_of_today_train_from_nothing(name, tmp_path, monkeypatch, unmeasured):
     """Bug: no answer of a model that reasons is kept, a chat is refused since its template does not render a prompt
     again, answers are encoded to other ids than were generated, thinking cannot be switched off."""
     monkeypatch.setattr(writing, "LONGEST", dict(user=8, assistant=12))
@@ -404,8 +376,8 @@ def test_chat_models_of_today_train_from_nothing(name, tmp_path, monkeypatch, ca
     encoding = save_family(base, name)
     ends = [encoding.special_tokens[encoding.template.variables["eos_token"]], *range(200, 256)]
     edit_json(base / "config.json", eos_token_id=ends)
-    flags = ["--model", base, "--steps", "3"]
-    train(*flags, "--out", tmp_path / "self", "--self-tokens", 9000, "--template-kwargs", '{"enable_thinking": false}')
+    train("--model", base, "--steps", "3", "--out", tmp_path / "self", "--self-tokens", 9000, "--template-kwargs",
+          '{"enable_thinking": false}')
     encoding.template.variables |= {"enable_thinking": False}
     stored = data.open_tokens(tmp_path / "self/self/tokens.pt")
     assert stored["key"] == data.tokens_key([tmp_path / "self/self"], encoding)
@@ -423,18 +395,10 @@ def test_chat_models_of_today_train_from_nothing(name, tmp_path, monkeypatch, ca
     resume = ["--resume", "--out", tmp_path / "self"]
     refusal(lambda: train(*resume, "--template-kwargs", "{}"), "template-kwargs", "cannot change")
     train(*resume, "--steps", "4")
-    turns = lambda i: [("user", f"q{i}"), ("assistant", f"<think>\nr\n</think>\n\n{i} plus {i}")] * 2
-    chats = write_lines(tmp_path / "chats.jsonl", [messages(turns(i)) for i in range(200)])
-    train(*flags, "--data", chats, "--out", tmp_path / "chats")
-    for heads in ("self", "chats"):
-        compare = "--device cpu --chat --prompt q --max-new-tokens 20 --compare --json --quiet".split()
-        generate_main(parse_generate(["--model", str(base), "--heads", str(tmp_path / heads), *compare]))
-        result = json.loads(capsys.readouterr().out.splitlines()[-1])
-        assert result["difference"] is None and len(result["tokens"][0]) > 0
 
 
-def test_heads_are_measured_on_the_data_of_their_training(checkpoint, texts, tmp_path, unmeasured):
-    """Catches measurements on other data than heads.json says."""
+def test_heads_are_measured_on_the_data_of_their_training(checkpoint, texts, tmp_path, monkeypatch, unmeasured):
+    """Catches measurements on other data than heads.json says; data refused or read again since its path is another."""
     trained_on = run(checkpoint, texts, tmp_path, "--steps", "1")["training"]
     want = {name: trained_on[name] for name in ("data", "key")}
     more = tmp_path / "more.txt"
@@ -447,8 +411,13 @@ def test_heads_are_measured_on_the_data_of_their_training(checkpoint, texts, tmp
     measured_on = evaluated("--data", more)
     assert measured_on["data"] == ["more.txt"] and measured_on["key"] != want["key"]
     assert record(tmp_path)["training"] == trained_on
+    copied = shutil.copy(texts, tmp_path / "copy.jsonl")
+    with monkeypatch.context() as patch:
+        patch.setattr(data, "encode_splits", None)
+        assert run(checkpoint, copied, tmp_path, "--steps", "2", "--resume")["measured_on"]["key"] == want["key"]
+        assert evaluated("--data", copied)["key"] == want["key"]
     (tmp_path / "tokens.pt").unlink()
-    refusal(evaluated, "texts.jsonl", " are gone; give --data")
+    refusal(evaluated, "copy.jsonl", " are gone; give --data")
     assert evaluated("--data", texts) == want
 
 
@@ -486,23 +455,6 @@ def test_training_starts_from_other_heads(checkpoint, texts, tmp_path, monkeypat
     pytest.raises(SystemExit, train, "--resume", "--init", second)
 
 
-def test_the_loss_equals_cross_entropy_against_the_shifted_teacher():
-    """Catches a target off by one position, and loss weights that rise, such as 0.7^-i instead of 0.7^i."""
-    model = toy_model()
-    heads, ids = random_heads(model), torch.tensor(random_prompts([25, 25]))
-    T, loss_mask = 25 - 4 - 1, torch.ones(2, 25, dtype=torch.bool)
-    hidden = model(ids)
-    whole = model.lm_head(hidden)
-    want, hits = 0, []
-    for i, out in enumerate(heads(hidden[:, :T], ids[:, 1:])):  # the model predicts token t + 2 + i at t + 1 + i
-        logs, teacher = model.lm_head(out).log_softmax(-1), whole[:, i + 1:i + 1 + T]
-        want -= 0.7 ** i * (teacher.softmax(-1) * logs).sum(-1).mean()
-        hits.append((logs.argmax(-1) == teacher.argmax(-1)).float().mean())
-    loss, accuracies = train_heads.Trainer(heads, steps=1, lr=0.01).train_step(ids, loss_mask)
-    torch.testing.assert_close(loss, want.detach(), atol=1e-4, rtol=1e-4)
-    assert accuracies.tolist() == torch.stack(hits).tolist()
-
-
 @pytest.mark.parametrize("fast, flag, want", [(True, None, torch.bfloat16), (False, None, torch.float32),
                                               (False, "bfloat16", torch.bfloat16), (True, "float32", torch.float32)])
 def test_products_are_in_the_faster_dtype(fast, flag, want, tmp_path, monkeypatch):
@@ -517,26 +469,13 @@ def test_products_are_in_the_faster_dtype(fast, flag, want, tmp_path, monkeypatc
 
 
 @pytest.mark.parametrize("flags, says", [
-    ("--preset eagle", "preset 'eagle' is not supported"),
-    ("--mix in", "mix 'in' is not supported"),
-    ("--draft-heads 33", "draft heads must be a whole number from 1 to 32"),
-    ("--lr 0", "lr must be a number above 0"),
-    ("--block-size 4000", "block size must be"),
-    ("--data nowhere.txt", "nowhere.txt"),
-    ("--data {}/empty.txt", "empty"),
-    ("--data {}/binary.txt", "UTF-8"),
-    ("--data {}/short.txt", "give more"),
-    ("--model {}/wide", "token ids of 258 and up"),
-    ("--draft-vocabulary 7", "draft vocabulary must be auto, 0 for all, or at least 8"),
-    ("--evaluate", "no such folder"),
-    ("--out {}/short.txt", "tokens.pt: cannot be written"),
-    ("--resume", "--resume needs a run"),
-    ("--init nowhere", "nowhere"),
-    ("--init nowhere --preset medusa --draft-heads 3", "leave out --preset, --draft-heads"),
-])
+    ("--preset eagle", "'eagle'"), ("--mix in", "'in'"), ("--draft-heads 33", "draft heads"), ("--lr 0", "lr"),
+    ("--block-size 4000", "block size"), ("--draft-vocabulary 7", "draft vocabulary"), ("--evaluate", "/out: "),
+    ("--data {}/short.txt", "short.txt"), ("--out {}/short.txt", "tokens.pt"), ("--resume", "--resume"),
+    ("--model {}/wide", "258"), ("--init nowhere", "nowhere"), ("--init nowhere --preset medusa", "--preset")])
 def test_bad_input_is_refused_in_one_line_and_leaves_nothing(checkpoint, texts, tmp_path, flags, says):
-    for name, content in (("empty", b""), ("binary", b"\xff\xfe\x80"), ("short", b"short")):
-        (tmp_path / f"{name}.txt").write_bytes(content)
+    """Bug: a traceback, or an output folder that the next run refuses."""
+    (tmp_path / "short.txt").write_text("short")
     shutil.copytree(checkpoint, tmp_path / "wide")
     edit_json(tmp_path / "wide" / "tokenizer.json", added_tokens=[
         added(257, "<|endoftext|>"), added(258, "line", special=False)])

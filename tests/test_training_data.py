@@ -34,12 +34,7 @@ FAMILIES = {  # name: (added tokens, a template that treats reasoning as the mod
         "{% endif %}{{ m.content.split('</think>')[-1].lstrip() }}<|im_end|>\n{% endfor %}"
         "{% if add_generation_prompt %}<|im_start|>assistant\n"
         "{% if enable_thinking is false %}<think>\n\n</think>\n\n{% endif %}{% endif %}")),
-    "SmolLM3": (THINK, (
-        "{% if messages[0].role != 'system' %}<|im_start|>system\nMode: {{ enable_thinking is not false }}<|im_end|>\n"
-        "{% endif %}{% for m in messages %}<|im_start|>{{ m.role }}\n"
-        "{% if enable_thinking is false and m.role == 'assistant' %}<think>\n\n</think>\n{% endif %}"
-        "{{ m.content.lstrip() }}<|im_end|>\n{% endfor %}{% if add_generation_prompt %}<|im_start|>assistant\n"
-        "{% if enable_thinking is false %}<think>\n\n</think>\n{% endif %}{% endif %}")),
+    "ChatML": (THINK, CHATML.source),  # keeps all reasoning
     "DeepSeek-R1-Distill": (DEEPSEEK | {"<｜User｜>": 263, "<｜Assistant｜>": 264, "<think>": 265, "</think>": 266}, (
         "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}<｜User｜>{{ m.content }}"
         "{% else %}<｜Assistant｜>{{ m.content.split('</think>')[-1].lstrip() }}{{ eos_token }}{% endif %}{% endfor %}"
@@ -49,8 +44,6 @@ FAMILIES = {  # name: (added tokens, a template that treats reasoning as the mod
         "Assistant: {{ m.content }}{{ eos_token }}{% endif %}{% endfor %}"
         "{% if add_generation_prompt %}Assistant:{% endif %}")),
 }
-TURNS = [("system", "be he"), ("user", "hello"), ("assistant", "<think>ll</think>hell"), ("user", "2"),
-         ("assistant", "he")]
 
 
 def save(folder, added, special_thoughts=False):
@@ -111,38 +104,29 @@ def test_builtin_corpus_splits_by_name_and_leaves_out_what_is_not_the_librarys_o
     assert [file.name for file in heldout] == "m0.py m2.py m25.py m37.py".split()
 
 
-def test_documents_come_from_files_folders_and_jsonl_lines_in_order(tmp_path):
-    """Catches a file that is missed, and binary files or those of a training run being read."""
-    documents = lambda *names: documents_in([f"{tmp_path}/{name}" for name in names])
-    lines = '{"text": "one"}\n\n{"text": "two\\nlines", "id": 2}\r\n{"text": ""}\n'
-    write(tmp_path, {"one/a.py": "a", "one/b/c.md": "é\r\n", "one/b/d.bin": "no", "one/e.txt": "", "one/f.txt": b"\xff",
-                     "one/odd.xyz": "odd", "one/g.jsonl": lines, "one/h.txt/i.txt": "in a folder",
-                     "one/run/train_state.pt": "", "one/run/notes.txt": "a run is no data"})
-    assert documents("one") == ["a", "é\r\n", "one", "two\nlines", "in a folder"]
-    assert documents("one/odd.xyz", "one/a.py") == ["odd", "a"]
-    write(tmp_path, {"x.bin": b"\xff", "blank.jsonl": "\n \n", "none/a.bin": "x", "none/b.txt": "",
-                     "none/c.py": b"\xff"})
-    for name in ("x.bin", "blank.jsonl", "none", "missing.txt"):
-        refusal(lambda: documents(name), f"{tmp_path}/{name}")
-
-
-def test_what_is_not_read_is_counted_and_links_are_followed_once(tmp_path, monkeypatch, capsys):
-    """Bug: 120 of 31,620 bytes are read, and nobody is told."""
-    ignored = (".git/a.txt", "node_modules/b.js", "c.png", "run/train_state.pt", "written_by.json", "locked.md", ".c/d")
-    write(tmp_path / "one", dict.fromkeys(ignored, "x") | {"a.txt": "a", "latin.txt": b"\xe9", "b/c.md": b"\xff\xfe"})
+def test_documents_of_folders_are_read_once_in_order_and_what_is_left_out_is_counted(tmp_path, monkeypatch, capsys):
+    """Bug: 120 of 31,620 bytes are read, and nobody is told; a file that is missed, read twice or of a training run."""
+    ignored = (".git/a.txt", "node_modules/b.js", "c.png", "run/train_state.pt", "run/notes.txt", "written_by.json",
+               "locked.md", ".c/d")
+    write(tmp_path / "one", dict.fromkeys(ignored, "x") | {
+        "a.py": "a", "b/c.md": "é\r\n", "b/d.txt": b"\xff\xfe", "b/empty.txt": "", "latin.txt": b"\xe9",
+        "g.jsonl": '{"text": "one"}\n\n{"text": "two\\nlines", "id": 2}\r\n{"text": ""}\n', "h.txt/i.txt": "i"})
     write(tmp_path / "two", {"b.txt": "b"})
     for link, to in (("link", "../two"), ("b/again", "../../two"), ("../two/back", "../one"), ("e.md", "../two/b.txt"),
                      ("dangling.txt", "none")):
         (tmp_path / "one" / link).symlink_to(to)
     access = os.access
     monkeypatch.setattr(os, "access", lambda path, mode: "locked" not in str(path) and access(path, mode))
-    assert documents_in([tmp_path / "one"]) == ["a", "b"]
+    assert documents_in([tmp_path / "one"]) == ["a", "é\r\n", "b", "one", "two\nlines", "i"]
     said = capsys.readouterr().err
     assert said.startswith("left out of the data: ") and said.count("\n") == 1 and all(part in said for part in (
         "hidden or installed folders: 3 (", "of other types: 1 (c.png)", "training runs: 1 (run)",
         "cannot be read: 2 (dangling.txt)", "not UTF-8: 2 ("))
-    refusal(lambda: documents_in([tmp_path / "one/latin.txt"]), "one/latin.txt: ", "not UTF-8: 1 (latin.txt)")
-    refusal(lambda: documents_in([tmp_path / "one/locked.md"]), "one/locked.md: ", "no right to read it")
+    assert documents_in([tmp_path / "one/c.png", tmp_path / "one/a.py"]) == ["x", "a"]
+    write(tmp_path, {"blank.jsonl": "\n \n", "none/a.bin": "x", "none/b.txt": ""})
+    for name, says in (("one/latin.txt", "not UTF-8: 1 (latin.txt)"), ("one/locked.md", "no right to read it"),
+                       ("blank.jsonl", "none"), ("none", "of other types: 1"), ("missing.txt", "no such file")):
+        refusal(lambda: documents_in([tmp_path / name]), f"{tmp_path / name}: ", says)
 
 
 @pytest.mark.parametrize("role", ["model", "ai", "bot", "Assistant", "GPT"])
@@ -185,20 +169,19 @@ def test_a_json_file_is_read_as_lines_are(tmp_path):
     """Bug: a JSON array, a byte order mark or ShareGPT's role names are trained on as raw text."""
     turns = [("human", "q\u2028"), ("gpt", "a")]
     shared = {"conversations": [{"from": role, "value": text} for role, text in turns]}
-    chats = [{"conversations": CHAT["messages"]}, shared, shared | {"system": "s"}, PAIR]
+    chats = [shared, shared | {"system": "s"}, PAIR]
     same = [("system", "s"), ("user", "q\u2028"), ("assistant", "a")]
-    write(tmp_path, {"a.jsonl": jsonl([CHAT, messages(same[1:]), messages(same), PAIR]), "lines.json": jsonl(chats),
+    write(tmp_path, {"a.jsonl": jsonl([messages(same[1:]), messages(same), PAIR]), "lines.json": jsonl(chats),
                      "array.json": json.dumps(chats, indent=1), "b.txt": "\ufefftext",
-                     "one.json": json.dumps(CHAT, indent=1),
+                     "one.json": json.dumps(shared, indent=1),
                      "raw.jsonl": "\ufeff" + "\n".join(json.dumps(one, ensure_ascii=False) for one in chats)})
     want = list(data.read_records([tmp_path / "a.jsonl"], CHATML))
-    for name in ("array.json", "lines.json", "raw.jsonl"):
-        assert list(data.read_records([tmp_path / name], CHATML)) == want, name
-    assert list(data.read_records([tmp_path / "one.json"], CHATML)) == want[:1]
+    for name in ("array.json", "lines.json", "raw.jsonl", "one.json"):
+        assert list(data.read_records([tmp_path / name], CHATML)) == want[:1 if name == "one.json" else 3], name
     assert documents_in([tmp_path / "b.txt"]) == ["text"]
-    write(tmp_path, {"a.json": '[{"text": "t"}, {"text": 7}]', "b.json": "[1, 2]", "c.json": '["half'})
-    for name, where in (("a.json", "element 2"), ("b.json", "element 1"), ("c.json", "line 1")):
-        refusal(lambda: documents_in([tmp_path / name]), tmp_path / name, where)
+    for content, where in (('[{"text": "t"}, {"text": 7}]', "element 2"), ('["half', "line 1")):
+        write(tmp_path, {"a.json": content})
+        refusal(lambda: documents_in([tmp_path / "a.json"]), tmp_path / "a.json", where)
 
 
 def test_a_few_chats_that_the_template_refuses_are_left_out(tmp_path, capsys):
@@ -239,12 +222,11 @@ def test_texts_with_special_tokens_are_counted(chatty, tmp_path, capsys):
 
 
 @pytest.mark.parametrize("line", [
-    "{", "7", '{"txt": "a"}', '{"text": 7}', b'{"text": "\xff"}', "[" * 100_000, {"prompt": "p"},
-    {"prompt": ["p"], "completion": "c"}, {"messages": "hello"}, {"messages": ["hello", "you"]},
+    "{", "7", '{"text": 7}', b'{"text": "\xff"}', "[" * 100_000, {"prompt": "p"}, {"messages": ["hello", "you"]},
     messages([("user", "q"), ("assistant", None)]), {"messages": [dict(role="user", content="q"), dict(content="a")]},
-    messages([("refused", "q"), ("assistant", "a")])], ids=range(13))
+    messages([("user", [dict(type="image_url")]), ("assistant", "a")])], ids=range(10))
 def test_a_broken_line_is_refused_by_its_number(line, tmp_path):
-    """Catches a KeyError, a RecursionError or a template's own error from a single bad line."""
+    """Catches a KeyError or a RecursionError from a single bad line."""
     line = json.dumps(line) if isinstance(line, dict) else line
     line = line if isinstance(line, bytes) else line.encode()
     write(tmp_path, {"a.jsonl": b'{"text": "fine"}\n\n' + line + b"\n"})
@@ -258,42 +240,27 @@ def test_messages_without_a_template_odd_templates_and_damaged_files_are_refused
     odd = ChatTemplate("odd", "{{ messages | length }}{% for m in messages %}{{ m.content }}{% endfor %}", {})
     refusal(lambda: documents_in([tmp_path / "b.jsonl"], template=odd), "does not render a prefix", "line 51")
     whole = gzip.compress(jsonl([{"text": str(i)} for i in range(5000)]).encode())
-    for content in (whole[:len(whole) // 2], b"no gzip", whole[:100] + bytes(50) + whole[150:]):
+    for content in (whole[:len(whole) // 2], whole[:100] + bytes(50) + whole[150:]):
         write(tmp_path, {"a.jsonl.gz": content})
         refusal(lambda: documents_in([tmp_path / "a.jsonl.gz"]), tmp_path / "a.jsonl.gz")
-
-
-@pytest.mark.parametrize("turns", [TURNS, [*TURNS, ("user", "bye")], [("assistant", "a greeting"), *TURNS[1:]]],
-                         ids="two trailing-user greeting".split())
-def test_exactly_what_the_assistant_says_counts(turns, chatty, tmp_path):
-    """Catches heads trained on the user's text or the template's. An unanswered message is dropped."""
-    write(tmp_path, {"a.jsonl": jsonl([messages(turns)])})
-    [record] = data.read_records([tmp_path / "a.jsonl"], CHATML)
-    ids, loss_mask = data.encode_record(record, chatty)
-    expected = [], []
-    for i, (role, content) in enumerate(turn for turn in turns if turn[1] != "bye"):
-        opening = [262, *chatty.encode(f"{role}\n")]
-        said = [*chatty.encode(content), 263, *chatty.encode("\n")]
-        expected[0].extend(opening + said)
-        expected[1].extend([False] * len(opening) + [i in (2, 4)] * len(said))
-    assert (ids.tolist(), loss_mask.tolist()) == expected and sum(expected[1]) >= 3
 
 
 @pytest.mark.parametrize("name, variables, thought, counted", [
     ("Qwen3", {}, "ll", ["<think>\nll\n</think>\n\nhe<|im_end|>\n"]),
     ("Qwen3", {"enable_thinking": False}, None, ["he<|im_end|>\n"]),
     ("Qwen3", {"enable_thinking": False}, "ll", ["ll\n</think>\n\nhe<|im_end|>\n"]),
-    ("SmolLM3", {}, "ll", [f"<think>\nll\n</think>\n\n{text}<|im_end|>\n" for text in ("hell", "he")]),
-    ("SmolLM3", {"enable_thinking": False}, None, ["hell<|im_end|>\n", "he<|im_end|>\n"]),
+    ("ChatML", {}, "ll", [f"<think>\nll\n</think>\n\n{text}<|im_end|>\n" for text in ("hell", "he")]),
     ("DeepSeek-R1-Distill", {}, "ll", ["hell<｜end▁of▁sentence｜>", "he<｜end▁of▁sentence｜>"]),
     ("DeepSeek-LLM", {}, None, [" hell<｜end▁of▁sentence｜>", " he<｜end▁of▁sentence｜>"])])
 def test_the_loss_begins_where_a_chat_leaves_the_prompt(name, variables, thought, counted, tmp_path):
-    """Bug: all chats are refused where the prompt opens a block that the template does not render again."""
+    """Bug: all chats are refused where the prompt opens a block that the template does not render again; heads trained
+    on the user's text, the template's, a greeting that no prompt asks for, or a message without an answer."""
     encoding = save_family(tmp_path, name)
     encoding.template.variables |= variables
     think = f"<think>\n{thought}\n</think>\n\n" if thought else ""
     turns = [("user", "q"), ("assistant", f"{think}hell"), ("user", "2"), ("assistant", f"{think}he")]
-    write(tmp_path, {"a.jsonl": jsonl([messages(turns)])})
+    turns = [("assistant", "a greeting")] * (name == "ChatML") + turns
+    write(tmp_path, {"a.jsonl": jsonl([messages([*turns, ("user", "bye")])])})
     [record] = data.read_records([tmp_path / "a.jsonl"], encoding.template)
     assert [text for text, in_loss in record.parts if in_loss] == counted
     assert record.text == encoding.template.render(messages(turns)["messages"], add_generation_prompt=False)
@@ -312,10 +279,6 @@ def test_tools_their_calls_and_contents_in_parts_reach_the_template(tmp_path, ca
     deaf = ChatTemplate(tmp_path / "deaf", CHATML.source, {})
     assert len(documents_in([tmp_path / "a.jsonl"], template=deaf)) == 3
     assert "deaf: the chat template ignores tools" in (said := capsys.readouterr().err) and said.count("\n") == 1
-    with_image = {"messages": [dict(role="user", content=[dict(type="image_url")])] * 2}
-    for bad in (with_image, {"messages": [dict(role="user", content=None)]}):
-        write(tmp_path, {"b.jsonl": jsonl([CHAT, bad])})
-        refusal(lambda: documents_in([tmp_path / "b.jsonl"], template=CHATML), "line 2")
 
 
 def test_a_prompt_that_a_template_refuses_is_named_by_its_line(tmp_path):
@@ -420,36 +383,28 @@ def store(file, paths, encoding):
 
 
 def test_stored_tokens_are_used_again_until_what_they_are_of_changes(paths, chatty, tmp_path, monkeypatch):
-    """Catches tokenising again on each --resume, stale tokens, mixed-up splits."""
+    """Catches tokenising again on each --resume or where data was touched, copied or renamed; stale tokens, mixed-up
+    splits."""
     file = tmp_path / "tokens.pt"
     first = store(file, paths, chatty)
     assert all(same(first[split], data.load_tokens(paths, chatty, split)) for split in data.SPLITS)
     calls, encode = [], data.encode_splits
     monkeypatch.setattr(data, "encode_splits", lambda *given: calls.append(1) or encode(*given))
-    again = store(file, [str(path) for path in paths], chatty)
-    assert all(same(first[split], again[split]) for split in data.SPLITS) and not calls
+    moved = [shutil.copy(paths[1], tmp_path / "moved.jsonl"), shutil.copytree(paths[0], tmp_path / "moved")]
+    os.utime(paths[1], ns=(0, 0))
+    for known in ([str(path) for path in paths], moved):
+        again = store(file, known, chatty)
+        assert all(same(first[split], again[split]) for split in data.SPLITS) and not calls
     (paths[0] / "001.txt").write_text("another text")
     store(file, paths, chatty)
-    store(file, paths[:1], chatty)
     chatty.template = ChatTemplate("other", CHATML.source + " ", {})
-    store(file, paths[:1], chatty)
+    store(file, paths, chatty)
     chatty.prefix = [7]
-    assert store(file, paths, chatty)["train"].ids[0] == 7 and len(calls) == 4
+    assert store(file, paths, chatty)["train"].ids[0] == 7 and len(calls) == 3
     for content in (b"", file.read_bytes()[:1000], b"no tokens"):
         file.write_bytes(content)
         refusal(lambda: data.open_tokens(file), file)
         assert len(store(file, paths, chatty)["train"].ids)
-
-
-def test_data_is_known_by_its_content(paths, chatty, tmp_path):
-    """Bug: the tokens of data that was touched, copied or renamed are made again."""
-    key = data.tokens_key(paths, chatty)
-    moved = [shutil.copytree(paths[0], tmp_path / "moved"), shutil.copy(paths[1], tmp_path / "moved.jsonl")]
-    os.utime(paths[1], ns=(0, 0))
-    for same in (moved, paths, paths[::-1]):
-        assert data.tokens_key(same, chatty) == key
-    moved[1].write_bytes(moved[1].read_bytes().replace(b"q7", b"q8"))
-    assert data.tokens_key(moved, chatty) != key
 
 
 def draft_vocabulary(counts, n):

@@ -11,7 +11,8 @@ import train_heads
 from clover import CloverHeads, preset
 from conftest import SHAPES, Operations, random_prompts, toy_model
 from model import LMHead
-from train_heads import guess_masks, head_losses, run_heads, run_model
+from test_clover import random_heads
+from train_heads import Trainer, guess_masks, head_losses, run_heads, run_model
 
 K, B, T = 3, 3, 11
 
@@ -33,7 +34,7 @@ def plain(model, outputs, hidden, ids):
     results = []
     for i, out in enumerate(outputs):
         logs = model.lm_head(out.double()).masked_fill(~drafted, -torch.inf).log_softmax(-1)
-        ahead = teacher[:, i + 1:i + 1 + T]
+        ahead = teacher[:, i + 1:i + 1 + out.shape[1]]
         losses = -(ahead.softmax(-1) * logs)[..., drafted].sum(-1)
         results.append((losses, logs.argmax(-1) == ahead.argmax(-1)))
     return map(torch.stack, zip(*results))
@@ -62,6 +63,21 @@ def test_losses_gradients_and_hits_equal_the_plain_computation(chunk, ids, monke
     assert torch.equal(got[1], hits.float())
     for out, grad in zip(outputs, wanted):
         torch.testing.assert_close(out.grad, grad, atol=1e-6, rtol=1e-4)
+
+
+def test_a_step_weights_the_losses_of_heads_that_read_the_tokens_before():
+    """Catches heads that read tokens one position off, loss weights that rise, such as 0.7^-i instead of 0.7^i, and
+    training that changes the base model."""
+    model = toy_model().requires_grad_()
+    heads, ids = random_heads(model), torch.tensor(random_prompts([25, 25]))
+    hidden = model(ids)
+    outputs = heads(hidden[:, :25 - 4 - 1], ids[:, 1:])  # the model predicts token t + 2 + i at t + 1 + i
+    losses, hits = plain(model, outputs, hidden, list(range(97)))
+    loss, accuracies = Trainer(heads, steps=1, lr=0.01).train_step(ids, torch.ones(2, 25, dtype=torch.bool))
+    want = losses.detach().mean(dim=(1, 2)) @ torch.tensor([1, 0.7, 0.49, 0.343]).double()
+    torch.testing.assert_close(loss.double(), want, atol=1e-4, rtol=1e-4)
+    torch.testing.assert_close(accuracies, hits.float().mean(dim=(1, 2)))
+    assert torch.equal(model(ids), hidden)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -4,14 +4,14 @@ import numpy as np
 import pytest
 import torch
 
-from backends import cpu
 from clover import CloverHeads, preset
 from conftest import random_prompts, refusal, toy_model
 from model import GPT
-from train_heads import Trainer, window_losses
+from train_heads import Trainer
 from training import data, states
 
 LENGTHS = 40, 1, 300, 17  # the context is 256
+BIASED = dict(seed=3, qkv_bias=True, proj_bias=True)
 
 
 def tokens_of(lengths, seed=0):
@@ -28,9 +28,9 @@ def stored(folder, model, tokens, **options):
 
 @pytest.fixture(params=[False, True], ids=["plain", "packed"])
 def model(request, tmp_path):
-    """A model of float32, packed or not."""
+    """A model of float32 with biases, packed or not."""
     path = tmp_path / "model"
-    toy_model(scale=4).save_pretrained(path)
+    toy_model(**BIASED).save_pretrained(path)
     return GPT.from_pretrained(path, device="cpu", packed=None if request.param else False)
 
 
@@ -63,9 +63,10 @@ def test_states_without_room_are_refused(tmp_path, monkeypatch):
 
 
 def test_training_on_stored_states_and_a_packed_model_is_training_as_before(model, tmp_path):
-    """Catches heads that start from other weights, losses of other states, and gradients that are lost."""
+    """Catches heads that start from other weights, as of a stacked weight or bias whose parts are left out or swapped;
+    losses of other states, and gradients that are lost."""
     tokens = tokens_of((250, 250))
-    reference = toy_model(scale=4)
+    reference = toy_model(**BIASED)
     losses = []
     for base, keep in ((reference, False), (model, False), (model, True)):
         torch.manual_seed(0)
@@ -82,19 +83,3 @@ def test_training_on_stored_states_and_a_packed_model_is_training_as_before(mode
     torch.testing.assert_close(losses[1], losses[0], atol=1e-3, rtol=1e-3)
     torch.testing.assert_close(losses[2][0], losses[0][0], atol=0, rtol=0.06)  # longer contexts, rounded states
     assert losses[0][-1] < losses[0][0] and losses[2][-1] < losses[2][0]
-
-
-def test_a_packed_model_gives_the_heads_its_last_block(tmp_path):
-    """Catches parts of a stacked weight, or of its bias, that are left out or swapped."""
-    path = tmp_path / "model"
-    toy_model(qkv_bias=True, proj_bias=True, seed=3).save_pretrained(path)
-    plain, packed = (GPT.from_pretrained(path, device="cpu", packed=packed) for packed in (False, None))
-    if not cpu.is_usable(plain.device):
-        pytest.skip("no C compiler")
-    want, got = (model.blocks.last_state() for model in (plain, packed))
-    assert want.keys() == got.keys() and packed.blocks.is_packed
-    assert all(torch.equal(want[name], got[name]) for name in want)
-    heads = CloverHeads(preset("clover"), packed)
-    ids = torch.tensor(random_prompts([30, 30]))
-    loss, hits, guesses = window_losses(heads, ids, torch.ones_like(ids).bool())
-    assert loss.requires_grad and loss.isfinite().all() and guesses.min() == 2 * 25

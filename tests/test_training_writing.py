@@ -1,9 +1,11 @@
 """training/writing.py: the model's own text."""
 
+import contextlib
 import json
 import random
 import re
 from types import SimpleNamespace
+from unittest.mock import Mock
 
 import pytest
 
@@ -19,10 +21,6 @@ END = 263  # <|im_end|>
 @pytest.fixture
 def encoding(tmp_path):
     return save(tmp_path, {EOT: 261, "<|im_start|>": 262, "<|im_end|>": END})
-
-
-class Sequence:
-    tokens = ended = None
 
 
 class Scripted:
@@ -47,8 +45,8 @@ class Scripted:
         text = self.encoding.decode(prompt)
         self.calls.append((text, sampling, index))
         said = self.says(text, sampling, index)
-        sequence = Sequence()
-        sequence.tokens = self.encoding.encode(said, allowed_special="all") + [END] * (not said.endswith("..."))
+        tokens = self.encoding.encode(said, allowed_special="all") + [END] * (not said.endswith("..."))
+        sequence = Mock(tokens=tokens, ended=None)
         self.waiting.append(sequence)
         return sequence
 
@@ -59,7 +57,7 @@ class Scripted:
 
 
 def writer(folder, encoding, monkeypatch, says=None, template=CHATML, grammar=None, **options):
-    """A Writer, with the engine Scripted if `says` is given, and a grammar without second turns."""
+    """A Writer, with the engine Scripted if `says` is given, and a grammar without second turns or these templates."""
     monkeypatch.setattr(writing, "PER_FILE", 8 if says else 4)
     script = Scripted(encoding, says)
     if says:
@@ -67,7 +65,8 @@ def writer(folder, encoding, monkeypatch, says=None, template=CHATML, grammar=No
     encoding.template = template
     model = toy_model(vocab_size=264, block_size=1024)
     made = writing.Writer(folder, model, encoding, [END, 261], 1, **dict(log=lambda line: None) | options)
-    made.grammars = [grammar or dict(templates=["Say {3-900}."], followups=["More."], words={})]
+    if "templates" not in options:
+        made.grammars = [grammar or dict(templates=["Say {3-900}."], followups=["More."], words={})]
     made.claim()
     return made, script
 
@@ -163,23 +162,16 @@ def test_a_drawn_message_may_quote_the_answer_of_the_chat_before(encoding, tmp_p
 def test_a_killed_writer_continues_to_the_same_texts(encoding, tmp_path, monkeypatch, template):
     """Catches texts that depend on their neighbours in the batch, on the process or on what was there before, and
     texts written twice."""
-    def texts(name, goal=500, slots=5, rank=0, size=1, stop_after=None):
+    def texts(name, slots=5, rank=0, size=1, stop_after=10**6):
         monkeypatch.setattr(writing, "SLOTS", dict(cpu=slots))
         monkeypatch.setattr(writing, "LONGEST", dict(user=6, assistant=12))
         monkeypatch.setattr(writing, "TEMPERATURES", (0.0, 3.0, 5.0))
         made, _ = writer(tmp_path / name, encoding, monkeypatch, template=template)
         made.stop = set(range(200, 264))  # so that messages of random bytes end
-        step = made.step
-
-        def stopping(steps=iter(range(10**6))):
-            if next(steps) == stop_after:
-                raise KeyboardInterrupt
-            step()
-        made.step = stopping
-        try:
-            made.write(goal, rank, size)
-        except KeyboardInterrupt:
-            pass
+        step, steps = made.step, iter(range(stop_after))
+        made.step = lambda: (next(steps), step())
+        with contextlib.suppress(StopIteration):
+            made.write(500, rank, size)
         return {file.name: file.read_text() for file in (tmp_path / name).glob("*.jsonl")}
     whole = texts("whole")
     assert len(whole) > 3
@@ -257,19 +249,16 @@ def test_templates_are_drawn_from_all_files_and_broken_ones_refused(encoding, tm
         files.append(tmp_path / f"{name}.json")
         grammar = dict(templates=[f"{name} {{0-999}}"], followups=["More."], words={})
         files[-1].write_text(json.dumps(grammar | (dict(topics=["On {1-9}"]) if name == "b" else {})))
-    encoding.template = CHATML
-    script = Scripted(encoding, lambda *call: f"hell {call[1].seed} {call[2]}")
-    monkeypatch.setattr(writing, "Engine", script)
-    model = toy_model(vocab_size=264, block_size=1024)
-    made = writing.Writer(tmp_path / "self", model, encoding, [END, 261], templates=files)
-    made.claim()
+    says = lambda text, sampling, index: f"hell {sampling.seed} {index}"
+    made, script = writer(tmp_path / "self", encoding, monkeypatch, says, templates=files)
+    monkeypatch.setattr(writing, "PER_FILE", 32)
     made.write(1)
     first = [chat[0][0] for chat in conversations(made.folder) if re.fullmatch("[ab] [0-9]+", chat[0])]
     assert first.count("a") == first.count("b") > 8
     steered = [text for text, *_ in script.calls if "system" in text]
     assert 8 < len(steered) < sum(text.endswith("user\n") for text, *_ in script.calls)
     assert all(re.match(r"<.im_start.>system\nOn \d<", text) and text.endswith("user\n") for text in steered)
-    refusal(writing.Writer(tmp_path / "self", model, encoding, [END]).claim, "--templates")
+    refusal(lambda: writer(tmp_path / "self", encoding, monkeypatch, says), "--templates")
     whole = dict(templates=["a"], followups=["b"], words={})
     for broken in (dict(words=None), dict(topics=[1]), dict(topics=["{x}"]),
                    dict(templates=["{x}"]), dict(templates=[]), dict(words=dict(x=[1]))):
