@@ -4,41 +4,22 @@ from collections import deque
 from functools import lru_cache
 
 
-class StopTexts:
-    """Finds texts in a longer one that arrives in pieces, by the automaton of Aho and Corasick
-    (Communications of the ACM, 1975). A state is the longest suffix of the text so far that begins
-    one of the texts; 0 is the empty one.
-
-    depth: its characters. found: those of the longest text that ends there, or 0."""
-
-    def __init__(self, texts):
-        self.next = [{}]  # state -> {character: state}
-        self.depth = [0]
-        self.found = [0]
-        for text in texts:
-            state = 0
-            for char in text:
-                if char not in self.next[state]:
-                    self.next[state][char] = len(self.next)
-                    self.next.append({})
-                    self.depth.append(self.depth[state] + 1)
-                    self.found.append(0)
-                state = self.next[state][char]
-            self.found[state] = len(text)
-        self.shorter = [0] * len(self.next)  # the state of a suffix that is shorter
-        for state in sorted(range(len(self.next)), key=self.depth.__getitem__):
-            for char, child in self.next[state].items():
-                self.shorter[child] = self.after(self.shorter[state], char) if state else 0
-                self.found[child] = self.found[child] or self.found[self.shorter[child]]
-
-    def after(self, state, char):
-        """The state after one more character."""
-        while state and char not in self.next[state]:
-            state = self.shorter[state]
-        return self.next[state].get(char, 0)
+@lru_cache(maxsize=256)
+def borders(text):
+    """The longest proper prefix of text[:n] that is also its suffix, in characters, for n = 0, 1,
+    ... (Knuth, Morris and Pratt, SIAM Journal on Computing, 1977)."""
+    lengths = [0, 0]
+    for char in text[1:]:
+        lengths.append(matched(text, lengths, lengths[-1], char))
+    return lengths
 
 
-stop_texts = lru_cache(maxsize=64)(StopTexts)
+def matched(text, lengths, n, char):
+    """How many characters of the front of text a stream ends in, after one more; n: before it.
+    lengths: the text's `borders`. Takes constant time per character of the stream, on average."""
+    while n and text[n] != char:
+        n = lengths[n]
+    return n + (text[n] == char)
 
 
 class TextStream:
@@ -51,8 +32,8 @@ class TextStream:
 
     def __init__(self, encoding, stop=(), hidden=(), begin=None):
         self.decode = encoding.decode
-        self.stop_texts = stop_texts(tuple(stop)) if stop else None
-        self.state = 0
+        self.stop_texts = [(text, borders(text)) for text in stop]
+        self.matched = [0] * len(stop)  # characters of each in which the text ends
         self.held = deque()  # (text, whether it is shown)
         self.hidden = hidden
         self.begin = begin
@@ -105,21 +86,20 @@ class TextStream:
         if self.stopped:
             return ""
         self.length += len(text) * is_shown
-        if self.stop_texts is None:
+        if not self.stop_texts:
             return text * is_shown
-        start = self.stop_texts.depth[self.state]  # characters held so far
+        start = max(self.matched)  # characters held so far
         self.held.append((text, is_shown))
-        ends = []
         for number, char in enumerate(text, start=start + 1):
-            self.state = self.stop_texts.after(self.state, char)
-            if found := self.stop_texts.found[self.state]:
-                ends.append(number - found)
-        if not ends:
-            return self._take(start + len(text) - self.stop_texts.depth[self.state])
-        self.stopped = True
-        text = self._take(min(ends))
-        self.held.clear()
-        return text
+            self.matched = [matched(stop, lengths, n, char)
+                            for (stop, lengths), n in zip(self.stop_texts, self.matched)]
+            found = [n for (stop, _), n in zip(self.stop_texts, self.matched) if n == len(stop)]
+            if found:
+                self.stopped = True
+                text = self._take(number - max(found))
+                self.held.clear()
+                return text
+        return self._take(start + len(text) - max(self.matched))
 
     def _take(self, count):
         """Removes the first `count` characters that are held; returns those that are shown."""

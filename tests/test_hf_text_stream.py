@@ -4,7 +4,6 @@ import random
 
 import pytest
 
-from hf.text_stream import StopTexts
 from hf.tokenizer import load_encoding
 
 
@@ -52,12 +51,15 @@ def test_hidden_tokens_are_part_of_stop_texts(encoding):
     assert read(["ba"], [b, a, c, b], begin=c) == [(0, "")] * 4
 
 
-def test_held_text_costs_constant_time_per_character(encoding, monkeypatch):
+def test_held_text_costs_constant_time_per_character(encoding):
     """Bug: each token looks at all of the text that is held back, so a long stop text stops the server."""
-    steps, after = [], StopTexts.after
-    monkeypatch.setattr(StopTexts, "after", lambda *given: steps.append(1) or after(*given))
-    stream = encoding.stream(["a" * 2000 + "b"])
+    class Counted(str):
+        def __getitem__(self, index):
+            steps.append(1)
+            return super().__getitem__(index)
+    steps = []
+    stream = encoding.stream([Counted("a" * 2000 + "b")])
     del steps[:]
     tokens = encoding.encode("a") * 1000
-    assert stream.feed(tokens) == "" and len(steps) == 1000 and len(stream.held) == 1000
+    assert stream.feed(tokens) == "" and len(steps) <= 2000 and len(stream.held) == 1000
     assert stream.feed(encoding.encode("c")) == "a" * 1000 + "c" and not stream.held
