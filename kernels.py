@@ -247,8 +247,8 @@ def tree_attention(q, k_cache, v_cache, lengths, ancestors, scale=None, slopes=N
     [slots, Hkv, S, D] -> [B, T, Hq, D]. Cache row lengths[b] + j must hold node j; rows that no
     node sees may hold anything. ancestors: bit j of node i is set if j is i or its ancestor. A node
     that sees nothing gives zeros. scale: default D ** -0.5. slopes [Hq]: for ALiBi. window: how
-    many positions a node sees, its own included; 0: all. slots int64 [B]:
-    sequence b has cache and length slots[b]; None: b, of B slots."""
+    many positions a node sees, its own included; 0: all. slots int64 [B]: whose cache and length a
+    sequence has; None: b, of B slots."""
     B, T, Hq, D = q.shape
     n_slots, Hkv, S, _ = k_cache.shape
     require(is_real(q) and all(fits(x, q, (n_slots, Hkv, S, D)) for x in (k_cache, v_cache))
@@ -719,11 +719,11 @@ def _check_head(hidden, weight, temperature, seed, sequence, position, vocab_ids
 
 
 def project_topk(hidden, weight, k, vocab_ids=None, noise=None):
-    """The k most likely tokens of each row of hidden [M, C], best first, ties by lower id ->
-    (logprobs float32 [M, k], tokens int64 [M, k]). weight: [V, C]. vocab_ids int32 [V]: the tokens
-    of its rows, for a draft vocabulary (FR-Spec, arXiv 2502.14856); ties go to the first row; None:
-    the rows' indices. noise: (temperature, seed, sequence, position) as in `project_sample`: adds
-    temperature * noise to the logits, which favours the tokens that the sampler will choose."""
+    """The k most likely tokens of each row of hidden [M, C], best first, ties by lower row ->
+    (logprobs float32 [M, k], tokens int64 [M, k]). weight: [V, C]. vocab_ids int32 [V]: its rows'
+    tokens, for a draft vocabulary (FR-Spec, arXiv 2502.14856). noise: (temperature, seed, sequence,
+    position) as in `project_sample`: adds temperature * noise to the logits, which favours the
+    tokens that the sampler will choose."""
     _check_head(hidden, weight, *([None] * 4 if noise is None else noise), vocab_ids)
     V = weight.shape[0]
     require(1 <= k <= min(V, 32), "1 <= k <= 32, and k <= V", k, V)

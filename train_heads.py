@@ -38,16 +38,12 @@ CUDA_CHUNK_LOGITS = 2**27
 # --------------------------------------------------------------------------------------------------
 # Hidden states. dtype: of matrix products, float32 or bfloat16.
 
-def autocast(model, dtype):
-    return torch.autocast(model.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16)
-
-
 @torch.no_grad()
 def run_model(model, ids, documents=None, dtype=torch.float32):
     """The hidden states [B, T, C] of the token ids and documents [B, T + 1] but the last ones."""
     documents = None if documents is None else documents[:, :-1]
-    as_decoded = model.dtype.itemsize == 2 or model.blocks.is_packed  # without autocast
-    with autocast(model, None if as_decoded else dtype):
+    casts = dtype == torch.bfloat16 and model.dtype.itemsize > 2 and not model.blocks.is_packed
+    with torch.autocast(model.device.type, torch.bfloat16, enabled=casts):
         return model(ids[:, :-1], documents=documents)
 
 
@@ -62,7 +58,7 @@ def run_heads(heads, hidden, ids, documents=None, dtype=torch.float32):
     elif heads.model.dtype == dtype:  # as in decoding; autocast would compute norms in float32
         weights = {name: weight.to(dtype) for name, weight in heads.named_parameters()}
         return functional_call(heads, weights, inputs)
-    with autocast(heads.model, dtype):
+    with torch.autocast(heads.model.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
         return heads(*inputs)
 
 
@@ -135,10 +131,6 @@ def head_losses(heads, hidden, outputs, guess_mask, dtype=torch.float32, rows=RO
     drafted = heads.vocabulary
     drafted_weight = head.embedding(drafted).to(dtype)  # (n, C)
     teacher = norm(hidden).flatten(0, 1)  # (B (T + K), C)
-    logits_of = head.logits
-    if not heads.model.blocks.is_packed:
-        weight = drafted_weight if drafted is None else head.weight.to(dtype)  # (V, C)
-        logits_of = lambda x: x.to(dtype) @ weight.T
     # head i's position t is in row t + 1 + i, as the model's prediction of the same token
     shifts = [(i + 1, K - 1 - i) for i in range(K)]
     states = [F.pad(norm(out.to(hidden.dtype)).to(dtype), (0, 0, *shift)).flatten(0, 1)
@@ -150,7 +142,7 @@ def head_losses(heads, hidden, outputs, guess_mask, dtype=torch.float32, rows=RO
     losses, hits = torch.zeros(2, *counted.shape, device=teacher.device)
     with torch.no_grad():
         for chunk in chunks(counted.any(dim=0), max(1, chunk_logits // head.out_features)):
-            target, mass, greedy = teacher_rows(logits_of(teacher[chunk]), drafted)
+            target, mass, greedy = teacher_rows(head.logits(teacher[chunk]), drafted)
             for i, state in enumerate(states):
                 losses[i, chunk], guess, gradient = head_rows(state[chunk] @ drafted_weight.T,
                                                               target, mass)

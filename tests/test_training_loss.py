@@ -130,7 +130,6 @@ def test_memory_does_not_grow_with_heads_tokens_and_vocabulary(monkeypatch):
     class Model:
         norm = staticmethod(lambda x: x * 1.0)
         head = LMHead(C, V, bias=False, device="meta", dtype=torch.float32).requires_grad_(False)
-        blocks = SimpleNamespace(is_packed=False)
     with Operations(note):
         losses, _ = head_losses(SimpleNamespace(model=Model, vocabulary=None), hidden, outputs, guess_mask)
         losses.sum().backward()
