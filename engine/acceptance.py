@@ -6,11 +6,11 @@ from itertools import accumulate
 import torch
 
 from clover import BINS, SCHEMA, SOURCES
+from engine.times import Mean
 from generate import prior_chances
 
 ACTIVE, GUIDED = 1, 2  # in `Slots.active`: a sequence without or with a grammar
 PROPOSED = [1.0, 2.5, 3.0, 3.5, 4.0, 10.0]  # tokens that the prior of chains is worth
-WINDOW = 64  # of running means, in steps
 MEMORY = 256, 64  # window of the counts: head nodes per bin, lookup tokens per length
 
 
@@ -106,8 +106,7 @@ class NodeMeans:
     """Running means of the acceptance of a tree's n-th likeliest node after the root."""
 
     def __init__(self, first):
-        self.means = [first]  # a guess
-        self.steps = [2]      # that each is the mean of
+        self.means = [Mean(first, 2)]  # a guess
 
     def learn(self, tree_size, paths):
         """paths: accepted nodes of each sequence, root first."""
@@ -115,17 +114,16 @@ class NodeMeans:
         for path in paths:
             for node in path:
                 hits[node] += 1
-        self.means += self.extended(tree_size - 1)[len(self.means):]
-        self.steps += [2] * (len(self.means) - len(self.steps))
-        for i, accepted in enumerate(hits[1:]):
-            self.steps[i] = min(self.steps[i] + 1, WINDOW)
-            self.means[i] += (accepted / len(paths) - self.means[i]) / self.steps[i]
+        self.means += [Mean(x, 2) for x in self.extended(tree_size - 1)[len(self.means):]]
+        for mean, accepted in zip(self.means, hits[1:]):
+            mean.learn(accepted / len(paths))
 
     def extended(self, n):
         """n means; those beyond the last known one fall as rank ** -1.4."""
         known = len(self.means)
+        means = [mean.value for mean in self.means]
         fall = ((known / rank) ** 1.4 for rank in range(known + 1, n + 1))
-        return self.means[:n] + [self.means[-1] * x for x in fall]
+        return means[:n] + [means[-1] * x for x in fall]
 
     def expected(self, largest):
         """Expected tokens of a step, by tree size 0, 1, ..., largest."""

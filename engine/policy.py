@@ -64,7 +64,6 @@ class Policy:
                       for guided, drafts in product((False, True), repeat=2)}
         # (option with T = None, guided) -> recent expected tokens, time in plain steps
         self.sums = {}
-        self.chains = []  # of the step's sequences with a grammar, the forced tokens
         costs = guessed_costs(model, self.heads)
         if self.group:
             costs = self.group.broadcast(costs)  # ranks hold unequal parts
@@ -79,12 +78,11 @@ class Policy:
         # (B, *option) that backends/capture.py captured, by `guided`; none: any will do
         self.captured = {False: set(), True: set()}
         self.steps = 0
-        self.guided = False
-        self.all_forced = False  # whether all sequences of the step go on with forced text
+        self.chains = ()  # of the step's sequences with a grammar, the forced tokens
         self.batch = self.best = None
         self.last_use = Counter()  # (option, guided) -> step
-        self.trial = []  # options to try in the next steps
-        self.elapsed = self.trial_seconds = 0.0
+        self.trial = []            # options to try in the next steps
+        self.tried = 0.0           # the time of all trials, in plain steps
 
     def possible_options(self, decoder):
         """The options of a Decoder class, but for captures."""
@@ -97,6 +95,10 @@ class Policy:
         chains = [T for T in sizes if (self.lookup or self.schema) and T <= MAX_CHAIN + 1]
         return [(1, 0), *((T, min(K, T - 1)) for T in sizes if K), *((T, 0) for T in chains)]
 
+    @property
+    def guided(self):
+        return len(self.chains) > 0
+
     def select(self, B, behind=lambda: 0, unread=(), chains=()):
         """The option of the next step, of a batch of B. behind(): how many committed rows the heads
         have not read. unread: the number of prompt tokens that each running sequence has not read,
@@ -104,8 +106,6 @@ class Policy:
         text that it forces."""
         self.steps += 1
         self.chains = chains
-        self.guided = len(chains) > 0
-        self.all_forced = len(chains) == B and all(chains)
         if any(unread):
             return self.select_reading(B, unread)
         if not (self.depth or self.lookup or self.guided):  # a schema alone needs a grammar
@@ -122,21 +122,23 @@ class Policy:
             rate = partial(self.rate, B, self.expected_tokens(B))
             self.best = max(self.possible(B, self.options), key=rate)
             self.begin_trial(B, behind)
-        if self.all_forced and self.best[0] is None:
+        if self.all_forced(B) and self.best[0] is None:
             option = None, 0  # heads know no more about forced text
         else:
             option = self.trial.pop() if self.trial else self.best
             self.last_use[option, self.guided] = self.steps
-        if option[0] is None:
-            self.set_step_seconds(B, option[1])
+        T, depths = option
+        if T is None:
+            if depths not in self.tables:
+                sizes = range(1, self.largest + 1)
+                seconds = [self.expected_seconds(B, n, depths) for n in sizes]
+                self.tables[depths] = torch.tensor(seconds).cummax(0).values
+            self.step_seconds[1:] = self.tables[depths]
         return option
 
-    def set_step_seconds(self, B, depths):
-        if depths not in self.tables:
-            sizes = range(1, len(self.step_seconds))
-            seconds = [self.expected_seconds(B, T, depths) for T in sizes]
-            self.tables[depths] = torch.tensor(seconds).cummax(0).values
-        self.step_seconds[1:] = self.tables[depths]
+    def all_forced(self, B):
+        """Whether all sequences of the step go on with forced text."""
+        return len(self.chains) == B and all(self.chains)
 
     def select_reading(self, B, unread):
         """The option with the most tokens per second, where n tokens of a prompt count as
@@ -171,29 +173,27 @@ class Policy:
         if not unused or self.trial:
             return
         T, depths = option = min(unused, key=last_use)
-        seconds = 2 * self.times.seconds(B, T or depths + 1, depths)
+        time = 2 * self.plain_steps(B, T or depths + 1, depths)
         if depths:
-            seconds += self.augmenting * self.times.seconds(1, 1 + behind(), 0)
-        if self.trial_seconds + seconds < TRIAL_TIME * self.elapsed:
-            self.trial_seconds += seconds
+            rows = self.times.seconds(1, 1 + behind(), 0) / self.times.seconds(B, 1, 0)
+            time += self.augmenting * rows
+        if self.tried + time < TRIAL_TIME * self.steps:
+            self.tried += time
             self.trial = [option, option]
 
     def expected_tokens(self, B):
-        """{whether heads draft: expected tokens of a sequence, by tree size 0, 1, ...}."""
+        """{whether heads draft: expected tokens of a sequence, by tree size 0, 1, ...}. Sequences
+        that draft n tokens of forced text have 1 + p + ... + p^n."""
+        p = self.acceptance.forced()
+        sums = [0, *accumulate(p ** j for j in range(self.largest))]
+        chains = [n for n in self.chains if n]
         expected = {}
         for drafts in (True, False):
-            expected[drafts] = self.means[self.guided, drafts].expected(self.largest)
-            if any(self.chains):
-                expected[drafts] = self.with_chains(expected[drafts], B)
+            means = self.means[self.guided, drafts].expected(self.largest)
+            expected[drafts] = [
+                ((B - len(chains)) * tokens + sum(sums[min(n + 1, T)] for n in chains)) / B
+                for T, tokens in enumerate(means)]
         return expected
-
-    def with_chains(self, expected, B):
-        """Expected tokens where some sequences draft n tokens of forced text: 1 + p + ... + p^n."""
-        p = self.acceptance.forced()
-        sums = [0, *accumulate(p ** j for j in range(len(expected)))]
-        chains = [n for n in self.chains if n]
-        return [((B - len(chains)) * tokens + sum(sums[min(n + 1, T)] for n in chains)) / B
-                for T, tokens in enumerate(expected)]
 
     def rate(self, B, expected, option):
         """Expected tokens of a sequence in the time of a plain step."""
@@ -206,7 +206,7 @@ class Policy:
 
     def expected_seconds(self, B, T, depths):
         """Of a step, masks included."""
-        masks = self.times.mask_seconds * T * len(self.chains)
+        masks = self.times.mask.value * T * len(self.chains)
         return self.times.seconds(B, T, depths) + masks
 
     def plain_steps(self, B, T, depths):
@@ -228,32 +228,29 @@ class Policy:
             return
         if step.counts is not None:
             self.acceptance.learn(step.counts)
-        expected, behind = self.drafted.tolist()
-        catches_up = behind > 1 + MAX_CHAIN  # heads read a prompt, or what they had skipped
-        self.learn_times(step, catches_up)
+        self.learn_times(step)
         guided = step.grammars > 0
         B, T, depths, _ = step.plan
         if step.tree_size > 1:
             self.means[guided, depths > 0].learn(step.tree_size, paths)
-        if T is None and not self.all_forced:
+        if T is None and not self.all_forced(B):
+            expected, _ = self.drafted.tolist()
             tokens, time = self.sums.get(((T, depths), guided), (0, 0))
             tokens += expected / B - tokens / WINDOW
             time += self.plain_steps(B, step.tree_size, depths) - time / WINDOW
             self.sums[(T, depths), guided] = tokens, time
 
-    def learn_times(self, step, catches_up):
+    def learn_times(self, step):
         seconds = step.seconds
         mask_seconds = step.mask_seconds
-        period = 1
         if self.group:  # ranks see the same tokens, but each has its own clock
-            period = PERIOD
             if self.steps % PERIOD:
                 return
             seconds, mask_seconds = self.group.broadcast((seconds, mask_seconds))
         if not seconds:
             return
-        self.elapsed += seconds * period
-        if not catches_up:
+        _, behind = self.drafted.tolist()
+        if behind <= 1 + MAX_CHAIN:  # else heads read a prompt, or what they had skipped
             self.times.learn(step.plan.B, step.tree_size, step.plan.depths, seconds)
         if step.grammars:
-            self.times.learn_masks(step.grammars * step.tree_size, mask_seconds)
+            self.times.mask.learn(mask_seconds / (step.grammars * step.tree_size))

@@ -5,8 +5,8 @@ import math
 from clover import DEFAULT_BEAMS, linear_weights
 from model import MAX_TREE
 
-PACE = 0.3   # share of a prediction's error that is put down to the machine's speed
 WINDOW = 64  # of running means, in steps
+PACE = 0.3   # share of a prediction's error that is put down to the machine's speed
 ROW = 0.15   # cost of a further row on a CPU, relative to a step of one row: an initial guess
 # Initial guesses for a GPU, measured on an H100 by `bench gpu`
 BANDWIDTH = 3e12           # bytes per second of a copy
@@ -14,6 +14,19 @@ FLOPS = 5.5e14             # per second, of products with many rows
 LAUNCH_SECONDS = 12 * 2e-6 # launches of a layer or a draft head in a CUDA graph
 EAGER_SECONDS = 4.3e-4     # of a layer without a graph
 LONG_PROMPT = 512          # most unread tokens that steps read
+
+
+class Mean:
+    """A running mean, over WINDOW values at most. n: the number of values that the first one is
+    worth."""
+
+    def __init__(self, value=0.0, n=0):
+        self.value = value
+        self.n = n
+
+    def learn(self, value):
+        self.n = min(self.n + 1, WINDOW)
+        self.value += (value - self.value) / self.n
 
 
 class StepTimes:
@@ -27,11 +40,9 @@ class StepTimes:
     def __init__(self, *costs):
         self.costs = costs
         self.unit = None  # seconds
-        # (depths, bucket(B)) of heads, (0, bucket(B * T)) of rows -> log of the correction, number
-        # of measurements
-        self.corrections = {(0, 1): (0.0, 1)}
-        self.mask_seconds = 0.0  # of a grammar's mask of a node, and the number of steps
-        self.mask_steps = 0      # that it is the mean of
+        # (depths, bucket(B)) of heads, (0, bucket(B * T)) of rows -> log of the correction
+        self.corrections = {(0, 1): Mean()}
+        self.mask = Mean()  # seconds of a grammar's mask of a node
 
     def cost(self, depths, n):
         """The cost of n rows, or of that many heads for n sequences."""
@@ -48,7 +59,7 @@ class StepTimes:
             measured = [other for other in self.corrections if (other[0] > 0) == (depths > 0)]
             distance = lambda other: (abs(other[0] - depths), abs(other[1] - cell[1]))
             cell = min(measured, key=distance, default=None)
-        return self.corrections[cell][0] if cell else 0.0
+        return self.corrections[cell].value if cell else 0.0
 
     def seconds(self, B, T, depths):
         heads = self.cost(depths, B) if depths else 0
@@ -67,14 +78,8 @@ class StepTimes:
             self.correct(depths, B, error)
 
     def correct(self, depths, n, error):
-        cell = depths, bucket(n)
-        count = self.corrections[cell][1] if cell in self.corrections else 0
-        change = max(1 / WINDOW, 1 / (2 + count)) * error
-        self.corrections[cell] = self.correction(depths, n) + change, count + 1
-
-    def learn_masks(self, nodes, seconds):
-        self.mask_steps = min(self.mask_steps + 1, WINDOW)
-        self.mask_seconds += (seconds / nodes - self.mask_seconds) / self.mask_steps
+        before = self.correction(depths, n)
+        self.corrections.setdefault((depths, bucket(n)), Mean(before, 1)).learn(before + error)
 
 
 def guessed_costs(model, heads):

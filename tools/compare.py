@@ -5,29 +5,24 @@ import torch
 from backends import cpu, cpu_library
 from backends.capture import warm_up
 from kernels import filter_logits, gumbel, mask_logits
-from tools.load import make_engine
 from tools.statistics import Statistics
 
 # rounding error allowed between scores, in units of the dtype's eps times the largest logit
 ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
 
 
-def against_plain(args, loaded, output, limit, say):
-    """Decodes the prompts of an `Output` plainly and reports the comparison through say(line).
-    limit: of their new tokens. Returns the plain Output, its `Statistics` and the
-    `first_difference`."""
-    prompts = [sequence.prompt for sequence in output.sequences]
-    sampling = [sequence.sampling for sequence in output.sequences]
-    grammars = [sequence.grammar for sequence in output.sequences]
-    capacity = max(len(sequence.prompt) + sequence.limit for sequence in output.sequences)
-    engine = make_engine(args, loaded, output.batch_size, capacity, plain=True)
+def against_plain(loaded, engine, prompts, grammars, limit, output, printer):
+    """Decodes plainly, with another engine, what gave an `Output`, and prints the comparison.
+    Returns a part of the --json object."""
     compile_all(engine, prompts, grammars)
     counted = Statistics()
-    plain = engine.generate(prompts, limit, loaded.stop, counted.count,
-                            loaded.encoding, sampling, grammars=grammars)
+    plain = engine.generate(prompts, limit, loaded.stop, counted.count, loaded.encoding,
+                            grammars=grammars)
+    say = printer.say
     say(f"plain decoding: {plain.tokens_per_second:.1f} tokens per second; speed-up "
         f"{output.tokens_per_second / plain.tokens_per_second:.2f}x; C kernels: "
         f"{cpu_library.instructions(loaded.model.device)}")
+    sampling = [sequence.sampling for sequence in output.sequences]
     difference = first_difference(loaded.model, prompts, output.tokens, plain.tokens, sampling,
                                   grammars)
     if difference is None:
@@ -36,7 +31,7 @@ def against_plain(args, loaded, output, limit, say):
         prompt, position, gap, kind = difference
         detail = "one output ends there" if gap is None else f"the two scores differ by {gap:.2g}"
         say(f"outputs first differ at new token {position} of prompt {prompt}: a {kind}, {detail}")
-    return plain, counted, difference
+    return dict(plain=printer.as_json(plain, counted), difference=difference)
 
 
 def compile_all(engine, prompts, grammars):

@@ -6,7 +6,7 @@ import os
 import sys
 
 from generate import Output
-from tools.statistics import Statistics, drafter, drafters
+from tools.statistics import Statistics, drafter, guessed_by
 
 COLOURS = {"lookup": 33, "schema": 92, "head 1": 32, "head 2": 36, "head 3": 34, "head 4": 35}
 OTHER_COLOUR = 31  # ANSI, like COLOURS
@@ -24,7 +24,7 @@ class Printer:
         self.steps = []         # dicts, for --show-tree
         self.statistics = Statistics()
         self.streams = len(prompts) <= 1 and not args.json
-        self.complete = {}      # index -> a `Sequence` that has ended and is not printed yet
+        self.output = Output()
         self.printed = 0        # sequences
         self.colours = has_colours(sys.stdout)
         if self.streams and not args.chat:
@@ -33,13 +33,13 @@ class Printer:
     def generate(self, engine, prompts, limit, grammars):
         """Decodes the prompts, up to `limit` new tokens, and prints the text. Returns the Output,
         partial after Ctrl-C."""
-        output = Output()
         self.stream = self.loaded.stream(grammars[0])
         with contextlib.suppress(KeyboardInterrupt):
             engine.generate(prompts, limit, self.loaded.stop, self.show, self.loaded.encoding,
-                            with_trees=self.args.show_tree, grammars=grammars, output=output)
-        self.finish(output, limit)
-        return output
+                            with_trees=self.args.show_tree, grammars=grammars,
+                            output=self.output)
+        self.finish(limit)
+        return self.output
 
     def show(self, step):
         """Prints the tokens of a `StepResult`."""
@@ -52,16 +52,18 @@ class Printer:
             self.steps.append(dict(prompt=index, step=number, emitted=emitted)
                               | step_record(step, decode))
         if self.streams:
-            for token, source in zip(step.tokens, [*drafters(step), "model"]):
+            for token, source in zip(step.tokens, guessed_by(step)):
                 text = self.stream.feed([token])
                 is_painted = self.colours and text and source != "model"
                 print(painted(text, source) if is_painted else text, end="", flush=True)
         elif step.sequence.ended:
-            self.complete[index] = step.sequence
             self.print_complete()
 
-    def print_complete(self):
-        while sequence := self.complete.pop(self.printed, None):
+    def print_complete(self, partial=False):
+        """Prints the outputs that have ended. partial: the others, too."""
+        for sequence in self.output.sequences[self.printed:]:
+            if not (sequence.ended or partial):
+                break
             prompt = self.prompts[sequence.index]
             text = self.loaded.decode(sequence.tokens, sequence.grammar)
             if not self.args.json:
@@ -71,21 +73,20 @@ class Printer:
                                       ended=sequence.ended)), flush=True)
             self.printed += 1
 
-    def finish(self, output, limit):
+    def finish(self, limit):
         """Prints what is left, partial sequences after Ctrl-C included, and what was cut."""
         if self.streams:
             print(self.stream.finish(), flush=True)
         else:
-            self.complete |= {sequence.index: sequence for sequence in output.sequences}
-            self.print_complete()
-        for sequence in output.sequences:
+            self.print_complete(partial=True)
+        for sequence in self.output.sequences:
             if sequence.error:
                 self.say(f"\nprompt {sequence.index + 1}: {sequence.error}")
         context = self.loaded.model.config.block_size
         for ended, why in (("length", f"after {limit} new tokens; --max-new-tokens sets this"),
                            ("context", f"by the end of the model's context of {context} tokens")):
-            if number := output.ended.count(ended):
-                self.say(f"\n{number} of {len(output.ended)} outputs cut {why}")
+            if number := self.output.ended.count(ended):
+                self.say(f"\n{number} of {len(self.output.ended)} outputs cut {why}")
 
     def say(self, text):
         """Prints a line to standard error, unless the --json object has the same information."""
@@ -163,7 +164,7 @@ def step_record(step, decode):
     tree = step.tree
     T = sum(map(bool, tree.ancestors))  # spare nodes are at the end and have no ancestors
     return dict(tree_size=step.tree_size,
-                guessed_by=[*drafters(step), "model"][:len(step.tokens)],
+                guessed_by=guessed_by(step),
                 nodes=[decode([token]) for token in tree.tokens[:T]],
                 drafted_by=["root", *map(drafter, tree.sources[1:T], tree.depths[1:T])],
                 probabilities=[round(p, 3) for p in tree.probabilities[:T]],

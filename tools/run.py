@@ -35,8 +35,8 @@ def main(args):
     longest = max(map(len, prompts))
     limit = new_tokens(args, config, longest, ends=args.chat or any(grammars))
     batch_size = min(len(prompts), args.batch_size or DEFAULT_BATCH)
-    engine = make_engine(args, loaded, batch_size, min(longest + limit, config.block_size),
-                         guided=any(grammars))
+    capacity = min(longest + limit, config.block_size)
+    engine = make_engine(args, loaded, batch_size, capacity, guided=any(grammars))
     if args.compare:
         compile_all(engine, prompts, grammars)
     printer = Printer(args, loaded, [prompt.messages[-1]["content"] for prompt in given])
@@ -47,8 +47,8 @@ def main(args):
         if None in output.ended:
             raise KeyboardInterrupt
         if args.compare:
-            *plain, difference = against_plain(args, loaded, output, limit, printer.say)
-            result |= dict(plain=printer.as_json(*plain), difference=difference)
+            engine = make_engine(args, loaded, batch_size, capacity, plain=True)
+            result |= against_plain(loaded, engine, prompts, grammars, limit, output, printer)
     finally:
         if args.json and not args.prompts:
             print(json.dumps(result))

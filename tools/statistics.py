@@ -13,10 +13,16 @@ def drafter(source, depth):
     return "lookup" if source >= BINS else f"head {depth}"
 
 
-def drafters(result):
-    """The drafter of each guessed token of a `StepResult`; the token after them is the model's."""
-    guessed = result.sources[1:len(result.tokens) + 1]  # a sequence may end inside the path
-    return [drafter(source, depth) for depth, source in enumerate(guessed, start=1)]
+def guesses(result):
+    """The (depth, source) of each guessed token of a `StepResult`."""
+    n = len(result.tokens)  # a sequence may end inside the path
+    return [*enumerate(result.sources[1:n + 1], start=1)]
+
+
+def guessed_by(result):
+    """The drafter of each token of a `StepResult`; of one after the path, "model"."""
+    drafters = [drafter(source, depth) for depth, source in guesses(result)]
+    return [*drafters, "model"][:len(result.tokens)]
 
 
 @dataclass
@@ -28,8 +34,7 @@ class Statistics:
     def count(self, result):
         """Counts a `StepResult`."""
         self.shapes[result.tree_size, len(result.tokens)] += 1
-        guessed = result.sources[1:len(result.tokens) + 1]  # a sequence may end inside the path
-        self.guesses.update(enumerate(guessed, start=1))
+        self.guesses.update(guesses(result))
 
     @property
     def steps(self):

@@ -112,27 +112,23 @@ def write_texts(config, out, group):
     return str(folder.absolute())
 
 
-def windows_of(run, corpus):
-    """windows(step) -> the `data.window_batch` of a step, this process's part of it."""
-    config, group = run.config, run.group
-    return partial(data.window_batch, corpus, config.batch_size, config.block_size,
-                   config.n_draft + 1, config.seed, device=run.heads.model.device,
-                   mine=slice(group.rank, None, group.size))
-
-
 def train(config, out, group, resume):
     """Trains heads -> (the `RunConfig` with all defaults resolved, the exit code)."""
     run, corpus = prepare(config, out, group, resume)
+    config = run.config
     parameters = sum(p.numel() for p in run.heads.parameters())
     group.print(f"{config.preset} heads: {human(parameters)} parameters; "
                 f"{human(len(corpus.ids))} training tokens")
     if not run.step:
         run.save()  # so that --resume has a state to start from
-    code = run.train(windows_of(run, corpus))
+    windows = partial(data.window_batch, corpus, config.batch_size, config.block_size,
+                      config.n_draft + 1, config.seed, device=run.heads.model.device,
+                      mine=slice(group.rank, None, group.size))
+    code = run.train(windows)
     run.save()  # before the evaluation, so that Ctrl-C there loses nothing
     if code:
         group.print(f"\ninterrupted at step {run.step}; --resume continues from here")
-    return run.config, code
+    return config, code
 
 
 def main(args):
