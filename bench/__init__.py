@@ -50,11 +50,11 @@ def cell(value):
 
 def finish(args, result, file):
     """Prints the flags, the result and the machine as one line of JSON, and writes it to file."""
-    line = json.dumps(record(args, result))
-    print(line, flush=True)
+    from common.files import save_lines  # loads torch
+    line = record(args, result)
+    print(json.dumps(line), flush=True)
     if file:
-        from model import replace_file  # loads torch
-        replace_file(file, lambda tmp: Path(tmp).write_text(line + "\n"))
+        save_lines(file, [line])
 
 
 def record(args, result):

@@ -25,9 +25,17 @@ def parse(argv=None):
     return args
 
 
-def add_decode_flags(parser):
+def add_common_flags(parser):
     flags.add_model_flags(parser)
     flags.add_quantize_flag(parser)
+    parser.add_argument("--llama-cpp", action="store_true", help="also run llama.cpp on the same "
+                        "GGUF file; needs llama-cpp-python")
+    parser.add_argument("--out", type=flags.home, metavar="FILE",
+                        help="also write the JSON line to this file")
+
+
+def add_decode_flags(parser):
+    add_common_flags(parser)
     input_of = parser.add_mutually_exclusive_group()
     add_data_flag(input_of)
     input_of.add_argument("--chats", type=flags.home, metavar="FILE", help="answer these chats, "
@@ -51,9 +59,6 @@ def add_decode_flags(parser):
         help="length of prompts from --data; default: 64")
     add("--max-new-tokens", type=count, default=128, metavar="N", help="per prompt; default: 128")
     add("--runs", type=count, default=3, metavar="N", help="rounds, for medians; default: 3")
-    add("--llama-cpp", action="store_true",
-        help="also run llama.cpp on the same GGUF file; needs llama-cpp-python")
-    add("--out", type=flags.home, metavar="FILE", help="also write the JSON line to this file")
 
 
 def check_decode_flags(parser, args):
@@ -90,8 +95,7 @@ def add_gpu_flags(parser):
 
 
 def add_precision_flags(parser):
-    flags.add_model_flags(parser)
-    flags.add_quantize_flag(parser)
+    add_common_flags(parser)
     add = parser.add_argument
     count = flags.at_least(1)
     add("--chats", type=flags.home, default=str(CODING), metavar="FILE",
@@ -99,8 +103,6 @@ def add_precision_flags(parser):
     add("--prompts", type=count, default=12, metavar="N", help="how many of them; default: 12")
     add("--max-new-tokens", type=count, default=32, metavar="N",
         help="length of an answer, up to 512; default: 32")
-    add("--llama-cpp", action="store_true", help="also llama.cpp; needs llama-cpp-python")
-    add("--out", type=flags.home, metavar="FILE", help="also write the JSON line to this file")
 
 
 def main(args):

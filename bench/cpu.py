@@ -7,6 +7,7 @@ import gguf
 import numpy as np
 
 from bench import CHATS, CODING, decoding, operations, precision, record
+from common.files import save_lines
 from hf.paths import find_model
 from model import expect, replace_file
 
@@ -29,8 +30,7 @@ def bench(args, parse):
         own = parse(list(map(str, found[part])))
         print(f"\n{part}: python -m bench {' '.join(map(str, found[part]))}", flush=True)
         rows[part] = dict(part=part) | record(own, measure(own))
-        replace_file(out, lambda tmp: Path(tmp).write_text(
-            "".join(json.dumps(row) + "\n" for row in rows.values())))
+        save_lines(out, rows.values())
 
 
 def measure(args):

@@ -89,30 +89,26 @@ def read_chats(file, model, encoding, count=None):
     return groups, stop_tokens(model, encoding)
 
 
-def make_engine(model, texts, new, batch_size=1, temperature=0.0, **drafters):
-    """An engine for these prompts. drafters: arguments of its `Policy`."""
-    capacity = min(max(map(len, texts)) + new, model.config.block_size)
-    return Engine(model, policy=Policy(model, **drafters), batch_size=batch_size,
-                  capacity=capacity, sampling=Sampling(temperature))
-
-
-def start_decoding(model, texts, new, stop=(), **options):
+def start_decoding(model, texts, new, stop=(), batch_size=1, temperature=0.0, **drafters):
     """Makes an engine for the prompts `texts` and returns a function that decodes some of them, and
     returns a `Measured`. Everything is compiled by then, but the policy has learnt nothing yet.
-    options: those of `make_engine`."""
-    engine = make_engine(model, texts, new, **options)
-    policy = engine.policy
-    plain = engine.policy = Policy(model)
-    decode(engine, texts[:engine.decoder.batch_size], 1)  # compiles the plain step
+    drafters: arguments of its `Policy`."""
+    policy = Policy(model, **drafters)
+    plain = Policy(model)
+    capacity = min(max(map(len, texts)) + new, model.config.block_size)
+    engine = Engine(model, policy=policy, batch_size=batch_size, capacity=capacity,
+                    sampling=Sampling(temperature))
+    engine.policy = plain
+    decode(engine, texts[:batch_size], 1)  # compiles the plain step
     engine.clear()
     engine.policy = policy
     warm_up(engine)
 
-    def run(part):
+    def run(part, sampling=None):
         engine.policy = plain
         first = decode(engine, part, 1)
         engine.policy = policy
-        out = decode(engine, part, new, stop)
+        out = decode(engine, part, new, stop, sampling)
         return Measured(**vars(out), decode_seconds=out.seconds - first.seconds,
                         prompt_tokens=sum(map(len, part)))
     return run
@@ -191,17 +187,14 @@ def gpu_rows(model, heads, texts, new, stop, B, temperature=0.0, seeds=(0,)):
     for name, T in METHODS:
         drafter = dict(tree_size=T, batch_size=B, **operations.drafters(name, heads))
         started = time.perf_counter()
-        engine = make_engine(model, texts, new, temperature=temperature, **drafter)
-        warm_up(engine)
-        decode(engine, texts, 1)  # compiles prefill
-        engine.clear()
+        run = start_decoding(model, texts, new, stop, temperature=temperature, **drafter)
         alone = dict(warm_seconds=time.perf_counter() - started)
         if T:
             idle = timing_decoder(model, prefix=prefix, sampling=Sampling(temperature), **drafter)
             alone["graph_ms"] = 1e3 * step_time(idle)
         for seed in seeds:
             sampling = [Sampling(temperature, seed=seed)] * len(texts)
-            out = decode(engine, texts, new, stop, sampling)
+            out = run(texts, sampling)
             reference = plain.setdefault(seed, out)
             row = dict(dtype=str(model.dtype), drafter=name, batch_size=B, tree_size=T or "auto",
                        temperature=temperature, seed=seed, tokens_per_second=out.tokens_per_second,

@@ -101,18 +101,9 @@ def program(run, log, *arguments):
             process.wait()
 
 
-def smollm2(run):
-    """--model answers the chats of bench/prompts.jsonl."""
-    return decoded(run, run.model, run.heads, run.sizes.chats, (0.0, 0.8))
-
-
-def demo(run):
-    """demo/ continues held-out texts."""
-    return decoded(run, DEMO, DEMO / "clover", run.sizes.batch_sizes, (0.0,))
-
-
 def decoded(run, path, heads, batch_sizes, temperatures):
-    """Rows of `gpu_rows`: half of the prompts at B = 1, else all of them, with two seeds."""
+    """Rows of `gpu_rows`, of answered chats or continued texts: half of the prompts at B = 1, else
+    all of them, with two seeds."""
     texts, stop = read_prompts(path, run.sizes.prompts)
     model = GPT.from_pretrained(path, device=run.device)
     heads = load_heads(heads, model, load_encoding(path).hash)
@@ -216,8 +207,11 @@ def kernels(run):
 
 
 PARTS = {  # name: (function, seconds of 450)
-    "tests": (tests, 50), "smollm2": (smollm2, 150), "server": (server, 60),
-    "training": (training, 60), "steps": (steps, 80), "demo": (demo, 30), "kernels": (kernels, 20)}
+    "tests": (tests, 50),
+    "smollm2": (lambda run: decoded(run, run.model, run.heads, run.sizes.chats, (0.0, 0.8)), 150),
+    "server": (server, 60), "training": (training, 60), "steps": (steps, 80),
+    "demo": (lambda run: decoded(run, DEMO, DEMO / "clover", run.sizes.batch_sizes, (0.0,)), 30),
+    "kernels": (kernels, 20)}
 WITH_MODEL = {"smollm2", "server", "training"}
 
 

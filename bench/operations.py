@@ -16,7 +16,7 @@ from backends.sampling import filtered_sample
 from bench import Table, size_config
 from bench.timing import PREFIX, copy_bandwidth, seconds, stage_times, step_time, timing_decoder
 from clover import SOURCES, Candidates, CloverHeads, Tree, preset
-from common.machine import check_memory, free_memory, pick_device
+from common.machine import check_memory, pick_device
 from generate import Sampling, capture
 from model import GPT, expect
 
@@ -181,8 +181,7 @@ def random_model(name, device, dtype, quantize=None):
     with torch.device("meta"):
         model = GPT(config).to(dtype)
     check_memory(f"random weights of {name} in {str(dtype).removeprefix('torch.')} take",
-                 model.weight_bytes(), free_memory(device), device,
-                 "use another size or --dtype bfloat16")
+                 model.weight_bytes(), device, "use another size or --dtype bfloat16")
     model = model.to_empty(device=device).requires_grad_(False).eval()
     for parameter_name, p in model.named_parameters():
         p.fill_(1) if parameter_name.endswith("norm.weight") else p.normal_(0, 0.02)

@@ -9,7 +9,7 @@ import re
 import zlib
 from pathlib import Path
 
-from model import InputError, expect
+from model import InputError, expect, replace_file
 
 OBJECTS = (".jsonl", ".jsonl.gz", ".json")  # suffixes of files of JSON objects
 POINTER = b"version https://git-lfs"  # how a git-lfs pointer begins
@@ -77,6 +77,12 @@ def read_objects(file, parse, expected):
     except (AttributeError, EOFError, RecursionError, TypeError, ValueError, zlib.error) as error:
         raise InputError(f"{file}, {kind} {number}: expected {expected}, but: {error}; "
                          "correct it") from None
+
+
+def save_lines(path, values):
+    """Writes values as JSON, a line for each."""
+    text = "".join(json.dumps(value) + "\n" for value in values)
+    replace_file(path, lambda tmp: tmp.write_text(text))
 
 
 def content_hash(file):

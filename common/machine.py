@@ -27,23 +27,14 @@ def pick_device(name=None):
     return device
 
 
-def check_memory(what, size, free, device, advice):
-    """Raises InputError if size exceeds free, both in bytes. what: such as "the weights take"."""
+def check_memory(what, size, device, advice, group=None):
+    """Raises InputError if size, in bytes, exceeds the free memory of a device, or the least of
+    those of all ranks, which call this together. what: such as "the weights take"."""
+    free = free_memory(device)
+    if group:  # of backends/tensor_parallel.py
+        free = group.min(free)
     expect(size <= free, f"{what} {human(size, 'B')}, but {human(free, 'B')} are free on {device}; "
            f"{advice}")
-
-
-def check_caches(model, batch, capacity, heads=None, others=0):
-    """Raises InputError if memory is short for the caches of a model and its heads, and `others`,
-    in bytes. On several ranks, call it on all."""
-    free = free_memory(model.device)
-    if group := getattr(model.head, "group", None):  # of backends/tensor_parallel.py
-        free = group.min(free)
-    parts = [model, heads] if heads else [model]
-    caches = (part.new_cache(batch, capacity, device="meta").kv for part in parts)
-    size = others + sum(cache.nbytes for cache in caches)
-    check_memory(f"a cache of {batch} sequences of {capacity} tokens takes", size, free,
-                 model.device, "use a smaller batch size or fewer new tokens")
 
 
 def free_memory(device, root="/"):

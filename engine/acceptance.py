@@ -19,7 +19,11 @@ class Acceptance:
     read `chances`, which `learn` updates."""
 
     def __init__(self, heads, device):
-        self.known = known_counts(heads)  # [2, SOURCES, 2]: accepted, proposed
+        # [2, SOURCES, 2]: accepted, proposed; at first by the prior, and those in heads.json
+        proposed = torch.tensor([4.0] * BINS + PROPOSED).expand(2, -1)
+        self.known = torch.stack((prior_chances() * proposed, proposed), dim=2)
+        if heads and (tables := heads.info.get("acceptance")):
+            self.known[:, :BINS] += torch.tensor([tables["greedy"], tables["sampled"]])
         # totals; in float32 they would stop at 2^24
         self.counts = torch.zeros(2, SOURCES, 2, dtype=torch.float64, device=device)
         self.seen = torch.zeros(2, SOURCES, 2)  # the part of `counts` that `known` includes
@@ -42,16 +46,6 @@ class Acceptance:
         """The probability that a token of forced text is accepted, in both modes."""
         right, proposed = self.known[:, BINS + SCHEMA].sum(0).tolist()
         return right / proposed
-
-
-def known_counts(heads):
-    """The initial counts, float32 [2, SOURCES, 2]: (accepted, proposed). PROPOSED tokens, accepted
-    with their prior probability, plus the counts in heads.json."""
-    proposed = torch.tensor([4.0] * BINS + PROPOSED).expand(2, -1)
-    counts = torch.stack((prior_chances() * proposed, proposed), dim=2)
-    if heads and (tables := heads.info.get("acceptance")):
-        counts[:, :BINS] += torch.tensor([tables["greedy"], tables["sampled"]])
-    return counts
 
 
 def falling(bins):

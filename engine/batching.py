@@ -9,7 +9,7 @@ from functools import cached_property, partial
 import torch
 
 from clover import Tree
-from common.machine import check_caches
+from common import machine
 from engine.clock import seconds_between, timestamp
 from engine.guide import Guide, GuidedSequence
 from engine.logprobs import LogProbs
@@ -240,8 +240,13 @@ def check_memory(model, policy, batch_size, capacity):
     check("capacity", capacity, 1, model.config.block_size, whole=True)
     largest = max(policy.largest, *decoder_class(model, policy.heads).read_sizes, 1)
     rows = capacity + 2 * largest  # a path and a tree
-    others = bytes_beside(model, policy.heads, batch_size, rows, largest)
-    check_caches(model, batch_size, rows, policy.heads, others)
+    parts = filter(None, (model, policy.heads))
+    caches = (part.new_cache(batch_size, rows, device="meta").kv for part in parts)
+    size = bytes_beside(model, policy.heads, batch_size, rows, largest)
+    size += sum(cache.nbytes for cache in caches)
+    machine.check_memory(f"a cache of {batch_size} sequences of {rows} tokens takes", size,
+                         model.device, "use a smaller batch size or fewer new tokens",
+                         getattr(model.head, "group", None))
 
 
 def bytes_beside(model, heads, batch_size, rows, nodes):

@@ -15,7 +15,7 @@ from tqdm import tqdm
 from backends import cpu, cpu_layers, gpu, quantized, tensor_parallel
 from backends.slots import SomeSlots
 from common.files import files_hash, read_json
-from common.machine import check_memory, free_memory
+from common.machine import check_memory
 from common.values import warn
 from hf.families import family_of, llama_json
 from hf.files import read_family, read_part
@@ -243,7 +243,7 @@ def allocate(path, model, dtype, device, sources, on_gpu):
         largest = max(math.prod(x.shape) for source in packed.values() for x in source.tensors)
         size += 2 * largest * dtype.itemsize  # a long prompt dequantises a layer at a time
     advice = "use a smaller model" + " or --dtype bfloat16" * (dtype == torch.float32)
-    check_memory(f"{path}: its weights take", size, free_memory(device), device, advice)
+    check_memory(f"{path}: its weights take", size, device, advice)
     # not to_empty, which imports sympy
     model._apply(lambda x: torch.empty(x.shape, dtype=x.dtype, device=device))
     model.requires_grad_(False).eval()

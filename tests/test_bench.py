@@ -254,7 +254,7 @@ def test_decode_on_random_weights(run, monkeypatch):
     packed = -97 % cpu_library.lanes() * 64 if usable else 0  # the LM head's rows are padded to a multiple
     floor = 4 * (sum(p.numel() for p in model.parameters()) - 97 * 64 + packed + 2 * PREFIX * 2 * 2 * 2 * 16)
     assert rows[0]["floor_ms"] == pytest.approx(1e3 * floor / 1e10) and rows[0]["prefix"] == PREFIX
-    monkeypatch.setattr(operations, "free_memory", lambda device: 1000)
+    monkeypatch.setattr("common.machine.free_memory", lambda device: 1000)
     refusal(lambda: operations.random_model("8b", "cpu", torch.float32), "random weights of 8b in float32 take", " kB")
 
 

@@ -373,7 +373,7 @@ def test_casts_do_not_change_values(name, stored, tmp_path):
 def test_weights_that_do_not_fit_the_memory_are_refused_before_they_are_read(tmp_path, monkeypatch):
     """Catches loading that makes the machine swap."""
     toy_model().save_pretrained(tmp_path)
-    monkeypatch.setattr("hf.checkpoint.free_memory", lambda device: 1000)
+    monkeypatch.setattr("common.machine.free_memory", lambda device: 1000)
     with pytest.raises(InputError, match=r"its weights take 2\d\d.\d? ?kB, but 1 kB are free on cpu"):
         GPT.from_pretrained(tmp_path, device="cpu")
 

@@ -18,6 +18,7 @@ import train_heads
 from backends import cpu
 from backends.tensor_parallel import Group
 from clover import BINS, PRESETS, CloverHeads
+from common.files import save_lines
 from conftest import Operations, edit_json, needs_cuda, random_prompts, refusal, slow, toy_model
 from generate import generate
 from hf.tokenizer import load_encoding
@@ -287,7 +288,7 @@ def test_a_write_that_fails_midway_is_one_line_and_keeps_the_old_file(tmp_path):
     try:
         resource.setrlimit(resource.RLIMIT_FSIZE, (50_000, limits[1]))
         for save in (lambda: runs.save_file(path, dict(x=torch.zeros(10**5))),
-                     lambda: runs.save_lines(path, ["x" * 10**5])):
+                     lambda: save_lines(path, ["x" * 10**5])):
             refusal(runs.saving("it is lost", "make room")(save), "it is lost (File too large); make room")
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, limits)

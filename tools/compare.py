@@ -7,9 +7,6 @@ from backends.capture import warm_up
 from kernels import filter_logits, gumbel, mask_logits
 from tools.statistics import Statistics
 
-# rounding error allowed between scores, in units of the dtype's eps times the largest logit
-ROUNDINGS = {torch.float32: 32, torch.bfloat16: 4, torch.float16: 4}
-
 
 def against_plain(loaded, engine, prompts, grammars, limit, output, printer):
     """Decodes plainly, with another engine, what gave an `Output`, and prints the comparison.
@@ -62,8 +59,8 @@ def first_difference(model, prompts, ours, plain, sampling, grammars=None):
     context = torch.tensor([[*prompts[index], *a[:first]]], device=model.device)
     scores = model.lm_head(model(context)[:, -1]).float()  # (1, V)
     scale = s.temperature or 1.0
-    eps = torch.finfo(model.dtype).eps
-    rounding = ROUNDINGS[model.dtype] * eps * scores.abs().max().item() / scale
+    roundings = 32 if model.dtype == torch.float32 else 4  # of the largest logit
+    rounding = roundings * torch.finfo(model.dtype).eps * scores.abs().max().item() / scale
     if grammars and grammars[index]:
         matcher = grammars[index].start()
         matcher.take(a[:first])

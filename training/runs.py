@@ -1,7 +1,6 @@
 """A training run and what it needs beside its data: config, files, progress, signals."""
 
 import contextlib
-import json
 import os
 import signal
 import time
@@ -13,7 +12,7 @@ import torch
 from safetensors import SafetensorError
 
 from backends import cpu
-from common.files import read_json
+from common.files import read_json, save_lines
 from common.values import warn
 from hf.paths import is_repository
 from model import InputError, check, expect, replace_file
@@ -71,11 +70,6 @@ def saving(what, advice):
     except (OSError, SafetensorError) as error:
         reason = getattr(error, "strerror", None) or error
         raise InputError(f"{what} ({reason}); {advice}") from None
-
-
-def save_lines(path, values):
-    text = "".join(json.dumps(value) + "\n" for value in values)
-    replace_file(path, lambda tmp: tmp.write_text(text))
 
 
 def save_file(path, value):

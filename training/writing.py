@@ -15,7 +15,7 @@ from collections import Counter, deque
 from functools import cached_property
 from pathlib import Path
 
-from common.files import read_json, read_lines
+from common.files import read_json, read_lines, save_lines
 from common.values import human
 from engine.batching import Engine
 from generate import Sampling
@@ -24,7 +24,7 @@ from hf.grammar import GrammarTokenizer
 from hf.tokenizer import encode_prompt
 from model import InputError, expect
 from training.data import ABOUT, format_key
-from training.runs import progress, save_lines
+from training.runs import progress
 
 PER_FILE = 32                        # tasks per file
 SLOTS = dict(cpu=48, cuda=384)       # sequences decoded together
@@ -119,8 +119,9 @@ class Writer:
         if path.exists():
             return path, {number: [json.loads(line) for line in read_lines(path)]}
         texts = dict.fromkeys(range(number * PER_FILE, (number + 1) * PER_FILE))
-        for task in texts:
-            self.proceed(self.task(task), task, texts)
+        task = self.answer if self.prompts else self.pair if self.template else self.text
+        for number in texts:
+            self.proceed(task(number), number, texts)
         return path, texts
 
     def step(self):
@@ -190,11 +191,6 @@ class Writer:
     # ----------------------------------------------------------------------------------------------
     # Tasks: generators that yield the sequences they wait for, and return texts, objects of .jsonl
     # lines
-
-    def task(self, number):
-        if self.prompts:
-            return self.answer(number)
-        return self.pair(number) if self.template else self.text(number)
 
     def answer(self, number):
         """Answers a prompt: first all at the first temperature, and so on."""
