@@ -9,6 +9,7 @@ from common.machine import available_cpus, free_memory, pick_device
 from conftest import needs_cuda
 from generate import capture
 from model import InputError
+from test_hf_tokenizer import write
 
 
 @pytest.mark.parametrize("name", ["meta", "mps", "cuda:99", "abacus"])
@@ -38,27 +39,21 @@ def test_a_containers_limit_bounds_the_free_memory(case, tmp_path):
         limit, used, droppable = FILES["memory" in group]
         sizes = [size if size == "max" else int(size * 10**9) for size in sizes]
         values = {limit: sizes[0], used: sizes[1], "memory.stat": f"inactive_file_x 1\n{droppable} {sizes[2]}\n"}
-        files |= {f"sys/fs/cgroup/{group}/{name}": value for name, value in values.items()}
-    for name, value in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(str(value))
-    assert free_memory("cpu", tmp_path) == free * 10**9
+        files |= {f"sys/fs/cgroup/{group}/{name}": str(value) for name, value in values.items()}
+    assert free_memory("cpu", write(tmp_path, files)) == free * 10**9
 
 
 @pytest.mark.parametrize("own, files, cpus", [
     ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "250000 100000"}, 2),
-    ("0::/", {"cpu.max": "20000 40000"}, 1), ("0::/", {"cpu.max": "max 100000"}, 8), ("", {}, 8),
+    ("0::/", {"cpu.max": "20000 40000"}, 1), ("", {}, 8),
     ("4:cpu,cpuacct:/a\n0::/", {"cpu/a/cpu.cfs_quota_us": "150000", "cpu/a/cpu.cfs_period_us": "50000"}, 3),
     ("4:cpuset,cpu:/docker/0\n2:cpuacct:/x", {"cpu/cpu.cfs_quota_us": "200000"}, 2),
     ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8)])
 def test_a_containers_quota_bounds_the_cpus(own, files, cpus, tmp_path, monkeypatch):
     """Bug: a thread for each CPU of the machine, which wait for one another."""
     monkeypatch.setattr("os.cpu_count", lambda: 8)
-    files = {f"sys/fs/cgroup/{name}": text for name, text in files.items()} | {"proc/self/cgroup": own}
-    for name, text in files.items():
-        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
-        (tmp_path / name).write_text(f"{text}\n")
-    assert available_cpus(tmp_path) == cpus
+    files = {f"sys/fs/cgroup/{name}": f"{text}\n" for name, text in files.items()}
+    assert available_cpus(write(tmp_path, files | {"proc/self/cgroup": f"{own}\n"})) == cpus
 
 
 @pytest.mark.gpu

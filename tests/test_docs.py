@@ -80,7 +80,7 @@ BLOCKS = {f"{page}:{text[:block.start()].count(chr(10)) + 1}": block.groups()
           for page, text in PAGES.items() for block in BLOCK.finditer(text)}
 RECORD = """exec 3> "$LOG"
 note() { printf '%s\\0' "$@" >&3; printf '\\1\\0' >&3; }
-python() { if [ "$1" = - ]; then note - "$(cat)"; else note "$@"; fi; }
+python() { case "$1" in -) note - "$(cat)";; -m) note "${@:2}";; *) note "$@";; esac; }
 torchrun() { note "${@:3}"; }
 pip() { :; }
 curl() { :; }
@@ -99,8 +99,6 @@ def commands(code, folder):
 
 
 def run_command(program, *argv):
-    if program == "-m":
-        program, *argv = argv
     if program in ("-", "-c"):
         exec(argv[0], {})
     elif program == "generate.py":
@@ -112,8 +110,6 @@ def run_command(program, *argv):
 
 
 def check_command(program, *argv):
-    if program == "-m":
-        program, *argv = argv
     if program in PARSERS:
         PARSERS[program](argv)
     elif program != "-c":

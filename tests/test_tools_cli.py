@@ -323,9 +323,7 @@ def test_a_conversation_begins_with_what_runs(chat_folder, capsys, monkeypatch):
     assert all(f"\x1b[{COLOURS[name]}m{name}" in told for name in ("head 4", "lookup"))
     assert "lookup" not in banner("--draft", "heads") and "head 1" not in banner("--heads", "none")
     shutil.rmtree(chat_folder / "clover")
-    assert f"train_heads.py --model {chat_folder}" in banner()
-    for flags in (["--heads", "none"], ["--draft", "lookup"], ["--tree-size", "1"], ["--quiet"]):
-        assert "train_heads" not in banner(*flags)
+    assert "train_heads.py" in banner() and "train_heads.py" not in banner("--heads", "none") + banner("--quiet")
 
 
 def test_generation_config_has_the_stop_tokens_and_sampling_defaults(chat_folder, capsys):
@@ -417,14 +415,12 @@ def test_errors_in_a_prompt_file_name_the_line(chat_folder, tmp_path, capsys, co
 def test_out_of_memory_exits_with_2_and_advice(capsys, monkeypatch, allocate):
     """Bug: a traceback. Other torch errors must keep theirs."""
     monkeypatch.setattr(signal, "signal", lambda *_: None)
-    with pytest.raises(SystemExit) as caught:
-        with errors.command():
-            allocate()
+    with pytest.raises(SystemExit) as caught, errors.command():
+        allocate()
     said = capsys.readouterr().err
     assert caught.value.code == 2 and said.count("\n") == 1 and "out of memory" in said and "--batch-size" in said
-    with pytest.raises(SystemExit) as caught:
-        with errors.command():
-            torch.ones(2) + torch.ones(3)
+    with pytest.raises(SystemExit) as caught, errors.command():
+        torch.ones(2) + torch.ones(3)
     assert caught.value.code == 1 and "Traceback" in capsys.readouterr().err
 
 

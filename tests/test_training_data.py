@@ -87,6 +87,12 @@ def jsonl(values):
     return "".join(json.dumps(value) + "\n" for value in values)
 
 
+def records_of(folder, lines, template=CHATML, key=None):
+    """The records of a file of these lines."""
+    write(folder, {"a.jsonl": jsonl(lines)})
+    return list(data.read_records([folder / "a.jsonl"], template, key))
+
+
 def messages(turns):
     return {"messages": [dict(role=role, content=content) for role, content in turns]}
 
@@ -129,7 +135,7 @@ def test_documents_of_folders_are_read_once_in_order_and_what_is_left_out_is_cou
         refusal(lambda: documents_in([tmp_path / name]), f"{tmp_path / name}: ", says)
 
 
-@pytest.mark.parametrize("role", ["model", "ai", "bot", "Assistant", "GPT"])
+@pytest.mark.parametrize("role", ["model", "Assistant"])
 def test_roles_are_read_as_other_trainers_read_them(role, tmp_path, capsys):
     """Bug: chats vanish where the assistant has another name."""
     warn.cache_clear()
@@ -146,8 +152,7 @@ def test_roles_are_read_as_other_trainers_read_them(role, tmp_path, capsys):
 def test_chats_in_trls_format_are_read(tmp_path):
     """Bug: refused; or the loss covers answers within the prompt."""
     turns = messages([("user", "q"), ("assistant", "a"), ("user", "r"), ("bot", "b")])["messages"]
-    write(tmp_path, {"a.jsonl": jsonl([dict(prompt=turns[:n], completion=turns[n:]) for n in (3, 1)])})
-    one, two = data.read_records([tmp_path / "a.jsonl"], CHATML)
+    one, two = records_of(tmp_path, [dict(prompt=turns[:n], completion=turns[n:]) for n in (3, 1)])
     assert one.text == two.text and one.parts[1:] == (("b<|im_end|>\n", True),) and two.parts[1][1]
     assert [prompt.messages for prompt in read_prompt_file(tmp_path / "a.jsonl")] == [turns[:3], turns[:1]]
 
@@ -166,18 +171,15 @@ def test_a_line_holds_a_text_or_a_prompt_and_its_completion_or_messages_gzipped_
 
 
 def test_a_json_file_is_read_as_lines_are(tmp_path):
-    """Bug: a JSON array, a byte order mark or ShareGPT's role names are trained on as raw text."""
+    """Bug: a JSON array or object, a byte order mark or ShareGPT's role names are trained on as raw text."""
     turns = [("human", "q\u2028"), ("gpt", "a")]
     shared = {"conversations": [{"from": role, "value": text} for role, text in turns]}
     chats = [shared, shared | {"system": "s"}, PAIR]
     same = [("system", "s"), ("user", "q\u2028"), ("assistant", "a")]
-    write(tmp_path, {"a.jsonl": jsonl([messages(same[1:]), messages(same), PAIR]), "lines.json": jsonl(chats),
-                     "array.json": json.dumps(chats, indent=1), "b.txt": "\ufefftext",
-                     "one.json": json.dumps(shared, indent=1),
-                     "raw.jsonl": "\ufeff" + "\n".join(json.dumps(one, ensure_ascii=False) for one in chats)})
-    want = list(data.read_records([tmp_path / "a.jsonl"], CHATML))
-    for name in ("array.json", "lines.json", "raw.jsonl", "one.json"):
-        assert list(data.read_records([tmp_path / name], CHATML)) == want[:1 if name == "one.json" else 3], name
+    want = records_of(tmp_path, [messages(same[1:]), messages(same), PAIR])
+    for content, n in ((json.dumps(chats, indent=1), 3), (jsonl(chats), 3), (json.dumps(shared, indent=1), 1)):
+        write(tmp_path, {"a.json": content, "b.txt": "\ufefftext"})
+        assert list(data.read_records([tmp_path / "a.json"], CHATML)) == want[:n]
     assert documents_in([tmp_path / "b.txt"]) == ["text"]
     for content, where in (('[{"text": "t"}, {"text": 7}]', "element 2"), ('["half', "line 1")):
         write(tmp_path, {"a.json": content})
@@ -187,8 +189,7 @@ def test_a_json_file_is_read_as_lines_are(tmp_path):
 def test_a_few_chats_that_the_template_refuses_are_left_out(tmp_path, capsys):
     """Bug: one odd chat in a million ends the run, or half of the data is dropped with only a warning."""
     bad = messages([("refused", "q"), ("assistant", "a")])
-    write(tmp_path, {"a.jsonl": jsonl([CHAT] * 4 + [bad] + [CHAT] * 14 + [bad] + [PAIR] * 99)})
-    found = list(data.read_records([tmp_path / "a.jsonl"], CHATML))
+    found = records_of(tmp_path, [CHAT] * 4 + [bad] + [CHAT] * 14 + [bad] + [PAIR] * 99)
     assert [record.kind for record in found] == ["chat"] * 18 + ["completion"] * 99
     said = capsys.readouterr().err
     assert said.count("\n") == 1 and f"2 of 20 chats; the first is {tmp_path}/a.jsonl, line 5: " in said
@@ -204,8 +205,7 @@ def test_answers_before_the_first_question_are_left_out_where_the_template_refus
              (("gpt", "a"), ("gpt", "b"), ("human", "q"), ("gpt", "c"))]
     trl = dict(prompt=[dict(role="assistant", content="x"), dict(role="user", content="q")],
                completion=[dict(role="assistant", content="c")])
-    write(tmp_path, {"a.jsonl": jsonl([dict(conversations=turns), trl, CHAT])})
-    found = list(data.read_records([tmp_path / "a.jsonl"], strict))
+    found = records_of(tmp_path, [dict(conversations=turns), trl, CHAT], strict)
     assert [record.parts[-1][0] for record in found] == ["c<|im_end|>\n"] * 2 + ["a<|im_end|>\n"]
     assert found[0].text == found[1].text and found[0].text.startswith("<|im_start|>user\nq")
     assert "answers before a chat's first question: 2 (line 1)" in capsys.readouterr().err
@@ -224,7 +224,7 @@ def test_texts_with_special_tokens_are_counted(chatty, tmp_path, capsys):
 @pytest.mark.parametrize("line", [
     "{", "7", '{"text": 7}', b'{"text": "\xff"}', "[" * 100_000, {"prompt": "p"}, {"messages": ["hello", "you"]},
     messages([("user", "q"), ("assistant", None)]), {"messages": [dict(role="user", content="q"), dict(content="a")]},
-    messages([("user", [dict(type="image_url")]), ("assistant", "a")])], ids=range(10))
+    messages([("user", [dict(type="image_url")]), ("assistant", "a")]), CHAT | {"tools": "{"}], ids=range(11))
 def test_a_broken_line_is_refused_by_its_number(line, tmp_path):
     """Catches a KeyError or a RecursionError from a single bad line."""
     line = json.dumps(line) if isinstance(line, dict) else line
@@ -260,8 +260,7 @@ def test_the_loss_begins_where_a_chat_leaves_the_prompt(name, variables, thought
     think = f"<think>\n{thought}\n</think>\n\n" if thought else ""
     turns = [("user", "q"), ("assistant", f"{think}hell"), ("user", "2"), ("assistant", f"{think}he")]
     turns = [("assistant", "a greeting")] * (name == "ChatML") + turns
-    write(tmp_path, {"a.jsonl": jsonl([messages([*turns, ("user", "bye")])])})
-    [record] = data.read_records([tmp_path / "a.jsonl"], encoding.template)
+    [record] = records_of(tmp_path, [messages([*turns, ("user", "bye")])], encoding.template)
     assert [text for text, in_loss in record.parts if in_loss] == counted
     assert record.text == encoding.template.render(messages(turns)["messages"], add_generation_prompt=False)
 
@@ -272,8 +271,7 @@ def test_tools_their_calls_and_contents_in_parts_reach_the_template(tmp_path, ca
     line = {"tools": [{"name": "f"}], "messages": [
         dict(role="user", content=[dict(type="text", text="q"), dict(type="text", text="r")]),
         dict(role="assistant", content=None, tool_calls=[dict(function=dict(name="f", arguments="{}"))])]}
-    write(tmp_path, {"a.jsonl": jsonl([line, line | {"tools": '[{"name": "f"}]'}, CHAT])})
-    texts = documents_in([tmp_path / "a.jsonl"], template=tool)
+    texts = [record.text for record in records_of(tmp_path, [line, line | {"tools": '[{"name": "f"}]'}, CHAT], tool)]
     assert texts[0] == texts[1] and texts[0].startswith('[{"name": "f"}]<|im_start|>user\nqr<|im_end|>\n')
     assert texts[2].startswith("null") and not capsys.readouterr().err
     deaf = ChatTemplate(tmp_path / "deaf", CHATML.source, {})
@@ -286,13 +284,12 @@ def test_a_prompt_that_a_template_refuses_is_named_by_its_line(tmp_path):
     tools = [{"name": "f"}]
     lines = [CHAT | {"tools": tools}, dict(prompt="q", tools=json.dumps(tools)), CHAT | {"tools": ""}]
     write(tmp_path, {"a.jsonl": jsonl(lines), "b.jsonl": "\n" + jsonl([CHAT, messages([("refused", "q")])]),
-                     "c.jsonl": jsonl([dict(prompt="q"), lines[1]]), "d.jsonl": jsonl([CHAT, CHAT | {"tools": "{"}])})
+                     "c.jsonl": jsonl([dict(prompt="q"), lines[1]])})
     found = read_prompt_file(tmp_path / "a.jsonl", template=CHATML)
     said = [CHAT["messages"], [dict(role="user", content="q")], CHAT["messages"]]
     assert [prompt[:3] for prompt in found] == list(zip(said, (dict(tools=tools), dict(tools=tools), {}), [None] * 3))
     refusal(lambda: read_prompt_file(tmp_path / "b.jsonl", template=CHATML), "line 3", "no such role")
     refusal(lambda: read_prompt_file(tmp_path / "c.jsonl", "--chat"), "line 2", "tools need --chat")
-    refusal(lambda: read_prompt_file(tmp_path / "d.jsonl", template=CHATML), "line 2")
 
 
 def test_a_prompt_is_not_left_within_a_name(tmp_path):
@@ -306,19 +303,17 @@ def test_written_ids_are_read_as_they_are_in_their_own_format_only(chatty, tmp_p
     """Bug: an answer is encoded anew to other ids; turns that do not continue each other are one text; the ids of
     another tokenizer or template are trained on; the turns of a chat are in both splits."""
     key, base = data.format_key(chatty), CHAT | {"ids": [[1, 2], [3, 4], [1, 2, 3, 4, 5], [6], [7], [8, 9]]}
-    write(tmp_path, {"a.jsonl": jsonl([base | {"format": key}]), "b.jsonl": jsonl([base | {"format": "other"}])})
-    [whole] = data.read_records([tmp_path / "a.jsonl"], CHATML, key)
+    [other] = records_of(tmp_path, [base | {"format": "other"}], CHATML, key)
+    assert other.kind == "chat"
+    [whole] = records_of(tmp_path, [base | {"format": key}], CHATML, key)
     split = data.split_of(whole.text)
     found = data.load_tokens([tmp_path / "a.jsonl"], chatty, split)
     assert found.ids.tolist() == [1, 2, 3, 4, 5, 6, 7, 8, 9] and found.starts.tolist() == [0, 6]
     assert np.flatnonzero(found.loss_mask).tolist() == [2, 3, 5, 7, 8]
-    [record] = data.read_records([tmp_path / "b.jsonl"], CHATML, key)
-    assert record.kind == "chat"
     chatty.template = ChatTemplate("other", CHATML.source, {"enable_thinking": False})
     assert data.format_key(chatty) != key
-    for ids in ([[1, "2"]], [[-1]], [1], None, [[2**32]]):
-        write(tmp_path, {"a.jsonl": jsonl([base | {"format": key, "ids": ids}])})
-        refusal(lambda: list(data.read_records([tmp_path / "a.jsonl"], CHATML, key)), "line 1")
+    for ids in ([[1, "2"]], None, [[2**32]]):
+        refusal(lambda: records_of(tmp_path, [base | {"format": key, "ids": ids}], CHATML, key), "line 1")
 
 
 @pytest.fixture
