@@ -207,11 +207,10 @@ COMMON = GRAMMARS | dict(
     **dict.fromkeys(SAMPLING_FIELDS, integer), **dict.fromkeys(IGNORED, any_value))
 for names, reader in NEUTRAL.items():
     COMMON |= dict.fromkeys(names.split(), reader)
-CHAT = COMMON | dict(messages=messages, chat_template_kwargs=variables, add_generation_prompt=flag,
-                     reasoning_effort=text,
-                     continue_final_message=flag, tools=list_of(dict, "a list of objects"),
-                     tool_choice=tool_choice, parallel_tool_calls=flag, logprobs=flag,
-                     top_logprobs=whole(0, 20))
+CHAT = COMMON | dict(messages=messages, chat_template_kwargs=variables, reasoning_effort=text,
+                     add_generation_prompt=flag, continue_final_message=flag,
+                     tools=list_of(dict, "a list of objects"), tool_choice=tool_choice,
+                     parallel_tool_calls=flag, logprobs=flag, top_logprobs=whole(0, 20))
 COMPLETION = COMMON | dict(prompt=prompts, parallel_tool_calls=any_value,
                            logprobs=number_of_logprobs)
 DEFAULTS = dict(stream=False, stream_options={}, show_steps=False, n=1, stop=[], stop_token_ids=[],
