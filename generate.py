@@ -233,8 +233,8 @@ def prior_chances():
 # The state of the sequences
 
 class Batch(NamedTuple):
-    """What a step reads of the sequences that it runs, B of all slots: copies, or where slots is
-    None the tensors of `Slots` themselves, which `commit` changes."""
+    """What a step reads of its B sequences: copies, or if these are all slots, the tensors of
+    `Slots` themselves, which `commit` changes."""
     slots: torch.Tensor | None  # int64 [B]; None: all
     lengths: torch.Tensor       # int32 [B]: committed rows, which is also the root's index
     root: torch.Tensor          # int64 [B]: the newest token, not yet in the cache
@@ -499,9 +499,9 @@ class Decoder:
         return accepted
 
     def commit(self, plan, draft, hidden, accepted):
-        """Keeps the path's cache rows, feeds its tokens to heads and lookup, and makes the bonus
-        token the next root. Cache rows from the new length on are junk, which no node sees until
-        a later step has overwritten it."""
+        """Keeps the path's cache rows, feeds its tokens to lookup, and to heads with its hidden
+        states of [B, T, C], and makes the bonus token the next root. Cache rows from the new length
+        on are junk, which no node sees until a later step has overwritten it."""
         slots = self.slots
         batch = draft.batch
         states = None
@@ -510,7 +510,7 @@ class Decoder:
                 commit_path(slots.cache.kv, slots.cache.lengths, accepted.path, accepted.count,
                             batch.slots)
                 index = accepted.path[:, :, None].expand(-1, -1, hidden.shape[2])
-                hidden = hidden.gather(1, index)
+                hidden = hidden.gather(1, index)  # (B, P, C)
             P = accepted.path.shape[1]
             positions = batch.lengths[:, None] + self.offsets[:P]  # (B, P)
             ancestors = self.path_ancestors[:P].expand_as(positions)

@@ -884,7 +884,7 @@ def commit_path(kv, lengths, path, count, slots=None):
 def commit_path_reference(kv, lengths, path, count, slots=None):
     index = torch.arange(path.shape[1], device=kv.device)
     moved = (path != index) & (index < count[:, None])  # (B, P)
-    b, index = moved.nonzero(as_tuple=True)
+    b, index = moved.nonzero(as_tuple=True)  # (moved rows,) each
     slot = b if slots is None else slots[b]
     target = lengths[slot] + index
     source = lengths[slot] + path[b, index]
@@ -1050,8 +1050,8 @@ def rope_cache_reference(qkv, rope, kv, lengths, q_weight=None, k_weight=None, e
                          slots=None):
     B, T, H, D = qkv.shape
     Hkv = kv.shape[2]
-    queries = qkv[:, :, :H - 2 * Hkv]
-    rotated = qkv[:, :, :H - Hkv]  # queries and keys
+    queries = qkv[:, :, :H - 2 * Hkv]  # (B, T, Hq, D)
+    rotated = qkv[:, :, :H - Hkv]      # (B, T, Hq + Hkv, D): queries and keys
     new = qkv[:, :, H - 2 * Hkv:].view(B, T, 2, Hkv, D)  # keys and values
     if q_weight is not None:
         queries.copy_(F.rms_norm(queries, (D,), q_weight, eps))
@@ -1059,7 +1059,7 @@ def rope_cache_reference(qkv, rope, kv, lengths, q_weight=None, k_weight=None, e
     if rope is not None:
         rotated.copy_(rotate(rotated, rope))
     slots = torch.arange(B, device=kv.device) if slots is None else slots
-    rows = lengths[slots, None] + torch.arange(T, device=kv.device)
+    rows = lengths[slots, None] + torch.arange(T, device=kv.device)  # (B, T)
     kv.permute(1, 3, 0, 2, 4)[slots[:, None], rows] = new
     return queries
 
