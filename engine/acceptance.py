@@ -1,6 +1,7 @@
 """How likely nodes of a draft tree are to be accepted, from counts of those that earlier steps
 proposed and accepted."""
 
+from collections import Counter
 from itertools import accumulate
 
 import torch
@@ -61,11 +62,8 @@ def falling(bins):
     return [accepted / proposed for accepted, proposed, width in pools for _ in range(width)]
 
 
-# --------------------------------------------------------------------------------------------------
-# Counting, in a step
-
 def count_nodes(counts, tree, accepted, active, temperature, chain=None):
-    """Adds (accepted, proposed) nodes to counts[mode, source], float64 [2, SOURCES, 2]. Of a chain,
+    """Adds a step's (accepted, proposed) nodes to counts, float64 [mode, source, 2]. Of a chain,
     the tokens that were emitted, and these with the first wrong one. A sequence with a grammar
     (active, int32 [B], is GUIDED) counts only chains of forced text. temperature: [B]."""
     is_head = (tree.sources >= 0) & (tree.sources < BINS) & (tree.ancestors != 0)
@@ -93,24 +91,19 @@ def add_counts(counts, sources, temperature, right, tried):
     counts.view(-1, 2).index_add_(0, cell.flatten(), added)
 
 
-# --------------------------------------------------------------------------------------------------
-# Where the size of a tree is fixed before the step
-
 class NodeMeans:
-    """Running means of the acceptance of a tree's n-th likeliest node after the root."""
+    """Running means of the acceptance of a tree's n-th likeliest node after the root, where the
+    size is fixed before the step."""
 
     def __init__(self, first):
         self.means = [Mean(first, 2)]  # a guess
 
     def learn(self, tree_size, paths):
         """paths: accepted nodes of each sequence, root first."""
-        hits = [0] * tree_size
-        for path in paths:
-            for node in path:
-                hits[node] += 1
+        hits = Counter(node for path in paths for node in path)
         self.means += [Mean(x, 2) for x in self.extended(tree_size - 1)[len(self.means):]]
-        for mean, accepted in zip(self.means, hits[1:]):
-            mean.learn(accepted / len(paths))
+        for node, mean in enumerate(self.means[:tree_size - 1], start=1):
+            mean.learn(hits[node] / len(paths))
 
     def extended(self, n):
         """n means; those beyond the last known one fall as rank ** -1.4."""

@@ -1,7 +1,6 @@
 """The adaptive policy: how many nodes a step verifies and how many heads draft them, from measured
 acceptance (acceptance.py) and step times (times.py)."""
 
-from bisect import bisect
 from collections import Counter
 from functools import partial
 from itertools import accumulate, product
@@ -145,20 +144,17 @@ class Policy:
         n^READ_VALUE. Among options that take at most twice as long as that one, prefers those that
         read the longest prompt in READ_STEPS steps; if there are none, the largest."""
         expected = self.expected_tokens(B)
-        reading = sorted(n for n in unread if n)
-        sums = list(accumulate((n ** READ_VALUE for n in reading), initial=0))
         seconds = lambda option: self.expected_seconds(B, *option)
 
         def rate(option):
             T, depths = option
             tokens = expected[depths > 0][min(T, self.tree_size or self.largest)]
-            shorter = bisect(reading, T)  # prompts of which T nodes read all that is unread
-            read = sums[shorter] + T ** READ_VALUE * (len(reading) - shorter)
-            return (read + (len(unread) - len(reading)) * tokens) / seconds(option)
+            read = sum(min(n, T) ** READ_VALUE for n in unread if n)
+            return (read + unread.count(0) * tokens) / seconds(option)
         options = self.possible(B, self.reading_options)
         limit = 2 * seconds(max(options, key=rate))
         options = [option for option in options if seconds(option) <= limit]
-        fast = [option for option in options if option[0] * READ_STEPS >= reading[-1]]
+        fast = [option for option in options if option[0] * READ_STEPS >= max(unread)]
         return max(fast, key=rate) if fast else max(options)
 
     def possible(self, B, options):

@@ -132,7 +132,6 @@ def parse_generate(argv=None):
 
 
 def parse_serve(argv=None):
-    """Parses tools/serve.py's flags."""
     parser = Parser("Serves an OpenAI API and a chat page.", prog="python -m tools.serve")
     add = parser.add_argument_group("server").add_argument
     add("--host", default="127.0.0.1", help="default: 127.0.0.1; 0.0.0.0 listens on all IPv4 "

@@ -67,7 +67,6 @@ class Loaded:
 
     @cached_property
     def grammars(self):
-        """The `GrammarTokenizer`."""
         return GrammarTokenizer(self.encoding, self.model.config.vocab_size, self.stop)
 
     def stream(self, grammar=None):

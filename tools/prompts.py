@@ -50,7 +50,6 @@ def read_prompt_file(file, missing=None, template=None):
 
 
 def parse_prompt(value):
-    """The `Prompt` of an object."""
     text = value.get("prompt") if value.get("messages") is None else None
     messages = from_user(text).messages if isinstance(text, str) else messages_of(value)
     expect(messages, "it has no message")

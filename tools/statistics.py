@@ -32,7 +32,6 @@ class Statistics:
     guesses: Counter = field(default_factory=Counter)  # (depth, source) -> accepted guesses
 
     def count(self, result):
-        """Counts a `StepResult`."""
         self.shapes[result.tree_size, len(result.tokens)] += 1
         self.guesses.update(guesses(result))
 

@@ -9,8 +9,6 @@ from tools.flags import DEMO, Parser, add_model_flags, add_quantize_flag, at_lea
 absolute = lambda path: os.path.abspath(home(path))  # an argparse type
 SELF = "self"  # --data self: text that the model generates
 SWITCHES = ("n_draft", "augment_layers", "mix", "mix_before", "projector", "shared")
-
-
 COUNT = dict(type=at_least(1), metavar="N")
 ON_OFF = dict(action=argparse.BooleanOptionalAction)
 

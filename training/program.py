@@ -12,7 +12,6 @@ from common.values import human
 from hf.chat import load_chat_template, stop_tokens
 from hf.heads import load_heads, read_record
 from model import check, expect
-from tools.load import load_model
 from tools.prompts import read_prompt_file
 from training import data, runs, writing
 from training.evaluate import evaluate
@@ -86,9 +85,7 @@ def prepare(config, out, group, resume):
 
 def write_texts(config, out, group):
     """Generates text with the model, or its answers to --prompts, and returns their folder."""
-    # packed weights are faster on a CPU, not for the many sequences that a GPU decodes together
-    load = runs.load_frozen if config.device.startswith("cuda") else load_model
-    model, encoding = load(config)
+    model, encoding = runs.load_frozen(config)
     prompts = None
     if config.prompts:
         missing = None if encoding.template else "a model with a chat template"

@@ -64,7 +64,7 @@ class Writer:
         self.seen = set()         # the first words of all turns in the files so far
         self.dropped = Counter()  # reason -> messages
         self.written = 0          # tokens, those of dropped messages included
-        self.running = {}         # Sequence -> (task, its number, the texts of its file)
+        self.running = {}         # Sequence -> its task
 
     def claim(self):
         """Creates the folder. Raises InputError if it has texts of another model, or answers to
@@ -109,7 +109,6 @@ class Writer:
             show(done, self.describe(done, goal))
 
     def describe(self, written, goal):
-        """The line that reports progress."""
         dropped = ", ".join(f"{n} {flaw}" for flaw, n in self.dropped.items())
         return f"{human(written)} of {human(goal)} tokens, dropped {dropped or 'none'}"
 
@@ -119,9 +118,8 @@ class Writer:
         if path.exists():
             return path, {number: [json.loads(line) for line in read_lines(path)]}
         texts = dict.fromkeys(range(number * PER_FILE, (number + 1) * PER_FILE))
-        task = self.answer if self.prompts else self.pair if self.template else self.text
-        for number in texts:
-            self.proceed(task(number), number, texts)
+        for task in texts:
+            self.proceed(self.task(task, texts))
         return path, texts
 
     def step(self):
@@ -129,14 +127,12 @@ class Writer:
         for result in self.engine.step():
             self.written += len(result.tokens)
             if result.sequence.ended:
-                self.proceed(*self.running.pop(result.sequence))
+                self.proceed(self.running.pop(result.sequence))
 
-    def proceed(self, task, number, texts):
+    def proceed(self, task):
         """Runs a task until it waits for a sequence or ends."""
-        try:
-            self.running[next(task)] = task, number, texts
-        except StopIteration as end:
-            texts[number] = end.value
+        if sequence := next(task, None):
+            self.running[sequence] = task
 
     @cached_property
     def engine(self):
@@ -191,6 +187,11 @@ class Writer:
     # ----------------------------------------------------------------------------------------------
     # Tasks: generators that yield the sequences they wait for, and return texts, objects of .jsonl
     # lines
+
+    def task(self, number, texts):
+        """Puts the texts of a task into those of its file."""
+        write = self.answer if self.prompts else self.pair if self.template else self.text
+        texts[number] = yield from write(number)
 
     def answer(self, number):
         """Answers a prompt: first all at the first temperature, and so on."""
