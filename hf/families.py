@@ -1,9 +1,10 @@
 """FAMILIES: how each model family's config.json becomes a `Family`: a GPTConfig, and the names and
-layout of its tensors. To add a family, copy the function of the nearest one."""
+layout of its tensors. To add a family, copy the function or the entry of the nearest one."""
 
 import itertools
 import math
 import re
+from dataclasses import dataclass, fields
 from functools import partial
 
 import torch
@@ -75,8 +76,8 @@ UNSUPPORTED = (  # keys of config.json that change attention or logits
 # Families: config.json -> keyword arguments of `Family`
 
 def llama(raw):
-    return dict(**sizes(raw), **rope(raw), **attention_biases(raw),
-                mlp_bias=value_of(raw, "mlp_bias", bool, False))
+    return common(raw) | attention_biases(raw) | dict(
+        mlp_bias=value_of(raw, "mlp_bias", bool, False))
 
 
 def granite(raw):
@@ -103,29 +104,11 @@ def granitemoehybrid(raw):
     return granite(raw) | dict(names=GRANITE_HYBRID_NAMES)
 
 
-def mistral(raw):
-    return dict(**sizes(raw), **rope(raw), windows=windows(raw, 4096))
-
-
-def qwen2(raw):
-    return dict(**sizes(raw), **rope(raw), qkv_bias=True, windows=qwen_windows(raw))
-
-
-def qwen3(raw):
-    return dict(**sizes(raw), **rope(raw), **attention_biases(raw), qk_norm="head",
-                windows=qwen_windows(raw))
-
-
 def qwen_windows(raw):
     if not value_of(raw, "use_sliding_window", bool, False):
         return ()
     first = raw.get("max_window_layers", 28)
     return windows(raw, 4096, lambda layer: layer >= first)
-
-
-def phi3(raw):
-    return dict(**sizes(raw), **rope(raw, rotates_part=True), windows=windows(raw),
-                names=PHI3_NAMES)
 
 
 def smollm3(raw):
@@ -141,8 +124,8 @@ def smollm3(raw):
 
 
 def olmo2(raw):
-    return dict(**sizes(raw), **rope(raw), **attention_biases(raw), qk_norm="all",
-                norm_at="after", names=OLMO_NAMES)
+    return common(raw) | attention_biases(raw) | dict(
+        qk_norm="all", norm_at="after", names=OLMO_NAMES)
 
 
 def olmo3(raw):
@@ -158,8 +141,7 @@ def gemma3_text(raw):
         tie_word_embeddings=True, query_pre_attn_scalar=256, rope_theta=1e6,
         rope_local_base_freq=10000.0)
     period = raw.get("sliding_window_pattern") or 6
-    values = dict(
-        **sizes(raw, activation_key="hidden_activation"), **rope(raw), **attention_biases(raw),
+    values = common(raw, "hidden_activation") | attention_biases(raw) | dict(
         qk_norm="head", norm_at="both", embed_scale=raw["hidden_size"] ** 0.5,
         attn_scale=value_of(raw, "query_pre_attn_scalar", float) ** -0.5,
         windows=windows(raw, 4096, lambda layer: (layer + 1) % period),
@@ -169,24 +151,21 @@ def gemma3_text(raw):
 
 def glm(raw):
     raw = with_defaults(raw, partial_rotary_factor=0.5)
-    return dict(**sizes(raw), **rope(raw, rotates_part=True),
-                qkv_bias=value_of(raw, "attention_bias", bool, True),
-                names=GLM_NAMES, pairs_neighbours=True)
-
-
-def glm4(raw):
-    return glm(raw) | dict(norm_at="both", names=GLM4_NAMES)
+    return common(raw, rotates_part=True) | dict(
+        qkv_bias=value_of(raw, "attention_bias", bool, True), names=GLM_NAMES,
+        pairs_neighbours=True)
 
 
 def baichuan(raw):
     """The 13B models use ALiBi and store the context length as model_max_length. Baichuan 2, which
     has z_loss_weight or a vocabulary of 125,696, normalises the LM head's rows."""
+    values = sizes(raw)
     if raw.get("max_position_embeddings") is None or raw.get("hidden_size") == 5120:
-        position = dict(positions="alibi", block_size=value_of(raw, "model_max_length", int))
+        values |= dict(positions="alibi", block_size=value_of(raw, "model_max_length", int))
     else:
-        position = rope(raw)
+        values |= rope(raw, values["head_size"])
     has_unit_head = raw.get("z_loss_weight") is not None or raw.get("vocab_size") == 125696
-    return dict(**sizes(raw), **position, unit_head=has_unit_head, names=BAICHUAN_NAMES)
+    return values | dict(unit_head=has_unit_head, names=BAICHUAN_NAMES)
 
 
 def gpt2(raw):
@@ -206,29 +185,27 @@ def gpt2(raw):
 
 
 FAMILIES = dict(  # by model_type
-    llama=llama, mistral=mistral, qwen2=qwen2, qwen3=qwen3, phi3=phi3, smollm3=smollm3,
-    olmo2=olmo2, olmo3=olmo3, gemma3_text=gemma3_text, glm=glm, glm4=glm4, baichuan=baichuan,
-    gpt2=gpt2, granite=granite, granitemoehybrid=granitemoehybrid)
+    llama=llama,
+    mistral=lambda raw: common(raw) | dict(windows=windows(raw, 4096)),
+    qwen2=lambda raw: common(raw) | dict(qkv_bias=True, windows=qwen_windows(raw)),
+    qwen3=lambda raw: common(raw) | attention_biases(raw) | dict(
+        qk_norm="head", windows=qwen_windows(raw)),
+    phi3=lambda raw: common(raw, rotates_part=True) | dict(windows=windows(raw), names=PHI3_NAMES),
+    smollm3=smollm3, olmo2=olmo2, olmo3=olmo3, gemma3_text=gemma3_text, glm=glm,
+    glm4=lambda raw: glm(raw) | dict(norm_at="both", names=GLM4_NAMES),
+    baichuan=baichuan, gpt2=gpt2, granite=granite, granitemoehybrid=granitemoehybrid)
 
 
+@dataclass
 class Family:
-    """A model's GPTConfig, and how its checkpoint stores the weights.
-
-    names: the tensors of each parameter. pairs_neighbours: RoPE pairs dimensions 2i and 2i + 1
-    instead of two halves. transposed: ends of the names of our parameters that are stored as
-    [inputs, outputs]. norm_offset: added to stored norm weights. logits_divisor: of the logits; we
-    divide the final norm's weight. quantization: config.json's quantization_config. Others: fields
-    of GPTConfig."""
-
-    def __init__(self, names=LLAMA_NAMES, pairs_neighbours=False, transposed=(), norm_offset=0.0,
-                 logits_divisor=1.0, quantization=None, **config):
-        self.names = names
-        self.pairs_neighbours = pairs_neighbours
-        self.transposed = transposed
-        self.norm_offset = norm_offset
-        self.logits_divisor = logits_divisor
-        self.quantization = quantization
-        self.config = GPTConfig(**config)
+    """A model's GPTConfig, and how its checkpoint stores the weights."""
+    config: GPTConfig
+    names: dict                       # the tensors of each parameter
+    pairs_neighbours: bool = False    # RoPE pairs dimensions 2i and 2i + 1 instead of two halves
+    transposed: tuple = ()            # ends of names of ours, stored as [inputs, outputs]
+    norm_offset: float = 0.0          # to add to stored norm weights
+    logits_divisor: float = 1.0       # of the logits; we divide the final norm's weight
+    quantization: dict | None = None  # config.json's quantization_config
 
     def stacked(self, name, rows):
         """The tensors that are stacked into a parameter: [(name, first row, number of rows)]. rows:
@@ -278,13 +255,14 @@ def family_of(raw):
     name = one_of("model_type", raw.get("model_type"), FAMILIES)
     for key in UNSUPPORTED:
         expect(not raw.get(key), f"{key} is not supported")
-    family = Family(**FAMILIES[name](raw), quantization=raw.get("quantization_config"))
-    c = family.config
+    values = dict(names=LLAMA_NAMES) | FAMILIES[name](raw)
+    layout = {key: values.pop(key) for key in [x.name for x in fields(Family)] if key in values}
+    c = GPTConfig(**values)
     expect(c.n_head % c.n_kv_head == 0 and c.head_size % 2 == 0 and 16 <= c.head_size <= 256,
            f"expected a multiple of {c.n_kv_head} heads of even size, 16 to 256, got {c.n_head} "
            f"of {c.head_size}")
     expect(not c.tied or not c.unit_head, "a tied LM head cannot be normalised")
-    return family
+    return Family(c, **layout, quantization=raw.get("quantization_config"))
 
 
 def text_config(raw):
@@ -354,17 +332,19 @@ def sizes(raw, activation_key="hidden_act"):
     """The sizes, and what else nearly all families name alike."""
     get = partial(value_of, raw)
     n_head = get("num_attention_heads", int)
+    n_embd = get("hidden_size", int)
     return dict(
         vocab_size=get("vocab_size", int), n_layer=get("num_hidden_layers", int),
-        n_head=n_head, n_kv_head=get("num_key_value_heads", int, n_head), head_size=head_size(raw),
-        n_embd=get("hidden_size", int), n_inner=get("intermediate_size", int),
-        norm_eps=get("rms_norm_eps", float), activation=activation(raw, activation_key),
-        tied=get("tie_word_embeddings", bool, False))
+        n_head=n_head, n_kv_head=get("num_key_value_heads", int, n_head),
+        head_size=get("head_dim", int, n_embd // n_head), n_embd=n_embd,
+        n_inner=get("intermediate_size", int), norm_eps=get("rms_norm_eps", float),
+        activation=activation(raw, activation_key), tied=get("tie_word_embeddings", bool, False))
 
 
-def head_size(raw):
-    n_head = value_of(raw, "num_attention_heads", int)
-    return value_of(raw, "head_dim", int, value_of(raw, "hidden_size", int) // n_head)
+def common(raw, activation_key="hidden_act", rotates_part=False):
+    """Sizes and RoPE."""
+    values = sizes(raw, activation_key)
+    return values | rope(raw, values["head_size"], rotates_part)
 
 
 def attention_biases(raw):
@@ -402,15 +382,14 @@ def rope_settings(raw, kind):
     return settings.get(kind) or {}
 
 
-def rope(raw, rotates_part=False):
-    """The fields of RoPE, and the context length, which scaling changes. rotates_part: whether
-    partial_rotary_factor may be below 1."""
+def rope(raw, D, rotates_part=False):
+    """The fields of RoPE in heads of size D, and the context length, which scaling changes.
+    rotates_part: whether partial_rotary_factor may be below 1."""
     older = {key: raw.get(key) for key in ("rope_theta", "partial_rotary_factor")}
     settings = rope_settings(raw, "full_attention")
     settings = older | {key: value for key, value in settings.items() if value is not None}
     theta = value_of(settings, "rope_theta", float, 10000.0)
     part = value_of(settings, "partial_rotary_factor", float, 1.0)
-    D = head_size(raw)
     R = int(D * part)
     expect(R == D or (rotates_part and R % 2 == 0 and 0 < R < D), f"partial_rotary_factor {part} "
            f"is not supported with {raw['model_type']} and a head size of {D}")

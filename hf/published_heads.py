@@ -59,7 +59,7 @@ def load_published(path, model):
                      own_head="lm_head.weight" in tensors or n > 0)
     with torch.device("meta"):  # without memory and random numbers: weights follow
         heads = CLASSES[type(config)](config, model)
-    family = Family(names=NAMES, **vars(config.layers))
+    family = Family(config.layers, NAMES)
     weights = {name: torch.cat([tensor.load() for tensor in source.tensors])
                for name, source in match_parameters(path, heads, family, tensors).items()}
     heads.load_state_dict(weights, strict=False, assign=True)

@@ -16,7 +16,7 @@ V, DRAFT_V, C, N_HEAD, N_KV_HEAD, D, INNER, RANK = 128, 96, 64, 4, 2, 32, 96, 8
 STATES = 3  # of the model's, which the heads read
 ROWS = 16   # of the sequence
 MASK = 127
-COMMITTED = 9  # rows before a chain is drafted
+COMMITTED = 9  # rows before a block is drafted
 BLOCK = 6
 ANCHORS = 1, 5, COMMITTED  # where blocks begin
 STEPS = 4  # tokens that EAGLE-3 drafts
@@ -118,32 +118,19 @@ def reference(case):
     return model.eval()
 
 
-def eagle3_logits(model, states, tokens, steps):
-    """Logits [steps, ROWS, DRAFT_V] of rows that read states [1, ROWS, ...] and the tokens [ROWS] after them, then of
-    each drafted row after it: at step k row i reads token i + k and its own output of step k - 1."""
-    logits = []
-    hook = model.lm_head.register_forward_hook(lambda _, __, result: logits.append(result[0]))
-    rows = torch.arange(len(tokens))[None]
-    model(states, tokens[None], torch.zeros_like(rows), position_ids=rows, ttt_steps=steps)
-    hook.remove()
-    return torch.stack(logits)
-
-
 def record_eagle3(case):
-    model = reference(case)
+    """Logits [STEPS, ROWS, DRAFT_V] of rows that read the states and the tokens after them, then of each drafted row
+    after it: at step k row i reads token i + k and its own output of step k - 1."""
+    model, logits = reference(case), []
+    model.lm_head.register_forward_hook(lambda _, __, result: logits.append(result[0]))
     states, tokens = inputs_of(case)
-    results = {"logits": eagle3_logits(model, states, tokens[1:], STEPS)}
-    chain, tokens = [], tokens[1:].clone()
-    for k in range(STEPS):  # the package has no loop that drafts: append a token, run it all again
-        last = eagle3_logits(model, states, tokens, STEPS)[:, COMMITTED - 1]
-        row = last[k].argmax()
-        chain.append(row + model.d2t[row])
-        tokens[COMMITTED + k] = chain[-1]
-    return results | {"chain": torch.stack(chain), "chain_logits": last}
+    rows = torch.arange(ROWS)[None]
+    model(states, tokens[None, 1:], torch.zeros_like(rows), position_ids=rows, ttt_steps=STEPS)
+    return {"logits": torch.stack(logits)}
 
 
 def record_blocks(case):
-    """Logits and bias [blocks, BLOCK, DRAFT_V], the bias with the sequence's own tokens, and the last block's chain."""
+    """Logits and bias [blocks, BLOCK, DRAFT_V], the bias with the sequence's own tokens."""
     from speculators.models.dflash import core
     model = reference(case)
     states, tokens = inputs_of(case)
@@ -162,16 +149,7 @@ def record_blocks(case):
     if markov is not None:
         previous = tokens[torch.tensor(ANCHORS)[:, None] + torch.arange(BLOCK)]
         results["bias"] = markov.block_bias(prev_token_ids=previous, hidden_states=hidden)
-    first = int(not model.config.sample_from_anchor)
-    token, chain = tokens[COMMITTED], []
-    for k in range(first, BLOCK):
-        row = logits[-1, k]
-        if markov is not None:
-            row = row + markov.block_bias(prev_token_ids=token.view(1, 1), hidden_states=hidden[-1:, k:k + 1])[0, 0]
-        row = row.argmax()
-        token = row + model.d2t[row]
-        chain.append(token)
-    return results | {"chain": torch.stack(chain)}
+    return results
 
 
 @torch.no_grad()

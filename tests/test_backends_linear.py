@@ -8,7 +8,7 @@ import torch
 import kernels
 from backends.gpu import QuantizedHead
 from backends.linear import Quantized, dequantize, linear_rows
-from backends.quantized import pack_nibbles, round_weight, select_rows, stack
+from backends.quantized import select_rows, stack
 from conftest import needs_cuda
 from test_kernels import BF16, DTYPES, FP16, FP32, device, every_second, glu_formula, slow_to_interpret
 
@@ -176,11 +176,3 @@ def test_parts_of_a_layer_are_stacked_with_their_values(kinds):
     torch.testing.assert_close(values(stack(parts)), torch.cat([*map(values, parts)]), rtol=1e-3, atol=1e-3)
     index = torch.tensor([4, 0, 2])
     assert torch.equal(values(select_rows(parts[0], index)), values(parts[0])[index])
-
-
-def test_rounded_weights_are_stored_as_they_are_rounded():
-    assert pack_nibbles(torch.tensor([[1, 2, 15, 0]], dtype=torch.uint8)).tolist() == [[0x21, 0x0f]]
-    weight = torch.randn(8, 128)
-    for bits, group in ((8, 0), (8, 32), (4, 64)):
-        rounded = round_weight(weight, bits, group)
-        torch.testing.assert_close(values(rounded), rounded.values().double(), rtol=1e-6, atol=1e-6)

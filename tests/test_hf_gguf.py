@@ -296,7 +296,7 @@ def test_the_ids_of_every_split_are_those_of_transformers(pre, corpus, tmp_path)
     file = write_tokenizer(tmp_path / "m.gguf", "llama", spec, add_bos_token=pre != "qwen2", **values)
     encoding = load_encoding(file)
     check_ids(encoding, their_tokenizer(file))
-    assert encoding.prefix == [1] * (pre != "qwen2") and chat.stop_tokens(file, encoding) == [700, 1, 0]
+    assert encoding.prefix == [1] * (pre != "qwen2")
     unsaid = write_tokenizer(tmp_path / "unsaid.gguf", "llama", spec, padding_token_id=9999, **values)
     assert load_encoding(unsaid).prefix == [1] * (pre in PIECE_IS_TOKEN)
 
@@ -304,13 +304,15 @@ def test_the_ids_of_every_split_are_those_of_transformers(pre, corpus, tmp_path)
 PADDED = {  # architecture: (corpus -> tokenizer.json of the folder, metadata)
     "qwen2": (lambda c: tk.byte_level(c, tk.split_form(tk.QWEN_PATTERN), tk.CHAT, normalizer=tk.NFC),
               dict(model="gpt2", pre="qwen2")),
-    "gemma3": (lambda c: tk.pieces(c, tk.SPACE, None, False), dict(model="llama", add_space_prefix=False))}
+    "gemma3": (lambda c: tk.pieces(c, tk.SPACE, None, False) | dict(post_processor=tk.template([("<s>", 1)])),
+               dict(model="llama", add_space_prefix=False, bos_token_id=1))}
 
 
 @pytest.mark.parametrize("architecture", PADDED)
 def test_a_folder_and_its_padded_file_have_the_same_ids_and_heads(architecture, corpus, tmp_path):
     """Bug: padding, or a space that the folder writes as ▁, taken for another tokenizer, or another one that is not;
-    other ids for decomposed characters, such as those that macOS writes in names of files."""
+    other ids for decomposed characters, such as those that macOS writes in names of files; merges not in the order of
+    the scores, an extra space, a missing BOS."""
     make, values = PADDED[architecture]
     spec = make([*corpus[:4], "déjà vu, naïve café, Tiếng Việt " * 40])
     if architecture == "gemma3":
@@ -321,7 +323,8 @@ def test_a_folder_and_its_padded_file_have_the_same_ids_and_heads(architecture, 
     for text in ["Tiếng Việt", "한국어 がぎぐ", "Å<|im_start|>é<tool_call>ö", *tk.random_texts(200)]:
         for text in (text, unicodedata.normalize("NFD", text)):
             if "  " not in text:  # the toy has no more tokens of spaces
-                assert encode_prompt(ours, text) == encode_prompt(theirs, text), ascii(text)
+                ids = encode_prompt(theirs, text)
+                assert encode_prompt(ours, text) == ids and ours.decode(ids) == theirs.decode(ids), ascii(text)
     spec["added_tokens"][-1]["content"] = "<another>"
     another = load_encoding(tk.save(tmp_path, spec)).hash
     for mine, other in ((ours.hash, theirs.hash), (theirs.hash, ours.hash)):
@@ -379,41 +382,21 @@ YARN = dict(type="yarn", factor=4.0, original_context_length=32)
 MAGNITUDE = 0.1 * math.log(4) + 1
 
 
-@pytest.mark.parametrize("said, factor, scale", [  # logits equal those of llama-cpp-python 0.3.36
-    (dict(attn_factor=1.5), 1.5, 1.0), (dict(attn_factor=1.5, type="none", factor=4.0), 1.5, 1.0),
-    (dict(attn_factor=0.5, factor=4.0), 0.5, 0.25), (dict(type="linear"), 1.0, 1.0),
-    (YARN | dict(attn_factor=2.0), 2 * MAGNITUDE, None),
-    (YARN | dict(yarn_log_multiplier=0.5), MAGNITUDE / (0.05 * math.log(4) + 1), None)], ids=str)
-def test_rope_factors_are_llama_cpps(said, factor, scale, tmp_path):
-    """Bug: attn_factor that only longrope reads."""
+@pytest.mark.parametrize("name, said, factor, scale", [  # logits equal those of llama-cpp-python 0.3.36
+    ("llama", dict(attn_factor=1.5), 1.5, 1.0), ("llama", dict(attn_factor=1.5, type="none", factor=4.0), 1.5, 1.0),
+    ("llama", dict(attn_factor=0.5, factor=4.0), 0.5, 0.25), ("llama", dict(type="linear"), 1.0, 1.0),
+    ("llama", YARN | dict(attn_factor=2.0), 2 * MAGNITUDE, None),
+    ("llama", YARN | dict(yarn_log_multiplier=0.5), MAGNITUDE / (0.05 * math.log(4) + 1), None),
+    ("llama-llama3", dict(attn_factor=1.5, original_context_length=64), 1.5, 1.0)], ids=str)
+def test_rope_factors_are_llama_cpps(name, said, factor, scale, tmp_path):
+    """Bug: attn_factor that only longrope reads; Llama 3.1's factors for all lengths read as longrope's."""
     values = {f"llama.rope.scaling.{key}": value for key, value in said.items()}
-    file = write(tmp_path / "m.gguf", "llama", theirs_of("llama"), lambda _, metadata: metadata.update(values))
-    config = read_config(file)
+    theirs = theirs_of(name)
+    config = read_config(write(tmp_path / "m.gguf", "llama", theirs, lambda _, metadata: metadata.update(values)))
     assert config.rope_factor == pytest.approx(factor) and config.block_size == 128
-    plain = rope_frequencies(10000.0, 16).tolist()
-    assert scale is None or list(config.rope_frequencies or plain) == pytest.approx([scale * x for x in plain])
-
-
-def test_factors_for_all_lengths_do_not_shorten_the_context(tmp_path):
-    """Bug: Llama 3.1's factors and original_context_length read as those of longrope, without its attn_factor."""
-    values = {"llama.rope.scaling.original_context_length": 64, "llama.rope.scaling.attn_factor": 1.5}
-    theirs = theirs_of("llama-llama3")
-    file = write(tmp_path / "m.gguf", "llama", theirs, lambda _, metadata: metadata.update(values))
-    config = read_config(file)
-    assert (config.block_size, config.rope_factor) == (128, 1.5)
-    assert config.rope_frequencies == pytest.approx(theirs.model.rotary_emb.inv_freq.tolist())
-
-
-@pytest.mark.parametrize("architecture", ["phi3", "gemma3"])
-def test_the_ids_of_sentencepieces_kind_are_those_of_transformers(architecture, corpus, tmp_path):
-    """Catches merges not in the order of the scores, an extra space, a byte without a token."""
-    spec = tk.pieces(corpus, None, None, False)
-    spec["added_tokens"] = spec["added_tokens"][1:]  # transformers does not find <unk>
-    file = write_tokenizer(tmp_path / "m.gguf", architecture, spec, model="llama", pre="default", bos_token_id=1,
-                           eos_token_id=2, add_space_prefix=architecture == "phi3", unknown_token_id=0)
-    encoding = load_encoding(file)
-    check_ids(encoding, their_tokenizer(file))
-    assert encoding.prefix == [1] and encoding.decode(encoding.encode(" a  b")) == " a  b"
+    frequencies = theirs.model.rotary_emb.inv_freq
+    got = config.rope_frequencies or rope_frequencies(10000.0, 16).tolist()
+    assert scale is None or list(got) == pytest.approx((scale * frequencies).tolist())
 
 
 @pytest.mark.slow
@@ -538,6 +521,9 @@ HEADER = {  # case: (function that breaks the bytes of a file, part of the messa
     "another version": (patched(4, "<I", 1), "GGUF version 1 and big-endian files are not supported"),
 }
 VALUES = {  # case: (changes to tensors and metadata, part of the message)
+    "no tokens": ({"tokenizer.ggml.tokens": None}, "no list tokenizer.ggml.tokens"),
+    "another tokenizer": ({"tokenizer.ggml.model": "t5"}, "'t5' is not supported; supported: gpt2, llama"),
+    "another split": ({"tokenizer.ggml.pre": "viking"}, "tokenizer.ggml.pre 'viking' is not supported"),
     "a LoRA adapter": ({"general.type": "adapter"}, "is a LoRA adapter"),
     "scaled attention": ({"llama.attention.temperature_scale": 0.1}, "attention.temperature_scale is not supported"),
     "another architecture": ({"general.architecture": "mamba"}, "general.architecture 'mamba' is not supported"),
@@ -548,11 +534,6 @@ VALUES = {  # case: (changes to tensors and metadata, part of the message)
     "a line break in a name": ({"+": "blk.0.\nx.weight"}, "blk.0. x.weight is not a tensor of llama"),
 }
 SPELLED = {"tokenizer.ggml.tokens": ["a", "b", "ab"], "tokenizer.ggml.merges": ["a b"], "tokenizer.ggml.model": "gpt2"}
-TOKENIZERS = {
-    "no tokens": ({"tokenizer.ggml.tokens": None}, "no list tokenizer.ggml.tokens"),
-    "another model": ({"tokenizer.ggml.model": "t5"}, "'t5' is not supported; supported: gpt2, llama"),
-    "another split": ({"tokenizer.ggml.pre": "viking"}, "tokenizer.ggml.pre 'viking' is not supported"),
-}
 
 
 @pytest.mark.parametrize("case", HEADER)
@@ -565,9 +546,9 @@ def test_a_broken_header_is_refused_at_once_in_one_line(case, toy_file, tmp_path
         refusal(lambda: call(file), HEADER[case][1])
 
 
-@pytest.mark.parametrize("case", [*VALUES, *TOKENIZERS])
+@pytest.mark.parametrize("case", VALUES)
 def test_values_and_tensors_that_do_not_fit_are_refused(case, tmp_path):
-    changes, says = (VALUES | TOKENIZERS)[case]
+    changes, says = VALUES[case]
 
     def edit(tensors, values):
         tensors.pop(changes.get("-"), None)
@@ -575,7 +556,7 @@ def test_values_and_tensors_that_do_not_fit_are_refused(case, tmp_path):
             tensors[changes["+"]] = np.zeros((2, 2), np.float32)
         values.update(SPELLED | {key: value for key, value in changes.items() if len(key) > 1})
     file = write(tmp_path / "m.gguf", "llama", theirs_of("llama"), edit)
-    refusal(lambda: (load_encoding if case in TOKENIZERS else GPT.from_pretrained)(file), says)
+    refusal(lambda: (load_encoding if "tokenizer.ggml" in [*changes][0] else GPT.from_pretrained)(file), says)
 
 
 def test_a_missing_file_and_a_missing_package_are_named(toy_file, tmp_path, monkeypatch):
