@@ -256,8 +256,8 @@ def head_nodes(candidates, chances):
     p = torch.maximum(a + (b - a) * (x - low), b)
     depths = (torch.arange(n, n + K * n, device=x.device) // n).expand_as(beams)
     parents = (1 + (depths - 2) * n + beams).clamp(min=0)  # depth d begins at column 1 + (d - 1) n
-    is_node = (beams >= 0) & (joint > -math.inf)  # a mask forbids the others
-    return Tree(tokens, parents, depths, depths, x.long(), p.where(is_node, -1))
+    p = p.where(joint > -math.inf, -1)  # others are unused, or forbidden by a mask
+    return Tree(tokens, parents, depths, depths, x.long(), p)
 
 
 # How a chain joins the heads' nodes, here of two heads with n = 2 and the chain b, d, e:
@@ -321,14 +321,14 @@ def likeliest(pool, tree_size):
         pool = Tree(*(F.pad(x, (0, missing), value=-1) for x in pool))
     order = sort_stably(pool.tokens.argsort(dim=1, stable=True), pool.depths)
     order = sort_stably(order, pool.probabilities, descending=True)  # (B, N): columns, best first
-    best = Tree(*(x.gather(1, order[:, :tree_size]) for x in pool))  # (B, T)
-    used = best.probabilities >= 0
-    node_of = order.argsort(1)  # (B, N): of each column
-    parents = node_of.gather(1, best.parents.clamp(min=0)) * used
-    own = 1 << torch.arange(tree_size, device=order.device)
+    tokens, parents, depths = (x.gather(1, order[:, :tree_size]) for x in pool[:3])  # (B, T)
+    sources, p = (x.gather(1, order[:, :tree_size]) for x in pool[4:])
+    used = p >= 0
+    parents = order.argsort(1).gather(1, parents.clamp(min=0)) * used  # columns -> nodes
+    own = 1 << torch.arange(tree_size, device=p.device)
     ancestors = along_path(own.expand_as(parents), parents, torch.bitwise_or, tree_size - 1)
-    return Tree(best.tokens * used, parents, best.depths * used, ancestors * used,
-                best.sources.where(used, -1), best.probabilities.clamp(min=0))
+    return Tree(tokens * used, parents, depths * used, ancestors * used, sources.where(used, -1),
+                p.clamp(min=0))
 
 
 # --------------------------------------------------------------------------------------------------

@@ -1950,7 +1950,7 @@ static int fill_pool(const Draft *d, int b, Candidate *pool) {
         float low = chances[bin + 1];
         float p = fmaxf(chances[bin] + (low - chances[bin]) * (x - bin), low);
         p = depth ? fminf(probability(p), pool[max(parent, 0)].p) : probability(p);
-        if (d->parents[at] < 0 || d->joint[at] == -INFINITY)  // none, or forbidden by a mask
+        if (d->joint[at] == -INFINITY)  // unused, or forbidden by a mask
             p = -1;
         pool[count] = (Candidate){p, x, parent, depth + 1, d->tokens[at]};
     }

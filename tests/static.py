@@ -109,6 +109,7 @@ def demo(apply=gpu.apply):
     heads = CloverHeads.from_pretrained(DEMO / "clover", model)
     for module in (model, heads):
         apply(module.to("meta"))
+    model.tables = model.tables[0].to("meta"), None, None
     return model, heads
 
 

@@ -109,7 +109,7 @@ def test_the_launches_of_the_five_files_alone(drafters, most):
     model, heads = static.demo(apply=lambda module: None)
     uses_heads = heads if "heads" in drafters else None
     found = step_launches(model, uses_heads, "lookup" in drafters, 16, Decoder, Fixed, capacity=512)
-    assert found.total() == most and found["linear_rows"] == found["build_tree"] == 0
+    assert found.total() <= most and found["linear_rows"] == found["build_tree"] == 0
 
 
 @pytest.mark.parametrize("make, config, n_layer, most", [
