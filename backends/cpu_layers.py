@@ -102,7 +102,8 @@ def allocate(nbytes):
             memory = mmap.mmap(-1, max(size, RESERVED), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
             with suppress(OSError):  # no huge pages
                 memory.madvise(mmap.MADV_HUGEPAGE)
-            FREE[0] = torch.frombuffer(memory, dtype=torch.uint8)
+            with torch.inference_mode(False):  # what is left may be packed outside of it
+                FREE[0] = torch.frombuffer(memory, dtype=torch.uint8)
         memory, FREE[0] = FREE[0].split((size, len(FREE[0]) - size))
     return memory
 

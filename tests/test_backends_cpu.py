@@ -401,6 +401,14 @@ def test_only_what_has_kernels_is_packed():
     assert type(model.head) is models.LMHead
 
 
+def test_memory_taken_while_decoding_serves_later_packing(monkeypatch):
+    """Bug: a vocabulary set inside inference mode takes memory that no model can be packed into afterwards."""
+    monkeypatch.setattr(cpu_layers, "FREE", [torch.empty(0, dtype=torch.uint8)])
+    with torch.inference_mode():
+        cpu_layers.pack_rounded(torch.randn(8, 64))
+    cpu_layers.pack_rounded(torch.randn(8, 64))
+
+
 def keyed(self, z, e):
     """In place of the Attention Decoder: a sigmoid instead of the cosine."""
     key, value = self.key_value(e).chunk(2, dim=-1)
