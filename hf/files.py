@@ -1,5 +1,7 @@
 """Reads a model's JSON files from its folder, or their equivalents from a GGUF file."""
 
+from contextlib import contextmanager
+
 from common.files import read_json
 from hf.families import family_of, text_config
 from hf.paths import find_model, is_gguf
@@ -29,11 +31,6 @@ def optional_part(path, name):
     return read_part(path, name) if part_file(path, name).exists() else {}
 
 
-def read_config(path):
-    """The GPTConfig of a folder or GGUF file. Raises InputError as `read_family` does."""
-    return read_family(path).config
-
-
 def read_family(path):
     """The `Family` of a folder or GGUF file. Raises InputError if it is broken or unsupported."""
     path = find_model(path)
@@ -42,8 +39,15 @@ def read_family(path):
     expect(file.exists() or not (path / "adapter_config.json").exists(), f"{path}: is a LoRA "
            "adapter, not a model; merge it into its model, with peft's merge_and_unload")
     raw = text_config(read_part(path, "config.json"))
-    try:
+    with named_errors(file):
         return family_of(raw)
-    except (ArithmeticError, AttributeError, TypeError, ValueError) as error:
-        what = "" if isinstance(error, InputError) else "a value has the wrong type: "
+
+
+@contextmanager
+def named_errors(file):
+    """Turns errors of the values of a JSON file into InputErrors that name it."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
+        what = "" if isinstance(error, InputError) else "a value is missing or has the wrong type: "
         raise InputError(f"{file}: {what}{error}") from None

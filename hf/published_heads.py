@@ -14,8 +14,9 @@ from drafters.block import BlockHeads
 from drafters.eagle3 import Eagle3Heads
 from hf.checkpoint import BUFFERS, match_parameters, short, weight_files
 from hf.families import LLAMA_NAMES, Family, family_of, value_of
+from hf.files import named_errors
 from hf.tensors import open_tensors
-from model import InputError, check, expect
+from model import check, expect
 
 NAMES = LLAMA_NAMES | {  # our parameters -> tensors, as in hf/families.py
     **{name: (name,) for name in ("fc", "fc_norm.N", "input_norm", "hidden_norm")},
@@ -46,11 +47,8 @@ def load_published(path, model):
            f"{path}: these heads only run in one process; start without torchrun")
     raw = read_json(path / "config.json")
     tensors = open_heads(path)
-    try:
+    with named_errors(path / "config.json"):
         config = read_config(raw, model.config, EAGLE3_SIGN in tensors)
-    except (ArithmeticError, AttributeError, LookupError, TypeError, ValueError) as error:
-        what = "" if isinstance(error, InputError) else "a value is missing or has the wrong type: "
-        raise InputError(f"{path}/config.json: {what}{error}") from None
     tokens = take_tokens(path, tensors, model)
     n = config.vocabulary
     expect(n == 0 or len(tokens) == n, f"{path}: expected the {n} tokens of a draft vocabulary, as "

@@ -19,7 +19,7 @@ from clover import PRESETS, CloverHeads, sizes_of
 from common.values import warn
 from conftest import needs_compiler, random_prompts, refusal
 from hf import chat
-from hf.files import read_config
+from hf.files import read_family
 from hf.paths import find_model
 from hf.tokenizer import encode_prompt, load_encoding
 from hf.tokenizer_json import NORMALISED, PIECE_IS_TOKEN, SPLITS
@@ -392,7 +392,8 @@ def test_rope_factors_are_llama_cpps(name, said, factor, scale, tmp_path):
     """Bug: attn_factor that only longrope reads; Llama 3.1's factors for all lengths read as longrope's."""
     values = {f"llama.rope.scaling.{key}": value for key, value in said.items()}
     theirs = theirs_of(name)
-    config = read_config(write(tmp_path / "m.gguf", "llama", theirs, lambda _, metadata: metadata.update(values)))
+    file = write(tmp_path / "m.gguf", "llama", theirs, lambda _, metadata: metadata.update(values))
+    config = read_family(file).config
     assert config.rope_factor == pytest.approx(factor) and config.block_size == 128
     frequencies = theirs.model.rotary_emb.inv_freq
     got = config.rope_frequencies or rope_frequencies(10000.0, 16).tolist()
@@ -442,7 +443,7 @@ def test_a_split_file_is_read_whole_from_any_of_its_parts(packed, corpus, tmp_pa
         hashes.add(got.hash)
     assert len(hashes) == 1 and hashes != {want.hash}
     parts[1].rename(tmp_path / "b.gguf")
-    for call in (read_config, GPT.from_pretrained, load_encoding):
+    for call in (read_family, GPT.from_pretrained, load_encoding):
         for part in parts[::2]:
             refusal(lambda: call(part), part, "one of 3 files, of which these are missing: m-00002-of-00003.gguf")
         refusal(lambda: call(tmp_path / "b.gguf"), "b.gguf is one of 3 files")
@@ -542,7 +543,7 @@ def test_a_broken_header_is_refused_at_once_in_one_line(case, toy_file, tmp_path
     data, file = bytearray(toy_file.read_bytes()), tmp_path / "m.gguf"
     HEADER[case][0](data)
     file.write_bytes(data)
-    for call in (read_config, GPT.from_pretrained, load_encoding):
+    for call in (read_family, GPT.from_pretrained, load_encoding):
         refusal(lambda: call(file), HEADER[case][1])
 
 
@@ -560,12 +561,12 @@ def test_values_and_tensors_that_do_not_fit_are_refused(case, tmp_path):
 
 
 def test_a_missing_file_and_a_missing_package_are_named(toy_file, tmp_path, monkeypatch):
-    for call in (read_config, GPT.from_pretrained, load_encoding):
+    for call in (read_family, GPT.from_pretrained, load_encoding):
         refusal(lambda: call(tmp_path / "none.gguf"), "none.gguf")
     monkeypatch.delattr("hf.gguf")
     monkeypatch.delitem(sys.modules, "hf.gguf")
     monkeypatch.setitem(sys.modules, "gguf", None)
-    for call in (read_config, GPT.from_pretrained, load_encoding):
+    for call in (read_family, GPT.from_pretrained, load_encoding):
         refusal(lambda: call(toy_file), toy_file, "pip install gguf")
 
 
@@ -578,7 +579,7 @@ def test_no_bytes_make_another_error(toy_file, tmp_path):
         for _ in range(rng.randint(1, 4)):
             data[rng.randrange(min(header, len(data) or 1))] = rng.choice((0, 1, 8, 9, 127, 255))
         file.write_bytes(data)
-        for call in (read_config, GPT.from_pretrained, load_encoding):
+        for call in (read_family, GPT.from_pretrained, load_encoding):
             try:
                 call(file)
             except InputError as error:

@@ -13,7 +13,7 @@ from clover import CloverHeads, preset
 from conftest import refusal
 from hf import hub
 from hf.chat import stop_tokens
-from hf.files import read_config
+from hf.files import read_family
 from hf.heads import default_heads, load_heads
 from hf.paths import find_model
 from hf.tokenizer import load_encoding
@@ -61,6 +61,14 @@ class Hub:
         return str(home / "snapshots" / SHA)
 
 
+def fill(root, names):
+    """Adds files that contain their names to a folder."""
+    for name in names:
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_text(name)
+    return root
+
+
 @pytest.fixture
 def offline(checkpoint, tmp_path, monkeypatch):
     """A `Hub` that cannot be reached, with org/model, which has more files than we read, and org/GGUF."""
@@ -71,10 +79,8 @@ def offline(checkpoint, tmp_path, monkeypatch):
     (folder / "generation_config.json").write_text('{"do_sample": true, "eos_token_id": 3}')
     (folder / "tokenizer_config.json").write_text("{}")
     site.repositories = {"org/model": folder, "org/GGUF": tmp_path / "ggufs"}
-    for root, names in ((folder, OTHERS), (tmp_path / "ggufs", FULL)):
-        for name in names:
-            (root / name).parent.mkdir(exist_ok=True)
-            (root / name).write_text(name)
+    fill(folder, OTHERS)
+    fill(tmp_path / "ggufs", FULL)
     hub.fetch.cache_clear()
     yield site
     hub.fetch.cache_clear()
@@ -139,10 +145,7 @@ def test_heads_that_ship_are_found_however_a_model_is_loaded(name, site, tmp_pat
 
 def test_heads_are_fetched_by_name(site, folder, tmp_path):
     """Bug: heads that only load from a folder, a download of their other formats."""
-    site.repositories["org/heads"] = shutil.copytree(folder / "clover", tmp_path / "heads")
-    for name in OTHERS:
-        (tmp_path / "heads" / name).parent.mkdir(exist_ok=True)
-        (tmp_path / "heads" / name).write_text(name)
+    site.repositories["org/heads"] = fill(shutil.copytree(folder / "clover", tmp_path / "heads"), OTHERS)
     model = GPT.from_pretrained(folder, device="cpu")
     args = parse_generate(["--heads", "org/heads"])
     assert load_heads(args.heads, model).hash == load_heads(folder / "clover", model).hash
@@ -153,7 +156,7 @@ def test_a_local_path_wins(site, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert find_model("org/none.gguf").name == "none.gguf" and str(find_model("./org/model")) == "org/model"
     shutil.copytree(site.repositories["org/model"], "org/model")
-    assert read_config("org/model") and str(find_model("org/model")) == "org/model" and not site.downloads
+    assert read_family("org/model") and str(find_model("org/model")) == "org/model" and not site.downloads
 
 
 @pytest.mark.parametrize("files", [
@@ -164,8 +167,7 @@ def test_weights_are_chosen_as_they_are_read(files, site):
     root = site.repositories["org/model"]
     for name in ("model.safetensors", "pytorch_model.bin"):
         (root / name).unlink()
-    for name in [*files, "tf_model.h5", "consolidated.safetensors"]:
-        (root / name).write_text(name)
+    fill(root, [*files, "tf_model.h5", "consolidated.safetensors"])
     found = {file.name for file in find_model("org/model").iterdir()}
     assert found == {*READ, *files} - {"model.safetensors"}
 
@@ -196,7 +198,7 @@ def test_an_adapter_is_named_for_what_it_is(site):
     """Bug: a LoRA adapter's repository is searched for GGUF files."""
     folder = site.repositories["org/model"]
     (folder / "config.json").rename(folder / "adapter_config.json")
-    refusal(lambda: read_config("org/model"), "is a LoRA adapter")
+    refusal(lambda: read_family("org/model"), "is a LoRA adapter")
 
 
 def test_offline_the_cache_is_used(offline):
@@ -223,7 +225,7 @@ def test_a_staged_cache_is_read(offline, monkeypatch, capsys):
             if folder.exists():
                 folder.rename(home / str(number))
                 folder.symlink_to(home / str(number))
-    assert read_config("org/model") and find_model("org/GGUF:Q8_0").read_text() == FULL[2]
+    assert read_family("org/model") and find_model("org/GGUF:Q8_0").read_text() == FULL[2]
     assert not capsys.readouterr().err
 
     def read_only(repo, local_files_only=False, **options):

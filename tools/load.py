@@ -18,7 +18,7 @@ from generate import Plan, Sampling
 from hf import checkpoint
 from hf.calls import CallText
 from hf.chat import SAMPLING_KEYS, load_chat_template, not_applied, sampling_defaults, stop_tokens
-from hf.files import part_file, read_config
+from hf.files import part_file, read_family
 from hf.grammar import GrammarTokenizer
 from hf.heads import default_heads, load_heads
 from hf.paths import find_model
@@ -38,7 +38,7 @@ def load_model(args, group=None, packed=None, dtype=None, template=None):
     device = pick_device((group and group.device) or args.device)
     if not threads_are_set():
         torch.set_num_threads(min(torch.get_num_threads(), available_cpus()))
-    read_config(args.model)  # a path that is no model fails here, not for lack of a tokenizer
+    read_family(args.model)  # a path that is no model fails here, not for lack of a tokenizer
     encoding = load_encoding(args.model)
     if template:
         encoding.template = load_chat_template(args.model, template)
