@@ -39,6 +39,7 @@
 #else
 #define FLOAT_TILE (12 / SUMS)
 #endif
+#define ZERO 32              // subtracted from a number of INT6
 #define TILE 8               // most rows multiplied at once
 #define PAIRED (LANES == 8 ? 6 : 0)  // most rows multiplied by two blocks at once
 #define SUMS (LANES == 16 ? 2 : 4)  // sums of floats per row, which hide the additions' latency
@@ -131,7 +132,7 @@ INLINE int length_of(const Pass *pass, int b) { return pass->lengths[slot_of(pas
 // Dot products of bytes: the only part that is specific to a processor
 //
 // A word is four bytes of a weight for each lane. `add_word` adds w[0] x[0] + ... + w[3] x[3] to each
-// lane of a Partial, where all lanes share the signed bytes x (NEON: lane j of x); `total` adds a
+// lane of a Partial, where all lanes share the signed bytes at x (NEON: lane j of x); `total` adds a
 // Partial to int32 sums. A Partial of int16 holds the sums of only PARTIAL_WORDS words: 2 products of
 // a word meet in a number, and 8 * 2 * 15 * 127, 4 * 2 * 31 * 127, 2 * 2 * 63 * 127 and
 // 2 * 128 * 127 fit. So a sum is the same integer everywhere.
@@ -168,18 +169,18 @@ INLINE vi splat_word(int32_t x) { return x - (vi){0}; }
 #endif
 
 #if LANES == 16 && defined(__AVX512VNNI__) || LANES == 8 && defined(__AVXVNNI__)
-#if LANES == 16
-#define DPBUSD _mm512_dpbusd_epi32
-#else
-#define DPBUSD _mm256_dpbusd_avx_epi32
-#endif
 #define OFFSET 128
 #define PARTIAL_WORDS(kind) 8
 typedef vi Partial;
 INLINE Partial begin(vi sum) { return sum; }
 INLINE vi total(vi sum, Partial partial) { return partial; }
-INLINE Partial add_word(Partial sum, vi w, int32_t x, int kind) {
-    return (vi)DPBUSD((vx)sum, (vx)w, (vx)splat_word(x));
+INLINE Partial add_word(Partial sum, vi w, const int32_t *x, int kind) {
+#if LANES == 16                  // compilers load x first, and finish one row before the next
+    __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*x));
+    return sum;
+#else
+    return (vi)_mm256_dpbusd_avx_epi32((vx)sum, (vx)w, (vx)splat_word(*x));
+#endif
 }
 
 #elif !defined(PLAIN) && defined(__ARM_FEATURE_DOTPROD)
@@ -225,8 +226,8 @@ INLINE vi total(vi sum, Partial partial) {
     IN_ORDER(sum);
     return sum;
 }
-INLINE Partial add_word(Partial sum, vi w, int32_t x, int kind) {
-    vi xs = splat_word(x);
+INLINE Partial add_word(Partial sum, vi w, const int32_t *x, int kind) {
+    vi xs = splat_word(*x);
     if (kind == INT8) {          // |w| * (x with w's sign): maddubs takes one operand as unsigned
         xs = (vi)SIGN((vx)xs, (vx)w);
         w = (vi)X86(abs_epi8)((vx)w);
@@ -239,8 +240,8 @@ INLINE Partial add_word(Partial sum, vi w, int32_t x, int kind) {
 INLINE vi total(vi sum, Partial partial) {
     return sum + ((vi)partial << 16 >> 16) + ((vi)partial >> 16);
 }
-INLINE Partial add_word(Partial sum, vi w, int32_t x, int kind) {
-    vs a = (vs)w, b = (vs)splat_word(x);
+INLINE Partial add_word(Partial sum, vi w, const int32_t *x, int kind) {
+    vs a = (vs)w, b = (vs)splat_word(*x);
     return sum + (a << 8 >> 8) * (b << 8 >> 8) + (a >> 8) * (b >> 8);
 }
 #endif
@@ -613,7 +614,7 @@ typedef float Correction;
 typedef struct {                 // inputs of a row, ready to multiply
     int32_t words[8];            // each a float32, two bfloat16 or four bytes
     float scale, sum;            // of bytes: sum = scale * sum(q)
-    Correction minus[3];         // -sum(q) of the first 16 bytes, of the other 16, of all
+    Correction minus[3];         // -ZERO sum(q) of the first 16 bytes, of the other 16; -sum(q)
 } Group;
 
 typedef struct {
@@ -672,9 +673,10 @@ INLINE void round_group(const float *x, Group *group) {
     }
     write_bytes(q, group->words);
     group->scale = largest / 127.0f;
-    group->minus[0] = -sum_ints(sums[0]);
-    group->minus[1] = -sum_ints(sums[1]);
-    group->minus[2] = group->minus[0] + group->minus[1];
+    int first = -sum_ints(sums[0]), second = -sum_ints(sums[1]);
+    group->minus[0] = ZERO * first;
+    group->minus[1] = ZERO * second;
+    group->minus[2] = first + second;
     group->sum = -group->minus[2] * group->scale;
 }
 
@@ -710,16 +712,21 @@ static void prepare_row(void *arguments, int m) {
     }
 }
 
-INLINE int scale_bytes(const Linear *w) { return LANES * (w->tops ? 1 : w->half ? 2 : 4); }
+enum { FLOATS, HALVES, BYTES };  // types of scales; BYTES have factors in w->tops
 
-// The scales, or minimums, at `from`; top: where the factors of int8 ones are in w->tops
-INLINE vf load_scales(const Linear *w, const char *from, size_t top, int half) {
-    if (half)
+INLINE int type_of(const Linear *w) { return w->tops ? BYTES : w->half ? HALVES : FLOATS; }
+
+INLINE int scale_bytes(int type) { return LANES * (type == BYTES ? 1 : type == HALVES ? 2 : 4); }
+
+INLINE vf load_factors(const Linear *w, size_t at) {
+    return from_float16(load_halves((const uint16_t *)w->tops + at, LANES));
+}
+
+// The scales, or minimums, at `from`
+INLINE vf load_scales(const char *from, int type, vf factors) {
+    if (type == HALVES)
         return from_float16(load_halves((const uint16_t *)from, LANES));
-    if (!w->tops)
-        return load(from);
-    vf factors = from_float16(load_halves((const uint16_t *)w->tops + top, LANES));
-    return factors * from_int8((const int8_t *)from);
+    return type == BYTES ? factors * from_int8((const int8_t *)from) : load(from);
 }
 
 // Word j of a group: inputs 4 j to 4 j + 3, in the bytes of each lane
@@ -791,7 +798,7 @@ INLINE void sum_words(const char *group, size_t next, int blocks, const Group *x
         for (int i = 0; i < n; i++)
             UNROLL
             for (int b = 0; b < blocks; b++)
-                partial[b][i] = add_word(partial[b][i], w[b], x[i].words[first + j], kind);
+                partial[b][i] = add_word(partial[b][i], w[b], &x[i].words[first + j], kind);
         if ((j + 1) % PARTIAL_WORDS(kind) == 0 || j + 1 == words)
             UNROLL
             for (int i = 0; i < n; i++)
@@ -807,11 +814,12 @@ INLINE void sum_words(const char *group, size_t next, int blocks, const Group *x
 // Adds the products of n rows and a block of w to acc[0], and if blocks is 2, those of the next block
 // to acc[1]. The last block of an odd number is its own next one. simple: a float16 scale per group
 INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, int block, int blocks,
-                           int n, int kind, int has_minimum, int simple, vf (*acc)[TILE]) {
+                           int n, int kind, int has_minimum, int type, vf (*acc)[TILE]) {
     int parts = kind == INT6 ? 2 : 1, words = 8 / parts, size = group_bytes(kind);
-    int per_scale = simple ? 1 : max(w->group / GROUP, 1);
-    int has_zero = kind == INT8 ? OFFSET : !has_minimum, zero = kind == INT8 ? OFFSET : w->zero;
-    int used = 0, step = simple ? 2 * LANES : scale_bytes(w), has_next = block + 1 < blocks_of(w);
+    int per_scale = type == BYTES ? 1 : max(w->group / GROUP, 1);
+    int has_zero = kind == INT8 ? OFFSET : !has_minimum;
+    int zero = kind == INT8 ? OFFSET : kind == INT6 ? 1 : w->zero;  // times x.minus
+    int used = 0, step = scale_bytes(type), has_next = block + 1 < blocks_of(w);
     int per_block = per_scale == 1 ? p->n_groups : (p->n_groups - 1) / per_scale + 1;
     size_t next = has_next * p->n_groups * (size_t)size;
     size_t next_scale = has_next * per_block * (size_t)(parts * step);
@@ -823,11 +831,20 @@ INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, in
     const char *values = (const char *)w->values + block * (size_t)p->n_groups * size;
     const char *scales = (const char *)w->scales + at;
     const char *minimums = has_minimum ? (const char *)w->minimums + at : scales;
+    vf factors[2][2] = {{{0}}};  // of the scales and minimums of 8 groups
     for (int g = 0; g < p->n_groups; g++, x += n, values += size) {
         UNROLL
         for (int b = 0; b < blocks; b++)
             fetch(values + ahead + b * next_ahead, size);
         ahead += is_short * size;
+        if (type == BYTES && g % 8 == 0) {
+            UNROLL
+            for (int b = 0; b < blocks; b++) {
+                factors[b][0] = load_factors(w, top + b * next_top);
+                factors[b][1] = load_factors(w, top + b * next_top + LANES);
+            }
+            top += 2 * LANES;
+        }
         UNROLL
         for (int part = 0; part < parts; part++) {
             vi sums[2][TILE];
@@ -841,10 +858,10 @@ INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, in
             sum_words(values, next, blocks, x, n, kind, part * words, words, sums);
             UNROLL
             for (int b = 0; b < blocks; b++) {
-                size_t from = part * step + b * next_scale, from_top = top + b * next_top;
-                scale[b] = load_scales(w, scales + from, from_top, simple || w->half);
+                size_t from = part * step + b * next_scale;
+                scale[b] = load_scales(scales + from, type, factors[b][0]);
                 if (has_minimum)
-                    minimum[b] = load_scales(w, minimums + from, from_top + LANES, simple || w->half);
+                    minimum[b] = load_scales(minimums + from, type, factors[b][1]);
             }
             UNROLL
             for (int i = 0; i < n; i++)
@@ -858,13 +875,11 @@ INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, in
                         acc[b][i] = fused(minimum[b], splat(x[i].sum), acc[b][i]);
                 }
         }
-        if (simple || ++used == per_scale) {
+        if (type == BYTES || ++used == per_scale) {
             used = 0;
             scales += parts * step;
             minimums += parts * step;
         }
-        if (!simple && g % 8 == 7)
-            top += 2 * LANES;
     }
 }
 
@@ -921,7 +936,7 @@ INLINE void float_tile(const Linear *w, const Group *x, int block, int n, int ki
 // Multiplies n rows, from row `first`, by some blocks of w; at: the column of their outputs. Two blocks
 // at once from 4 rows: with fewer, memory sets the pace, and one block after the other reads faster
 INLINE void tile(const Product *p, const Linear *w, int block, int at, int first, int n, int kind,
-                 int has_minimum, int simple) {
+                 int has_minimum, int type) {
     int blocks = kind >= (OFFSET ? INT8 : INT4) && n > 3 && n <= PAIRED ? 2 : 1;
     int end = min(block + p->width, blocks_of(w));
     const Group *x = p->groups + (size_t)first * p->n_groups;
@@ -933,7 +948,7 @@ INLINE void tile(const Product *p, const Linear *w, int block, int at, int first
             for (int i = 0; i < n; i++)
                 acc[b][i] = splat(0);
         if (kind >= INT8)
-            quantized_tile(p, w, x, block, blocks, n, kind, has_minimum, simple, acc);
+            quantized_tile(p, w, x, block, blocks, n, kind, has_minimum, type, acc);
         else
             float_tile(w, x, block, n, kind, acc[0]);
         for (int b = 0; b < blocks; b++) {
@@ -948,24 +963,26 @@ INLINE void tile(const Product *p, const Linear *w, int block, int at, int first
     }
 }
 
-// `tile` with n, kind, has_minimum (m) and simple as constants, so that the sums stay in registers. One
+// `tile` with n, kind, has_minimum (m) and type as constants, so that the sums stay in registers. One
 // function for each: in larger ones, compilers keep fewer of them there
-#define TILE_OF(kind, m, simple, n) __attribute__((noinline)) static void \
-    tile_##kind##_##m##_##simple##_##n(const Product *p, const Linear *w, int block, int at, int first) { \
-        tile(p, w, block, at, first, min(n, kind < INT8 ? FLOAT_TILE : TILE), kind, m, simple); \
+#define TILE_OF(kind, m, type, n) __attribute__((noinline)) static void \
+    tile_##kind##_##m##_##type##_##n(const Product *p, const Linear *w, int block, int at, int first) { \
+        tile(p, w, block, at, first, min(n, kind < INT8 ? FLOAT_TILE : TILE), kind, m, type); \
     }
-#define EACH(f, kind, m, s) f(kind, m, s, 1) f(kind, m, s, 2) f(kind, m, s, 3) f(kind, m, s, 4) \
-                            f(kind, m, s, 5) f(kind, m, s, 6) f(kind, m, s, 7) f(kind, m, s, 8)
-#define EACH_KIND(f) f(FLOAT32, 0, 1) f(BFLOAT16, 0, 1) f(INT8, 0, 0) f(INT8, 0, 1) f(INT8, 1, 0) \
-                     f(INT4, 0, 0) f(INT4, 0, 1) f(INT4, 1, 0) f(INT4, 1, 1) \
-                     f(INT5, 0, 1) f(INT5, 1, 0) f(INT5, 1, 1) f(INT6, 0, 0)
-#define TILES(kind, m, s) EACH(TILE_OF, kind, m, s)
-#define NAME(kind, m, s, n) tile_##kind##_##m##_##s##_##n,
-#define NAMES(kind, m, s) [kind][m][s] = {EACH(NAME, kind, m, s)},
+#define EACH(f, kind, m, t) f(kind, m, t, 1) f(kind, m, t, 2) f(kind, m, t, 3) f(kind, m, t, 4) \
+                            f(kind, m, t, 5) f(kind, m, t, 6) f(kind, m, t, 7) f(kind, m, t, 8)
+#define EACH_KIND(f) f(FLOAT32, 0, HALVES) f(BFLOAT16, 0, HALVES) f(INT6, 0, BYTES) \
+                     f(INT8, 0, FLOATS) f(INT8, 0, HALVES) f(INT8, 0, BYTES) \
+                     f(INT8, 1, FLOATS) f(INT8, 1, HALVES) f(INT4, 0, FLOATS) f(INT4, 0, HALVES) \
+                     f(INT4, 1, FLOATS) f(INT4, 1, HALVES) f(INT4, 1, BYTES) \
+                     f(INT5, 0, HALVES) f(INT5, 1, HALVES) f(INT5, 1, BYTES)
+#define TILES(kind, m, t) EACH(TILE_OF, kind, m, t)
+#define NAME(kind, m, t, n) tile_##kind##_##m##_##t##_##n,
+#define NAMES(kind, m, t) [kind][m][t] = {EACH(NAME, kind, m, t)},
 EACH_KIND(TILES)
 
 static void product_unit(void *arguments, int unit) {
-    static void (*const tiles[][2][2][8])(const Product *, const Linear *, int, int, int) = {EACH_KIND(NAMES)};
+    static void (*const tiles[][2][3][8])(const Product *, const Linear *, int, int, int) = {EACH_KIND(NAMES)};
     const Product *p = arguments;
     const Linear *w = p->w;
     int end = min((unit + 1) * p->per_unit, p->steps);
@@ -978,7 +995,7 @@ static void product_unit(void *arguments, int unit) {
         int block = (i - before) * p->width, at = outputs + block * LANES;
         for (int t = 0, first = 0, n; t < p->tiles; t++, first += n) {
             n = p->M / p->tiles + (t < p->M % p->tiles);
-            tiles[w->kind][w->minimums != NULL][w->half && w->group == GROUP][n - 1](p, w, block, at, first);
+            tiles[w->kind][w->minimums != NULL][type_of(w)][n - 1](p, w, block, at, first);
         }
     }
 }
@@ -1012,14 +1029,18 @@ static void unpack_floats(const Linear *w, int row, float *out) {
 
 static void unpack_quantized(const Linear *w, int row, float *out) {
     int n_groups = (w->k + GROUP - 1) / GROUP, lane = row % LANES, size = group_bytes(w->kind);
+    int type = type_of(w);
     size_t first = (size_t)(row / LANES) * n_groups;
     for (int i = 0; i < w->k; i += 4) {
         size_t group = first + i / GROUP, top = group / 8 * 2 * LANES;
-        size_t at = (first * GROUP + i) / w->group * scale_bytes(w);
+        size_t at = (first * GROUP + i) / w->group * scale_bytes(type);
         vi word = load_word((const char *)w->values + group * size, i % GROUP / 4, w->kind);
-        vf scale = load_scales(w, (const char *)w->scales + at, top, w->half), minimum = splat(0);
+        vf factors = type == BYTES ? load_factors(w, top) : splat(0), minimum = splat(0);
+        vf scale = load_scales((const char *)w->scales + at, type, factors);
+        if (type == BYTES)
+            factors = load_factors(w, top + LANES);
         if (w->minimums)
-            minimum = load_scales(w, (const char *)w->minimums + at, top + LANES, w->half);
+            minimum = load_scales((const char *)w->minimums + at, type, factors);
         for (int j = 0; j < min(w->k - i, 4); j++) {
             int q = word[lane] >> 8 * j & 255;
             q = w->kind == INT8 ? (int8_t)(q ^ OFFSET) : q - w->zero;
