@@ -47,6 +47,7 @@
 #define COLUMNS (SPLIT + MAX_TREE)  // its rows in memory: of committed tokens, then of nodes
 #define MIN_NODES 4          // fewest nodes of a unit, if there are too few units
 #define SHARING 3            // heads that share loads of keys and values
+#define IN_PLACE (LANES == 16)  // bfloat16 rows of the cache are converted where they are multiplied
 #define WIDE (4 * LANES)     // columns, or dimensions, whose sums are in registers
 #define WORD (4 * LANES)     // bytes of a vector
 #define MAX_CANDIDATES 2048  // most candidates of a tree: K * n, and a chain
@@ -411,9 +412,18 @@ INLINE vu widened(vh x) {
 
 INLINE vf select_lanes(vi mask, vf yes, vf no) { return (vf)((mask & (vi)yes) | (~mask & (vi)no)); }
 
+INLINE vf from_bfloat16(vh halves) {
+#if LANES == 16                  // one instruction, not two
+    __m512i wide = _mm512_castsi256_si512((__m256i)halves);
+    return (vf)_mm512_maskz_permutexvar_epi16(0xaaaaaaaa, (__m512i)(NUMBERS << 16), wide);
+#else
+    return (vf)(widened(halves) << 16);
+#endif
+}
+
 // Up to LANES numbers, at most n, of a bfloat16 or float32 row
 INLINE vf load_row(const void *x, size_t at, int n, int bfloat16) {
-    return bfloat16 ? (vf)(widened(load_halves((const uint16_t *)x + at, n)) << 16)
+    return bfloat16 ? from_bfloat16(load_halves((const uint16_t *)x + at, n))
                     : load_n((const float *)x + at, n);
 }
 
@@ -712,7 +722,7 @@ static void prepare_row(void *arguments, int m) {
     }
 }
 
-enum { FLOATS, HALVES, BYTES };  // types of scales; BYTES have factors in w->tops
+enum { FLOATS, HALVES, BYTES, PAIRS };  // numbers in memory
 
 INLINE int type_of(const Linear *w) { return w->tops ? BYTES : w->half ? HALVES : FLOATS; }
 
@@ -1333,9 +1343,9 @@ static void rope_cache_row(void *arguments, int m) {
 // A query sees one cache row per position: the committed rows, then its ancestors' rows. Sums run
 // over dimensions, then over positions, in splits of 128, so they do not depend on which rows hold
 // the ancestors; the splits of a query are then added in order. A unit is a split of a kv head, for
-// up to 64 nodes, or for a part of them where units are few. It reads rows as float32 into columns: one
-// for each position that nodes share, then one for each node of the tree, whose scores are moved to the
-// positions of each query.
+// up to 64 nodes, or for a part of them where units are few. Scores have columns: one for each position
+// that nodes share, then one for each node of the tree, whose scores are moved to the positions of each
+// query. Keys are transposed, WIDE columns at a time; values are read where they are.
 //
 // Memory traffic: keys and values, once per 64 nodes.
 
@@ -1343,7 +1353,9 @@ typedef struct {                 // a split; positions count from its first one
     const Call *a;
     int b, kv, start, length;    // length: of the committed rows
     int shared, tree, columns;   // end of the positions' columns; first column of the nodes; their end
-    float *keys, *values;        // [COLUMNS / WIDE][padded][WIDE], [padded / WIDE][COLUMNS][WIDE]
+    float *keys;                 // [D][WIDE] of some columns; bfloat16: [D / 2][WIDE][2]
+    const char *values;          // of position i in row i, of node j in row `nodes_at` + j
+    int form, stride, nodes_at;  // of values: FLOATS or HALVES, bytes in a row
 } Split;
 
 typedef struct {                 // what a node sees of it: positions `low` to `end`
@@ -1362,48 +1374,52 @@ INLINE View view_of(const Split *s, int m) {
 }
 
 // out[h, j] += sum_i x[h, i] y[i, j] over i from `first` to `last`, in order, for n rows h
-INLINE void add_tile(const float *x, int x_stride, const float *y, int first, int last, int n,
-                     int vectors, float *out, int out_stride) {
+INLINE void add_tile(int form, const float *x, int x_stride, const char *y, int y_stride, int first,
+                     int last, int n, int vectors, float *out, int out_stride) {
+    int step = form == PAIRS ? 2 : 1;  // rows of y in a row of numbers
     vf sums[SHARING][WIDE / LANES];
     for (int h = 0; h < n; h++)
         for (int j = 0; j < vectors; j++)
             sums[h][j] = load(out + h * out_stride + j * LANES);
-    for (int i = first; i < last; i++)
-        for (int j = 0; j < vectors; j++) {
-            vf v = load(y + i * WIDE + j * LANES);
-            for (int h = 0; h < n; h++)
-                sums[h][j] = fused(splat(x[h * x_stride + i]), v, sums[h][j]);
-        }
+    for (int i = first; i < last; i += step)
+        for (int k = 0; k < step && i + k < last; k++)  // D may be odd
+            for (int j = 0; j < vectors; j++) {
+                vf v = load_row(y + i / step * y_stride, j * LANES, LANES, form == HALVES);
+                if (form == PAIRS)
+                    v = (vf)(k ? (vu)v & 0xffff0000 : (vu)v << 16);
+                for (int h = 0; h < n; h++)
+                    sums[h][j] = fused(splat(x[h * x_stride + i + k]), v, sums[h][j]);
+            }
     for (int h = 0; h < n; h++)
         for (int j = 0; j < vectors; j++)
             store(out + h * out_stride + j * LANES, sums[h][j]);
 }
 
-// `add_tile` with constants, so that the sums stay in registers; width: columns of y that matter
-static void add_products(const float *x, int x_stride, const float *y, int first, int last, int n,
-                         int width, float *out, int out_stride) {
-    switch (2 * n + (width > WIDE / 2)) {
-        case 2: add_tile(x, x_stride, y, first, last, 1, 2, out, out_stride); break;
-        case 3: add_tile(x, x_stride, y, first, last, 1, 4, out, out_stride); break;
-        case 4: add_tile(x, x_stride, y, first, last, 2, 2, out, out_stride); break;
-        case 5: add_tile(x, x_stride, y, first, last, 2, 4, out, out_stride); break;
-        case 6: add_tile(x, x_stride, y, first, last, 3, 2, out, out_stride); break;
-        case 7: add_tile(x, x_stride, y, first, last, 3, 4, out, out_stride); break;
+// `add_tile` with constants, so that the sums stay in registers; width: numbers of a row that matter
+#define CASE(form, n, vectors) case 64 * form + 8 * n + vectors: \
+    add_tile(form, x, x_stride, y, y_stride, first, last, n, vectors, out, out_stride); break;
+#define CASES(form) CASE(form, 1, 1) CASE(form, 1, 2) CASE(form, 1, 4) CASE(form, 2, 1) CASE(form, 2, 2) \
+                    CASE(form, 2, 4) CASE(form, 3, 1) CASE(form, 3, 2) CASE(form, 3, 4)
+static void add_products(int form, const float *x, int x_stride, const char *y, int y_stride, int first,
+                         int last, int n, int width, float *out, int out_stride) {
+    for (int done; width > 0; width -= done, out += done, y += done * (form == HALVES ? 2 : 4)) {
+        int vectors = width >= 4 * LANES ? 4 : width >= 2 * LANES ? 2 : 1;
+        done = vectors * LANES;
+        switch (64 * form + 8 * n + vectors) { CASES(FLOATS) CASES(HALVES) CASES(PAIRS) }
     }
 }
 
 // How many of the heads that are left share loads: 4 are 2 and 2
 INLINE int sharing(int left) { return left == SHARING + 1 ? SHARING - 1 : min(left, SHARING); }
 
-// Reads up to LANES cache rows, from row `row`, into columns
-static void read_cache(const Split *s, int row, int count, int column) {
-    int D = s->a->block->head_size, padded = s->a->width - LANES;
-    int is_half = s->a->pass->bfloat16, bytes = is_half ? 2 : 4;
+// Transposes the keys of up to LANES columns
+static void read_keys(const Split *s, int column, float *to) {
+    int D = s->a->block->head_size, is_half = s->a->pass->bfloat16, bytes = is_half ? 2 : 4;
+    int is_tree = column >= s->tree, count = min((is_tree ? s->columns : s->shared) - column, LANES);
+    int row = s->start + column + (is_tree ? s->length - s->tree : 0);
     const char *key = (char *)s->a->pass->kv + cache_at(s->a, 0, s->b, s->kv, row) * bytes;
-    const char *value = key + s->a->pass->value_stride * bytes;
-    float *to = s->keys + column / WIDE * WIDE * padded + column % WIDE;
     fetch(key + LANES * D * bytes, LANES * D * bytes);
-    fetch(value + LANES * D * bytes, LANES * D * bytes);
+    fetch(key + s->a->pass->value_stride * bytes, LANES * D * bytes);
     for (int d = 0; d < D; d += WORD / bytes) {
         vf v[LANES];             // in a lane one number, or two of bfloat16
         for (int i = 0; i < LANES; i++)
@@ -1411,20 +1427,25 @@ static void read_cache(const Split *s, int row, int count, int column) {
         transpose(v);
         UNROLL
         for (int i = 0; i < LANES; i++, to += WIDE) {
-            store(to, is_half ? (vf)((vu)v[i] << 16) : v[i]);
-            if (is_half)
+            store(to, is_half && !IN_PLACE ? (vf)((vu)v[i] << 16) : v[i]);
+            if (is_half && !IN_PLACE)
                 store(to += WIDE, (vf)((vu)v[i] & 0xffff0000));
         }
     }
-    for (int d = 0; d < D; d += LANES)
-        for (int i = 0; i < count; i++)
-            store(s->values + (d / WIDE * COLUMNS + column + i) * WIDE + d % WIDE,
-                  load_row(value, i * D + d, D - d, is_half));
 }
 
-static void read_columns(const Split *s, int row, int count, int column) {
-    for (int i = 0; i < count; i += LANES)
-        read_cache(s, row + i, min(count - i, LANES), column + i);
+// Copies the values of all columns, as float32 and padded
+static void read_values(Split *s, float *to) {
+    int D = s->a->block->head_size, padded = s->a->width - LANES, bfloat16 = s->a->pass->bfloat16;
+    for (int c = 0; c < s->columns; c++)
+        for (int d = 0; d < D && (c < s->shared || c >= s->tree); d += LANES) {
+            const char *row = s->values + (c < s->tree ? c : s->nodes_at + c - s->tree) * s->stride;
+            store(to + c * padded + d, load_row(row, d, D - d, bfloat16));
+        }
+    s->values = (char *)to;
+    s->form = FLOATS;
+    s->stride = padded * sizeof *to;
+    s->nodes_at = s->tree;
 }
 
 // Turns a query's scores of columns into weights of positions; total: their sum, the maximum score.
@@ -1461,36 +1482,39 @@ static void attend_nodes(const Split *s, int m, float *scores, float *part) {
     int D = a->block->head_size, Hq = a->block->n_head, G = Hq / a->block->n_kv_head, n;
     int padded = a->width - LANES, nodes = a->nodes;
     memset(scores, 0, (size_t)nodes * G * COLUMNS * sizeof *scores);
-    for (int at = 0; at < s->columns; at += WIDE)
+    for (int at = 0; at < s->columns; at += WIDE) {
+        int width = min(s->columns - at, WIDE), form = a->pass->bfloat16 && IN_PLACE ? PAIRS : FLOATS;
+        for (int i = 0; i < width; i += LANES)
+            read_keys(s, at + i, s->keys + i);
         for (int i = 0; i < nodes; i++) {
             View v = view_of(s, m + i);
             int is_seen = (at < v.end && at + WIDE > v.low) || at + WIDE > s->tree;
             for (int h = 0; is_seen && h < G; h += n) {
                 n = sharing(G - h);
-                add_products(a->x + ((size_t)(m + i) * Hq + s->kv * G + h) * D, D, s->keys + at * padded,
-                             0, D, n, s->columns - at, scores + (i * G + h) * COLUMNS + at, COLUMNS);
+                add_products(form, a->x + ((size_t)(m + i) * Hq + s->kv * G + h) * D, D, (char *)s->keys, 4 * WIDE,
+                             0, D, n, width, scores + (i * G + h) * COLUMNS + at, COLUMNS);
             }
         }
+    }
     for (int i = 0; i < nodes * G; i++) {
         float *out = part + i * a->width;
         memset(out, 0, padded * sizeof *out);
         weigh(s, view_of(s, m + i / G), s->kv * G + i % G, scores + i * COLUMNS, out + padded);
     }
-    for (int d = 0; d < D; d += WIDE)
-        for (int i = 0; i < nodes; i++)
-            for (int h = 0; h < G; h += n) {
-                View v = view_of(s, m + i);
-                const float *weights = scores + (i * G + h) * COLUMNS, *values = s->values + d * COLUMNS;
-                float *out = part + (i * G + h) * a->width + d;
-                n = sharing(G - h);
-                add_products(weights, COLUMNS, values, v.low, min(v.end, s->shared), n, D - d, out,
-                             a->width);
-                values += s->tree * WIDE;
-                for (int j = s->length; v.ancestors && j < v.end; j++, v.ancestors &= v.ancestors - 1)
-                    if (j >= v.low)
-                        add_products(weights + j, COLUMNS, values + __builtin_ctzll(v.ancestors) * WIDE,
-                                     0, 1, n, D - d, out, a->width);
+    for (int i = 0; i < nodes; i++)
+        for (int h = 0; h < G; h += n) {
+            View v = view_of(s, m + i);
+            const float *weights = scores + (i * G + h) * COLUMNS;
+            float *out = part + (i * G + h) * a->width;
+            n = sharing(G - h);
+            add_products(s->form, weights, COLUMNS, s->values, s->stride, v.low, min(v.end, s->shared), n, D,
+                         out, a->width);
+            for (int j = s->length; v.ancestors && j < v.end; j++, v.ancestors &= v.ancestors - 1) {
+                const char *row = s->values + (s->nodes_at + __builtin_ctzll(v.ancestors)) * s->stride;
+                if (j >= v.low)
+                    add_products(s->form, weights + j, COLUMNS, row, s->stride, 0, 1, n, D, out, a->width);
             }
+        }
 }
 
 static void attend_split(void *arguments, int unit) {
@@ -1502,18 +1526,22 @@ static void attend_split(void *arguments, int unit) {
     a.nodes = end - chunk;
     unit /= a.chunks;
     Split s = {&a, unit / a.splits / Hkv, unit / a.splits % Hkv, unit % a.splits * SPLIT};
-    int size = COLUMNS * (a.width - LANES), seen = a.first + a.nodes;
+    int padded = a.width - LANES, seen = a.first + a.nodes, D = a.block->head_size;
+    size_t first = cache_at(&a, 1, s.b, s.kv, s.start);
     s.length = length_of(a.pass, s.b) - s.start;
-    s.keys = scratch(ROWS, (2 * size + a.nodes * G * COLUMNS) * sizeof *s.keys);
-    s.values = s.keys + size;
+    s.keys = scratch(ROWS, (padded * (WIDE + COLUMNS) + a.nodes * G * COLUMNS) * sizeof *s.keys);
+    s.values = (char *)a.pass->kv + first * (a.pass->bfloat16 ? 2 : 4);
+    s.form = a.pass->bfloat16 ? HALVES : FLOATS;
+    s.stride = D * (a.pass->bfloat16 ? 2 : 4);
+    s.nodes_at = s.length;
     s.shared = min(max(s.length + (is_tree ? 0 : seen), 0), SPLIT);
     s.columns = s.tree = (s.shared + LANES - 1) / LANES * LANES;
-    read_columns(&s, s.start, s.shared, 0);
-    if (is_tree && s.length < SPLIT && s.length + a.pass->T > 0) {
+    if (is_tree && s.length < SPLIT && s.length + a.pass->T > 0)
         s.columns += seen;
-        read_columns(&s, s.start + s.length, seen, s.tree);
-    }
-    attend_nodes(&s, s.b * a.pass->T + a.first, s.values + size, part + (size_t)chunk * G * a.width);
+    if (D % LANES || (a.pass->bfloat16 && !IN_PLACE))
+        read_values(&s, s.keys + padded * WIDE);
+    attend_nodes(&s, s.b * a.pass->T + a.first, s.keys + padded * (WIDE + COLUMNS),
+                 part + (size_t)chunk * G * a.width);
 }
 
 static void merge_splits(void *arguments, int unit) {
