@@ -39,9 +39,9 @@
 #else
 #define FLOAT_TILE (12 / SUMS)
 #endif
-#define ZERO 32              // subtracted from a number of INT6
 #define TILE 8               // most rows multiplied at once
 #define PAIRED (LANES == 8 ? 6 : 0)  // most rows multiplied by two blocks at once
+#define ZERO 32              // subtracted from a number of INT6
 #define SUMS (LANES == 16 ? 2 : 4)  // sums of floats per row, which hide the additions' latency
 #define SPLIT 128            // cache positions per unit of attention
 #define COLUMNS (SPLIT + MAX_TREE)  // its rows in memory: of committed tokens, then of nodes
@@ -176,7 +176,7 @@ typedef vi Partial;
 INLINE Partial begin(vi sum) { return sum; }
 INLINE vi total(vi sum, Partial partial) { return partial; }
 INLINE Partial add_word(Partial sum, vi w, const int32_t *x, int kind) {
-#if LANES == 16                  // compilers load x first, and finish one row before the next
+#if LANES == 16                  // from memory: compilers load x, and finish one row before the next
     __asm__("vpdpbusd %2%{1to16%}, %1, %0" : "+v"(sum) : "v"(w), "m"(*x));
     return sum;
 #else
@@ -624,7 +624,7 @@ typedef float Correction;
 typedef struct {                 // inputs of a row, ready to multiply
     int32_t words[8];            // each a float32, two bfloat16 or four bytes
     float scale, sum;            // of bytes: sum = scale * sum(q)
-    Correction minus[3];         // -ZERO sum(q) of the first 16 bytes, of the other 16; -sum(q)
+    Correction minus[3];         // -ZERO * sum(q) of the first 16 bytes, of the other 16; -sum(q)
 } Group;
 
 typedef struct {
@@ -722,13 +722,15 @@ static void prepare_row(void *arguments, int m) {
     }
 }
 
-enum { FLOATS, HALVES, BYTES, PAIRS };  // numbers in memory
+// How scales are stored: float32, float16, int8 with factors in w->tops. Or cache rows: float32,
+// bfloat16, bfloat16 of two rows by turns
+enum { FLOATS, HALVES, BYTES, PAIRS };
 
 INLINE int type_of(const Linear *w) { return w->tops ? BYTES : w->half ? HALVES : FLOATS; }
 
 INLINE int scale_bytes(int type) { return LANES * (type == BYTES ? 1 : type == HALVES ? 2 : 4); }
 
-INLINE vf load_factors(const Linear *w, size_t at) {
+INLINE vf load_factors(const Linear *w, size_t at) {  // at: in w->tops
     return from_float16(load_halves((const uint16_t *)w->tops + at, LANES));
 }
 
@@ -822,7 +824,7 @@ INLINE void sum_words(const char *group, size_t next, int blocks, const Group *x
 #endif
 
 // Adds the products of n rows and a block of w to acc[0], and if blocks is 2, those of the next block
-// to acc[1]. The last block of an odd number is its own next one. simple: a float16 scale per group
+// to acc[1]. The last block of an odd number is its own next one. type: of the scales
 INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, int block, int blocks,
                            int n, int kind, int has_minimum, int type, vf (*acc)[TILE]) {
     int parts = kind == INT6 ? 2 : 1, words = 8 / parts, size = group_bytes(kind);
@@ -1376,7 +1378,7 @@ INLINE View view_of(const Split *s, int m) {
 // out[h, j] += sum_i x[h, i] y[i, j] over i from `first` to `last`, in order, for n rows h
 INLINE void add_tile(int form, const float *x, int x_stride, const char *y, int y_stride, int first,
                      int last, int n, int vectors, float *out, int out_stride) {
-    int step = form == PAIRS ? 2 : 1;  // rows of y in a row of numbers
+    int step = form == PAIRS ? 2 : 1;  // rows of y that share words
     vf sums[SHARING][WIDE / LANES];
     for (int h = 0; h < n; h++)
         for (int j = 0; j < vectors; j++)
@@ -1491,8 +1493,9 @@ static void attend_nodes(const Split *s, int m, float *scores, float *part) {
             int is_seen = (at < v.end && at + WIDE > v.low) || at + WIDE > s->tree;
             for (int h = 0; is_seen && h < G; h += n) {
                 n = sharing(G - h);
-                add_products(form, a->x + ((size_t)(m + i) * Hq + s->kv * G + h) * D, D, (char *)s->keys, 4 * WIDE,
-                             0, D, n, width, scores + (i * G + h) * COLUMNS + at, COLUMNS);
+                const float *q = a->x + ((size_t)(m + i) * Hq + s->kv * G + h) * D;
+                add_products(form, q, D, (char *)s->keys, 4 * WIDE, 0, D, n, width,
+                             scores + (i * G + h) * COLUMNS + at, COLUMNS);
             }
         }
     }

@@ -16,7 +16,7 @@ enum { NO_MIX, ATTENTION, CONCAT };  // how draft heads mix tokens into states
 typedef struct Linear {          // a weight [n, k] in the layout described at `product`
     int32_t kind, n, k;
     int32_t group, half;         // inputs that share a scale; whether scales are float16 or float32
-    int32_t zero;                // subtracted from each number of 4, 5 or 6 bits
+    int32_t zero;                // subtracted from each number of 4, 5 or 6 bits (of 6: 32)
     void *values, *scales, *minimums;  // scales, minimums: [n / LANES][k / group][LANES], or NULL
     void *tops;                  // float16 factors of int8 scales and minimums, or NULL
     const float *bias;           // [n], or NULL

@@ -109,6 +109,20 @@ def test_sums_of_integers_in_a_product_are_exact(name, size, groups):
     assert torch.equal(packed.multiply(x).double(), want)
 
 
+@pytest.mark.parametrize("name, size, at", [("Q4_K", 144, 0), ("Q5_K", 176, 0), ("Q6_K", 210, 208), ("IQ4_XS", 136, 0)])
+def test_each_256_inputs_have_factors_of_their_own(name, size, at):
+    """Bug: factors, scales or minimums of other inputs or outputs, or bits that depend on the number of rows."""
+    rows = torch.randint(0, 256, (40, 3, size), dtype=torch.uint8)
+    factors = torch.rand(40, 3, 2 if name in ("Q4_K", "Q5_K") else 1).half().view(torch.uint8)
+    rows[..., at:at + factors.shape[-1]] = factors
+    packed = cpu_layers.pack_blocks(name, getattr(header, name), rows.numpy().reshape(40, -1), 768)
+    x = torch.randn(9, 768)
+    want = math.prod(rounded(x)).flatten(1).double() @ packed.unpack(torch.arange(40)).double().T
+    got = packed.multiply(x)
+    assert (got - want).abs().max() < 1e-5 * want.abs().max()
+    assert all(torch.equal(packed.multiply(x[:M]), got[:M]) for M in range(1, 9))
+
+
 @pytest.mark.parametrize("k", [20, 512, 551, 1090])
 def test_rows_are_rounded_as_the_formula_says(k):
     """Bug: another group's maximum or sum, a tie not rounded to even, a division by 0, NaN in another row."""
