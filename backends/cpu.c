@@ -845,10 +845,6 @@ INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, in
     const char *minimums = has_minimum ? (const char *)w->minimums + at : scales;
     vf factors[2][2] = {{{0}}};  // of the scales and minimums of 8 groups
     for (int g = 0; g < p->n_groups; g++, x += n, values += size) {
-        UNROLL
-        for (int b = 0; b < blocks; b++)
-            fetch(values + ahead + b * next_ahead, size);
-        ahead += is_short * size;
         if (type == BYTES && g % 8 == 0) {
             UNROLL
             for (int b = 0; b < blocks; b++) {
@@ -857,6 +853,10 @@ INLINE void quantized_tile(const Product *p, const Linear *w, const Group *x, in
             }
             top += 2 * LANES;
         }
+        UNROLL
+        for (int b = 0; b < blocks; b++)
+            fetch(values + ahead + b * next_ahead, size);
+        ahead += is_short * size;
         UNROLL
         for (int part = 0; part < parts; part++) {
             vi sums[2][TILE];
