@@ -1420,8 +1420,6 @@ static void read_keys(const Split *s, int column, float *to) {
     int is_tree = column >= s->tree, count = min((is_tree ? s->columns : s->shared) - column, LANES);
     int row = s->start + column + (is_tree ? s->length - s->tree : 0);
     const char *key = (char *)s->a->pass->kv + cache_at(s->a, 0, s->b, s->kv, row) * bytes;
-    fetch(key + LANES * D * bytes, LANES * D * bytes);
-    fetch(key + s->a->pass->value_stride * bytes, LANES * D * bytes);
     for (int d = 0; d < D; d += WORD / bytes) {
         vf v[LANES];             // in a lane one number, or two of bfloat16
         for (int i = 0; i < LANES; i++)
