@@ -200,23 +200,17 @@ def test_prompts_are_answered_once_at_each_temperature(encoding, tmp_path, monke
     grammars = [*[None] * 4, ("regex", "h.*")]
     prompts = [(user(i), dict(tools=[i]) if i == 3 else {}, grammars[i]) for i in range(5)]
     says = lambda text, sampling, index: f"hell {sampling.temperature}"
-    for template in (ChatTemplate("tools", "{{ tools }}" + CHATML.source, {}), None):
-        logged = []
-        made, script = writer(tmp_path / f"{template}", encoding, monkeypatch, says, template, prompts=prompts,
-                              log=logged.append)
-        compile = lambda *source: SimpleNamespace(for_prompt=lambda prompt: source)
-        made.grammar_tokenizer = SimpleNamespace(compile=compile)
-        made.write(10**6)
-        assert [*filter(None, script.grammars)] == grammars[4:] * 4
-        assert made.dropped == {"too long": 4} and len(script.calls) == 16 and "prompts are answered" in logged[-1]
-        want = [f"hell {t}" for t in writing.TEMPERATURES for _ in range(4)]
-        if template:
-            assert [chat[1] for chat in conversations(made.folder)] == want
-            assert [text[0] for text, *_ in script.calls].count("[") == 4
-            assert [line.get("tools") for line in lines(made.folder)] == [None, None, [3], None] * 4
-        else:
-            assert [line["completion"] for line in lines(made.folder)] == want
-            assert {line["prompt"] for line in lines(made.folder)} == {f"{i} " for i in range(1, 5)}
+    template, logged = ChatTemplate("tools", "{{ tools }}" + CHATML.source, {}), []
+    made, script = writer(tmp_path / "self", encoding, monkeypatch, says, template, prompts=prompts, log=logged.append)
+    compile = lambda *source: SimpleNamespace(for_prompt=lambda prompt: source)
+    made.grammar_tokenizer = SimpleNamespace(compile=compile)
+    made.write(10**6)
+    assert [*filter(None, script.grammars)] == grammars[4:] * 4
+    assert made.dropped == {"too long": 4} and len(script.calls) == 16 and "prompts are answered" in logged[-1]
+    assert [chat[1] for chat in conversations(made.folder)] == [
+        f"hell {temperature}" for temperature in writing.TEMPERATURES for _ in range(4)]
+    assert [text[0] for text, *_ in script.calls].count("[") == 4
+    assert [line.get("tools") for line in lines(made.folder)] == [None, None, [3], None] * 4
 
 
 @pytest.mark.parametrize("name", ["prompts.json", "coding.json"])
