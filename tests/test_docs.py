@@ -3,7 +3,6 @@
 import importlib
 import inspect
 import io
-import json
 import re
 import shutil
 import subprocess
@@ -18,7 +17,7 @@ from bench import __main__ as bench
 from bench import timing
 from conftest import call_once
 from generate import Decoder, generate
-from test_train_heads import measured
+from test_train_heads import measured, write_lines
 from tools.flags import parse_generate, parse_serve
 from tools.run import main as generate_main
 from training import data, evaluate
@@ -128,8 +127,7 @@ def sandbox(folder, tmp_path, monkeypatch):
         shutil.copytree(folder / "clover", tmp_path / path)
     (tmp_path / "out/clover/run.json").touch()  # a run's folder, which training may write to
     (tmp_path / "docs" / "img").mkdir(parents=True)
-    lines = [json.dumps(dict(text=f"line {i} of a text " * 20)) for i in range(200)]
-    (tmp_path / "texts.jsonl").write_text("\n".join(lines))
+    write_lines(tmp_path / "texts.jsonl", (dict(text=f"line {i} of a text " * 20) for i in range(200)))
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"Hi!\n")))
     monkeypatch.setattr(timing, "seconds", call_once)

@@ -229,18 +229,15 @@ def test_prompts_are_read_by_the_size_of_most_tokens_per_second(toy, tree_size, 
     assert policy.select(B, unread=unread)[0] == want
 
 
-def test_ranks_start_from_the_same_costs(toy, monkeypatch):
-    """Bug: ranks hold unequal parts of the vocabulary, guess other costs, select other trees, and hang."""
-    monkeypatch.setattr(toy.head, "group", SimpleNamespace(broadcast=lambda value: (1, 2, 3)), raising=False)
-    assert Policy(toy, random_heads(toy)).times.costs == (1, 2, 3)
-
-
-def test_ranks_select_alike_though_their_clocks_differ(toy):
-    """Bug: a rank that learns its own clock's seconds, selects another tree, and hangs."""
-    said, used = [], []
-    policies = [Policy(toy, None, True) for _ in range(2)]
-    policies[0].group = SimpleNamespace(broadcast=lambda value: said.append(value) or value)
-    policies[1].group = SimpleNamespace(broadcast=lambda value: said.pop())
+def test_ranks_select_alike_though_their_parts_and_clocks_differ(toy, monkeypatch):
+    """Bug: ranks hold unequal parts of the vocabulary, guess other costs, or learn their own clock's seconds, select
+    other trees, and hang."""
+    said, used, policies = [], [], []
+    first = SimpleNamespace(broadcast=lambda value: said.append(value) or value)
+    for group, costs in ((first, (0.15, 0, 0)), (SimpleNamespace(broadcast=lambda value: said.pop()), (9, 0, 0))):
+        monkeypatch.setattr(toy.head, "group", group, raising=False)
+        monkeypatch.setattr("engine.policy.guessed_costs", lambda *_: costs)
+        policies.append(Policy(toy, None, True))
     for step in range(300):
         (T, _), other = (policy.select(1) for policy in policies)
         assert other == (T, 0) and T in (1, *Decoder.tree_sizes)

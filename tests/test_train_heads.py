@@ -24,7 +24,6 @@ from hf.tokenizer import load_encoding
 from model import GPT
 from test_backends_tensor_parallel import run_ranks
 from test_clover import random_heads
-from test_hf_tokenizer import added
 from test_training_data import save_family
 from tools.errors import command
 from training import data, evaluate, program, runs, writing
@@ -456,13 +455,10 @@ def test_products_are_in_the_faster_dtype(fast, flag, want, tmp_path, monkeypatc
     ("--preset eagle", "'eagle'"), ("--mix in", "'in'"), ("--draft-heads 33", "draft heads"), ("--lr 0", "lr"),
     ("--block-size 4000", "block size"), ("--draft-vocabulary 7", "draft vocabulary"), ("--evaluate", "/out: "),
     ("--data {}/short.txt", "short.txt"), ("--out {}/short.txt", "tokens.pt"), ("--resume", "--resume"),
-    ("--model {}/wide", "258"), ("--init nowhere", "nowhere"), ("--init nowhere --preset medusa", "--preset")])
+    ("--init nowhere", "nowhere"), ("--init nowhere --preset medusa", "--preset")])
 def test_bad_input_is_refused_in_one_line_and_leaves_nothing(checkpoint, texts, tmp_path, flags, says):
     """Bug: a traceback, or an output folder that the next run refuses."""
     (tmp_path / "short.txt").write_text("short")
-    shutil.copytree(checkpoint, tmp_path / "wide")
-    edit_json(tmp_path / "wide" / "tokenizer.json", added_tokens=[
-        added(257, "<|endoftext|>"), added(258, "line", special=False)])
     flags = flags.format(tmp_path).split()
     refusal(lambda: train("--model", checkpoint, "--data", texts, "--out", tmp_path / "out", *flags), says)
     assert not (tmp_path / "out").exists()

@@ -135,12 +135,11 @@ def test_documents_of_folders_are_read_once_in_order_and_what_is_left_out_is_cou
         refusal(lambda: documents_in([tmp_path / name]), f"{tmp_path / name}: ", says)
 
 
-@pytest.mark.parametrize("role", ["model", "Assistant"])
-def test_roles_are_read_as_other_trainers_read_them(role, tmp_path, capsys):
+def test_roles_are_read_as_other_trainers_read_them(tmp_path, capsys):
     """Bug: chats vanish where the assistant has another name."""
     warn.cache_clear()
-    shared = {"conversations": [{"from": "Human", "value": "q"}, {"from": role, "value": "a"}]}
-    lines = [messages([("User", "q"), (role, "a")]), shared, messages([("user", "q"), ("Narrator", "a")])]
+    shared = {"conversations": [{"from": "Human", "value": "q"}, {"from": "model", "value": "a"}]}
+    lines = [messages([("User", "q"), ("Assistant", "a")]), shared, messages([("user", "q"), ("Narrator", "a")])]
     write(tmp_path, {"a.jsonl": jsonl([*lines, {"messages": []}]), "b.jsonl": jsonl(lines[2:])})
     [text] = {*documents_in([tmp_path / "a.jsonl"], template=CHATML)}
     assert text == CHATML.render(CHAT["messages"], add_generation_prompt=False)
@@ -149,25 +148,21 @@ def test_roles_are_read_as_other_trainers_read_them(role, tmp_path, capsys):
     refusal(lambda: documents_in([tmp_path / "b.jsonl"], template=CHATML), tmp_path / "b.jsonl", says(1))
 
 
-def test_chats_in_trls_format_are_read(tmp_path):
-    """Bug: refused; or the loss covers answers within the prompt."""
-    turns = messages([("user", "q"), ("assistant", "a"), ("user", "r"), ("bot", "b")])["messages"]
-    one, two = records_of(tmp_path, [dict(prompt=turns[:n], completion=turns[n:]) for n in (3, 1)])
-    assert one.text == two.text and one.parts[1:] == (("b<|im_end|>\n", True),) and two.parts[1][1]
-    assert [prompt.messages for prompt in read_prompt_file(tmp_path / "a.jsonl")] == [turns[:3], turns[:1]]
-
-
 def test_a_line_holds_a_text_or_a_prompt_and_its_completion_or_messages_gzipped_or_not(tmp_path):
-    """Catches a missed field, and a record misread because another field is null."""
-    lines = jsonl([{"text": "t"}, PAIR, CHAT, PAIR | {"text": None}, CHAT | {"prompt": "p"}, {"text": ""},
-                   {"text": "t"} | PAIR, messages([("user", "not answered")])])
+    """Catches a missed field, a record misread because another field is null, chats in TRL's format that are refused or
+    whose loss covers answers within the prompt."""
+    turns = messages([("user", "q"), ("assistant", "a"), ("user", "r"), ("bot", "b")])["messages"]
+    trl = jsonl([dict(prompt=turns[:n], completion=turns[n:]) for n in (3, 1)])
+    lines = trl + jsonl([{"text": "t"}, PAIR, CHAT, PAIR | {"text": None}, CHAT | {"prompt": "p"}, {"text": ""},
+                         {"text": "t"} | PAIR, messages([("user", "not answered")])])
     write(tmp_path, {"plain/a.jsonl": lines, "packed/a.jsonl.gz": gzip.compress(lines.encode())})
-    found = list(data.read_records([tmp_path / "plain"], CHATML))
+    one, two, *found = list(data.read_records([tmp_path / "plain"], CHATML))
+    assert one.text == two.text and one.parts[1:] == (("b<|im_end|>\n", True),) and two.parts[1][1]
     assert [record.kind for record in found] == "text completion chat completion chat text".split()
     assert found[0].parts == (("t", True),)
     assert found[1].parts == (("he", False), ("ll", True)) and found[1].text == "hell"
     for path in ("packed", "packed/a.jsonl.gz"):
-        assert list(data.read_records([tmp_path / path], CHATML)) == found
+        assert list(data.read_records([tmp_path / path], CHATML)) == [one, two, *found]
 
 
 def test_a_json_file_is_read_as_lines_are(tmp_path):
@@ -282,11 +277,12 @@ def test_tools_their_calls_and_contents_in_parts_reach_the_template(tmp_path, ca
 def test_a_prompt_that_a_template_refuses_is_named_by_its_line(tmp_path):
     """Bug: an error hours later, or one that names no line; tools of prompts that are dropped without a word."""
     tools = [{"name": "f"}]
-    lines = [CHAT | {"tools": tools}, dict(prompt="q", tools=json.dumps(tools)), CHAT | {"tools": ""}]
+    turns = CHAT["messages"]
+    lines = [CHAT | {"tools": tools}, dict(prompt="q", tools=json.dumps(tools)), dict(prompt=turns, tools="")]
     write(tmp_path, {"a.jsonl": jsonl(lines), "b.jsonl": "\n" + jsonl([CHAT, messages([("refused", "q")])]),
                      "c.jsonl": jsonl([dict(prompt="q"), lines[1]])})
     found = read_prompt_file(tmp_path / "a.jsonl", template=CHATML)
-    said = [CHAT["messages"], [dict(role="user", content="q")], CHAT["messages"]]
+    said = [turns, [dict(role="user", content="q")], turns]
     assert [prompt[:3] for prompt in found] == list(zip(said, (dict(tools=tools), dict(tools=tools), {}), [None] * 3))
     refusal(lambda: read_prompt_file(tmp_path / "b.jsonl", template=CHATML), "line 3", "no such role")
     refusal(lambda: read_prompt_file(tmp_path / "c.jsonl", "--chat"), "line 2", "tools need --chat")
@@ -379,10 +375,11 @@ def store(file, paths, encoding):
 
 def test_stored_tokens_are_used_again_until_what_they_are_of_changes(paths, chatty, tmp_path, monkeypatch):
     """Catches tokenising again on each --resume or where data was touched, copied or renamed; stale tokens, mixed-up
-    splits."""
+    splits, and token ids that the model does not have."""
     file = tmp_path / "tokens.pt"
     first = store(file, paths, chatty)
     assert all(same(first[split], data.load_tokens(paths, chatty, split)) for split in data.SPLITS)
+    refusal(lambda: data.store_tokens(tmp_path / "small.pt", "", paths, chatty, 258), "ids of 258 and up")
     calls, encode = [], data.encode_splits
     monkeypatch.setattr(data, "encode_splits", lambda *given: calls.append(1) or encode(*given))
     moved = [shutil.copy(paths[1], tmp_path / "moved.jsonl"), shutil.copytree(paths[0], tmp_path / "moved")]
