@@ -216,10 +216,13 @@ def folder(checkpoint, tmp_path_factory):
     return path
 
 
-def write_tokenizer(path):
+def write_tokenizer(path, added=()):
+    """added: {text: whether it is special}; their ids are from 258 on."""
+    tokens = {"<|endoftext|>": True, **dict(added)}.items()
+    added = [dict(id=257 + i, content=text, special=special) for i, (text, special) in enumerate(tokens)]
     symbols = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
     model = dict(type="BPE", vocab={symbol: i for i, symbol in enumerate(symbols)} | {"ab": 256}, merges=["a b"])
-    spec = dict(version="1.0", added_tokens=[dict(id=257, content="<|endoftext|>", special=True)], normalizer=None,
+    spec = dict(version="1.0", added_tokens=added, normalizer=None,
                 pre_tokenizer=byte_level, decoder=byte_level, model=model)
     (path / "tokenizer.json").write_text(json.dumps(spec))

@@ -17,19 +17,7 @@ import pytest
 import torch
 
 from backends import cpu, cpu_library
-from bench import (
-    CODING,
-    MODEL_SIZES,
-    ROOT,
-    decoding,
-    draw,
-    llama_cpp,
-    operations,
-    precision,
-    size_config,
-    spec_bench,
-    timing,
-)
+from bench import CODING, MODEL_SIZES, ROOT, decoding, draw, llama_cpp, operations, precision, size_config, spec_bench
 from bench import __main__ as bench
 from bench import cpu as bench_cpu
 from bench.timing import PREFIX, STAGES, Measured
@@ -48,7 +36,7 @@ DECODE = "decode --runs 1 --max-new-tokens 12".split()
 @pytest.fixture(name="run")
 def run_fixture(capsys, monkeypatch):
     """Runs a command line: (printed lines, object of the last line). Timed functions run once."""
-    monkeypatch.setattr(timing, "seconds", call_once)
+    monkeypatch.setattr("bench.timing.seconds", call_once)
     monkeypatch.setattr(operations, "copy_bandwidth", lambda device: 1e10)
     monkeypatch.setitem(MODEL_SIZES, "8b", MODEL_SIZES["tiny"])
 
@@ -239,7 +227,7 @@ def test_llama_cpp_decodes_and_counts_correctly(monkeypatch):
 def test_decode_on_random_weights(run, monkeypatch):
     """Bug: wrong sizes, a floor with unread embeddings, a time over another model's plain step or of a slow round."""
     clock = count(1)  # each timing takes longer than the one before: a step, then its stages
-    monkeypatch.setattr(timing, "seconds", lambda body, *_: (body(), float(next(clock)))[1])
+    monkeypatch.setattr("bench.timing.seconds", lambda body, *_: (body(), float(next(clock)))[1])
     _, result = run("decode", "--random-weights", "8b", "tiny", "--batch-sizes", "2", "--tree-sizes", "1", "5", "auto",
                     "--dtype", "float32", "--runs", "2")
     rows = result["steps"]

@@ -15,7 +15,7 @@ import torch
 
 from backends import cpu_library
 from clover import CloverHeads
-from conftest import edit_json, refusal, write_tokenizer
+from conftest import refusal, write_tokenizer
 from engine.policy import Policy
 from generate import Sampling, generate
 from hf.chat import stop_tokens
@@ -323,20 +323,19 @@ def test_annotations_that_a_grammar_cannot_check_are_ignored(schema, right, wron
         assert matches("json_schema", source, right) and not matches("json_schema", source, wrong)
 
 
+CONTROL = "<s>", "<|im_end|>", '<a "b">\n', "<é>", "<s>>", "<think>"
+
+
 @pytest.fixture(scope="module")
 def special(tmp_path_factory):
     """(encoding, its GrammarTokenizer) of bytes and special tokens"""
     path = tmp_path_factory.mktemp("special")
-    write_tokenizer(path)
-    spec = json.loads((path / "tokenizer.json").read_text())
-    names = "<s>", "<|im_end|>", '<a "b">\n', "<é>", "<s>>", "<think>"
-    added = [dict(id=258 + i, content=name, special=name != "<think>") for i, name in enumerate(names)]
-    edit_json(path / "tokenizer.json", added_tokens=spec["added_tokens"] + added)
+    write_tokenizer(path, {name: name != "<think>" for name in CONTROL})
     encoding = load_encoding(path)
     return encoding, GrammarTokenizer(encoding, 264, [257])
 
 
-@pytest.mark.parametrize("name", ["<s>", "<|im_end|>", '<a "b">\n', "<é>", "<s>>", "<think>"])
+@pytest.mark.parametrize("name", CONTROL)
 @pytest.mark.parametrize("kind", ["choice", "const", "name", "pattern", "regex", "gbnf"])
 def test_the_text_of_a_control_token_is_written_in_ordinary_tokens(special, kind, name):
     """Bug: llguidance writes <s> in a schema as the control token, which it then forbids: half a JSON, and an error."""

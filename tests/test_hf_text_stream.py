@@ -1,6 +1,7 @@
 """hf/text_stream.py: text is shown once, up to a stop text."""
 
 import random
+import re
 
 import pytest
 
@@ -12,28 +13,16 @@ def encoding():
     return load_encoding("demo")
 
 
-@pytest.mark.parametrize("parts", [["one two three"], list("one two three"), ["on", "e tw", "o"]])
-def test_what_may_become_a_stop_text_is_held_back(parts, encoding):
-    """Bug: a partly shown stop text, and text that is never released."""
-    whole = "".join(parts)
-    for stop, want in [(["two"], "one "), (["two", "e t"], "on"), (["x"], whole), ([], whole),
-                       (["threefold", "twofold"], whole)]:
-        stream, shown = encoding.stream(stop), ""
-        for token in (token for part in parts for token in encoding.encode(part)):
-            assert stream.length >= len(shown)
-            shown += stream.feed([token])
-            assert want.startswith(shown)
-        assert shown + stream.finish() == want and stream.stopped == (want != whole)
-
-
 def test_random_stop_texts(encoding):
-    """Bug: a stop text that overlaps another one is not found, or the text is cut in another place."""
+    """Bug: a partly shown stop text, one that overlaps another is not found, or the text is cut in another place."""
     rng = random.Random(1)
     word = lambda low, high: "".join(rng.choices("ab", k=rng.randint(low, high)))
     for _ in range(300):
         text, stop = word(0, 40), [word(1, 6) for _ in range(rng.randint(1, 4))]
-        stream = encoding.stream(stop)
-        shown = "".join(map(stream.feed, ([token] for char in text for token in encoding.encode(char))))
+        stream, shown = encoding.stream(stop), ""
+        for part in re.findall(rng.choice(["..?.?.?", "."]), text):  # tokens of several characters, or of one
+            assert stream.length >= len(shown)
+            shown += stream.feed(encoding.encode(part))
         ends = [end for end in range(len(text) + 1) if text[:end].endswith(tuple(stop))]
         longest = ends and max(len(one) for one in stop if text[:ends[0]].endswith(one))
         want = text[:ends[0] - longest] if ends else text
