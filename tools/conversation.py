@@ -12,7 +12,7 @@ from common.files import decode
 from generate import check_prompt
 from model import InputError
 from tools import errors
-from tools.load import CONTEXT, REPLY, drafts, make_engine, new_tokens
+from tools.load import CONTEXT, REPLY, make_engine, new_tokens
 from tools.printer import Printer, has_colours, model_name, painted, speed
 from tools.prompts import encode, opening, read_shape
 
@@ -31,7 +31,7 @@ def converse(args, loaded):
     engine = make_engine(args, loaded, 1, min(CONTEXT, config.block_size), guided=is_guided)
     if sys.stdin.isatty():
         prepare_terminal()
-        print(banner(args, loaded, is_guided), file=sys.stderr)
+        print(banner(args, engine), file=sys.stderr)
     read = partial(read_message, args.chat or sys.stdin.isatty(), loaded.group.size == 1)
     messages = opening(args)
     while (text := loaded.group.on_first(read)) is not None:
@@ -66,16 +66,16 @@ def converse(args, loaded):
             messages = [*turn, dict(role="assistant", content=reply)]
 
 
-def banner(args, loaded, is_guided):
+def banner(args, engine):
     """What runs, and the colours of its drafters."""
-    device = loaded.model.device
+    device = engine.decoder.device
     where = f"CPU threads: {torch.get_num_threads()}" if device.type == "cpu" else str(device)
-    names = [f"head {i + 1}" for i in range(loaded.heads.n_draft)] if loaded.heads else []
-    names += ["lookup"] * drafts(args, "lookup")
-    names += ["schema"] * (is_guided and drafts(args, "schema"))
+    policy = engine.policy
+    names = [f"head {i + 1}" for i in range(policy.depth)]
+    names += ["lookup"] * policy.lookup + ["schema"] * policy.schema
     if has_colours(sys.stderr):
         names = [painted(name, name) for name in names]
-    by = f"tokens guessed by {', '.join(names)}" if names and args.tree_size != 1 else "no guesses"
+    by = f"tokens guessed by {', '.join(names)}" if names else "no guesses"
     return f"{model_name(args)}; {where}; {by}\n{HELP}"
 
 

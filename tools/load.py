@@ -85,10 +85,9 @@ def load(args, group, sampling=None):
     """Loads a `Loaded` on every rank, and checks that all ranks have read the same files. sampling:
     as in `sampling_flags`."""
     loaded = group.raise_together(lambda: load_alone(args, group, sampling))
-    if group.size > 1:
-        heads = loaded.heads and (loaded.heads.hash, loaded.heads.info)
-        group.check_same([loaded.model.hash, loaded.model.dtype, heads, loaded.encoding.hash,
-                          loaded.sampling, loaded.stop], "have read different files")
+    heads = loaded.heads and (loaded.heads.hash, loaded.heads.info)
+    group.check_same([loaded.model.hash, loaded.model.dtype, heads, loaded.encoding.hash,
+                      loaded.sampling, loaded.stop], "have read different files")
     return loaded
 
 
@@ -143,12 +142,11 @@ def new_tokens(args, config, length, ends, capacity=CONTEXT):
 
 
 def plain_seconds(decoder):
-    """Seconds of a plain step; None for the first one."""
+    """Seconds of a plain step."""
     with decoder.context():
         start = timestamp(decoder.device)
-        step = decoder.launch(Plan(decoder.batch_size, 1, 0, decoder.sampling.mode))
-        step.wait()
-        return None if step.is_first else seconds_between(start, timestamp(decoder.device))
+        decoder.launch(Plan(decoder.batch_size, 1, 0, decoder.sampling.mode)).wait()
+        return seconds_between(start, timestamp(decoder.device))
 
 
 def sampling_flags(args, unsaid=None):

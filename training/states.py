@@ -31,12 +31,10 @@ def store_states(folder, model, tokens, log=print):
     show = progress(done, N, 1, log, every=60)
     most = min(model.config.block_size, int((ends - tokens.starts).max()))
     cache = model.new_cache(1, most)
-    with (saving(f"{file}: cannot be written", "make room and --resume"), open(file, "r+b") as rows,
-          open(ids_file, "r+b") as ids, model.blocks.decoding_context()):
+    with (saving(f"{file}: cannot be written", "make room and --resume"), open(file, "ab") as rows,
+          open(ids_file, "ab") as ids, model.blocks.decoding_context()):
         rows.truncate(done * 2 * C)
         ids.truncate(done * 4)
-        rows.seek(0, 2)
-        ids.seek(0, 2)
         for number in range(np.searchsorted(tokens.starts, done), len(ends)):
             for start in range(tokens.starts[number], ends[number], most):
                 piece = tokens.ids[start:min(start + most, ends[number])]
