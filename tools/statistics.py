@@ -13,15 +13,9 @@ def drafter(source, depth):
     return "lookup" if source >= BINS else f"head {depth}"
 
 
-def guesses(result):
-    """The (depth, source) of each guessed token of a `StepResult`."""
-    n = len(result.tokens)  # a sequence may end inside the path
-    return [*enumerate(result.sources[1:n + 1], start=1)]
-
-
 def guessed_by(result):
-    """The drafter of each token of a `StepResult`; of one after the path, "model"."""
-    drafters = [drafter(source, depth) for depth, source in guesses(result)]
+    """The drafter of each token of a `StepResult`; of the one after the path, "model"."""
+    drafters = map(drafter, result.sources[1:], range(1, len(result.sources)))
     return [*drafters, "model"][:len(result.tokens)]
 
 
@@ -33,7 +27,8 @@ class Statistics:
 
     def count(self, result):
         self.shapes[result.tree_size, len(result.tokens)] += 1
-        self.guesses.update(guesses(result))
+        guessed = result.sources[1:len(result.tokens) + 1]  # a sequence may end inside the path
+        self.guesses.update(enumerate(guessed, start=1))
 
     @property
     def steps(self):
@@ -72,4 +67,4 @@ class Statistics:
     @property
     def tree_size(self):
         """Mean T over the steps."""
-        return sum(T * steps for T, (steps, _) in self.sizes.items()) / max(self.steps, 1)
+        return sum(T * steps for (T, _), steps in self.shapes.items()) / max(self.steps, 1)
