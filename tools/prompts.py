@@ -1,6 +1,7 @@
 """Prompts: those that the flags and files name, their token ids and their grammars."""
 
 import sys
+from functools import partial
 from pathlib import Path
 from typing import NamedTuple
 
@@ -32,16 +33,9 @@ def read_prompt_file(file, missing=None, template=None):
     what messages and tools need and do not have. template: renders each, so that an error names the
     line."""
     file = Path(file)
-
-    def parse(value):
-        prompt = parse_prompt(value)
-        is_text = isinstance(value.get("prompt"), str) and value.get("messages") is None
-        expect(is_text and not prompt.tools or not missing, f"messages and tools need {missing}")
-        if template:
-            template.render(prompt.messages, **prompt.tools)
-        return prompt
     if file.name.endswith(OBJECTS):
         expected = 'an object with a "prompt" string or "messages"'
+        parse = partial(parse_prompt, missing, template)
         found = [prompt for _, prompt in read_objects(file, parse, expected)]
     else:
         found = list(map(from_user, read_lines(file)))
@@ -49,17 +43,22 @@ def read_prompt_file(file, missing=None, template=None):
     return found
 
 
-def parse_prompt(value):
+def parse_prompt(missing, template, value):
     text = value.get("prompt") if value.get("messages") is None else None
-    messages = from_user(text).messages if isinstance(text, str) else messages_of(value)
+    is_text = isinstance(text, str)
+    messages = from_user(text).messages if is_text else messages_of(value)
     expect(messages, "it has no message")
+    tools = tools_of(value)
+    expect(is_text and not tools or not missing, f"messages and tools need {missing}")
+    if template:
+        template.render(messages, **tools)
     schema = value.get("json_schema")
     expect(isinstance(schema, dict | None), "its json_schema is no object")
     choice = tool_choice("its tool_choice", value.get("tool_choice", "auto"))
     expect(choice is not None, "its tool_choice is none; leave out the tools")
     choice |= dict(parallel=value.get("parallel_tool_calls", True))
     kind = str(value.get("kind", "chat"))
-    return Prompt(messages, tools_of(value), schema and ("json_schema", schema), choice, kind)
+    return Prompt(messages, tools, schema and ("json_schema", schema), choice, kind)
 
 
 # --------------------------------------------------------------------------------------------------
