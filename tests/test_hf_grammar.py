@@ -304,7 +304,15 @@ def test_large_choices_and_deep_schemas():
     refusal(lambda: tokenizer.compile("json_schema", deep), "not a json_schema that llguidance supports")
 
 
-ANNOTATED = {  # schema, a value that matches, one that does not
+DIGITS = [(r"^\d$", "5", "\u0663"), (r"^[\d_]$", "5", "\u0663"), (r"^[\w-]$", "_", "é"), (r"^\D$", "\u0663", "5"),
+          (r"^[^\d]$", "\u0663", "5"), (r"^[\W]$", "é", "a"), (r"^\\d$", r"\d", "5"), (r"^\p{Nd}$", "\u0663", "a")]
+BOUNDED = [("integer", -2**63, 2**63 - 1, 5, 0.5), ("integer", 0, 2**64 - 1, 2**63, -1),
+           ("number", -3.4e38, 3.4e38, 1.5, "a"),
+           ("number", -sys.float_info.max, 1, 0.5, 2), ("integer", 2**53 - 1, 1e19, 2**53 - 1, 2**53 - 2),
+           ("number", 1 - 2**53, 2**53 - 1, 2**53 - 1, 2**53), ("integer", None, 3, 3, 4)]
+SHAPES = [OBJECT | dict(properties=dict(k=dict(const=k)), required=["k"]) for k in "ab"]
+TEXTS, NUMBERS = [dict(enum=["x", 1]), dict(type="string")], [dict(type="integer"), dict(type="number")]
+SCHEMAS = {  # schema, a value that matches, one that does not
     **{name: (dict(type="string", format=name), "~/x", 5) for name in ("path", "password", "binary", "json-pointer")},
     "uuid4": (dict(format="uuid4", type="string"), *(f"12345678-1234-{n}234-8234-123456789abc" for n in (4, 5))),
     "lists": (dict(type="array", uniqueItems=False, items=dict(format="path", type="string")), ["a", "a"], [5]),
@@ -313,12 +321,24 @@ ANNOTATED = {  # schema, a value that matches, one that does not
     "zod": (dict(type="object", propertyNames=dict(type="string"), additionalProperties=False), {}, 5),
     "names": (OBJECT | dict(properties=dict(format=dict(enum=["path"]), uniqueItems=False, pattern=dict(type="null"))),
               {"format": "path", "pattern": None}, {"format": "x"}),
-    "a value": ({"$ref": "#/$defs/format", "$defs": dict(format=dict(const=dict(format="x")))}, dict(format="x"), {})}
+    "a value": ({"$ref": "#/$defs/format", "$defs": dict(format=dict(const=dict(format="x")))}, dict(format="x"), {}),
+    **{f"{kind} from {low} to {high}": (dict(type=kind, minimum=low, maximum=high), right, wrong)
+       for kind, low, high, right, wrong in BOUNDED},
+    **{f"{kind} between {low} and {high}": (dict(type=kind, exclusiveMinimum=low, exclusiveMaximum=high), right, wrong)
+       for kind, low, high, right, wrong in BOUNDED if right not in (low, high)},
+    **{f"digits of {pattern}": (OBJECT | dict(patternProperties={pattern: dict(type="string", pattern=pattern)}),
+                                {right: right}, {wrong: wrong}) for pattern, right, wrong in DIGITS},
+    "one shape": (dict(oneOf=SHAPES), {"k": "b"}, {}),
+    "one text": (dict(type="array", items=dict(oneOf=TEXTS)), ["x", 1, "other"], [2]),
+    "one number": (dict(type="array", items=dict(oneOf=NUMBERS)), [1, 1.5], ["a"]),
+    "one beside properties": (OBJECT | dict(properties=dict(a=dict(const=1), b=dict(const=2)),
+                                            oneOf=[dict(required=[k]) for k in "ab"]), dict(b=2), {})}
 
 
-@pytest.mark.parametrize("schema, right, wrong", ANNOTATED.values(), ids=ANNOTATED)
-def test_annotations_that_a_grammar_cannot_check_are_ignored(schema, right, wrong):
-    """Bug: 400 for a schema as pydantic or zod writes it; a property or value of the same name is dropped."""
+@pytest.mark.parametrize("schema, right, wrong", SCHEMAS.values(), ids=SCHEMAS)
+def test_what_a_schema_describes(schema, right, wrong):
+    r"""Bug: 400 for a schema as pydantic or zod writes it, for ranges of int64 or for oneOf; a property or value with a
+    keyword's name, or a smaller bound, is dropped; \d means digits of all scripts, as in a regular expression."""
     for source in (schema, json.dumps(schema)):
         assert matches("json_schema", source, right) and not matches("json_schema", source, wrong)
 
@@ -358,55 +378,14 @@ def test_the_text_of_a_control_token_is_written_in_ordinary_tokens(special, kind
         assert matcher.forced() == [*encoding.encode("a"), token] and matcher.take(matcher.forced()) == 2
 
 
-BOUNDED = [("integer", -2**63, 2**63 - 1, 5, 0.5), ("integer", 0, 2**64 - 1, 2**63, -1),
-           ("number", -3.4e38, 3.4e38, 1.5, "a"),
-           ("number", -sys.float_info.max, 1, 0.5, 2), ("integer", 2**53 - 1, 1e19, 2**53 - 1, 2**53 - 2),
-           ("number", 1 - 2**53, 2**53 - 1, 2**53 - 1, 2**53), ("integer", None, 3, 3, 4)]
-
-
-@pytest.mark.parametrize("kind, low, high, right, wrong", BOUNDED)
-def test_bounds_that_exclude_nothing_are_dropped(kind, low, high, right, wrong):
-    """Bug: 400 for the ranges of int64 and float64, which generators of schemas write; a smaller bound is dropped."""
-    for prefix in ("m", "exclusiveM"):
-        if prefix == "m" or right not in (low, high):
-            schema = dict(type=kind, **{f"{prefix}inimum": low, f"{prefix}aximum": high})
-            assert matches("json_schema", schema, right) and not matches("json_schema", schema, wrong)
-
-
-ONE_OF = {  # schemas, values that match, one that does not
-    "shapes": ([OBJECT | dict(properties=dict(k=dict(const=k)), required=["k"]) for k in "ab"], ({"k": "b"},), {}),
-    "enum or text": ([dict(enum=["x", 1]), dict(type="string")], ("x", 1, "other"), 2),
-    "numbers": ([dict(type="integer"), dict(type="number")], (1, 1.5), "a")}
-
-
-@pytest.mark.parametrize("schemas, right, wrong", ONE_OF.values(), ids=ONE_OF)
-def test_one_of(schemas, right, wrong):
-    """Bug: 400 that asks for an option that nobody can set."""
-    for schema in (dict(oneOf=schemas), dict(type="array", items=dict(oneOf=schemas))):
-        wrap = (lambda x: [x]) if "items" in schema else lambda x: x
-        assert all(matches("json_schema", schema, wrap(x)) for x in right)
-        assert not matches("json_schema", schema, wrap(wrong))
-    beside = OBJECT | dict(properties=dict(a=dict(const=1), b=dict(const=2)), oneOf=[dict(required=[k]) for k in "ab"])
-    assert matches("json_schema", beside, dict(b=2)) and not matches("json_schema", beside, {})
-
-
-@pytest.mark.parametrize("pattern, right, wrong", [
-    (r"^\d$", "5", "\u0663"), (r"^[\d_]$", "5", "\u0663"), (r"^[\w-]$", "_", "é"), (r"^\D$", "\u0663", "5"),
-    (r"^[^\d]$", "\u0663", "5"), (r"^[\W]$", "é", "a"), (r"^\\d$", r"\d", "5"), (r"^\p{Nd}$", "\u0663", "a")])
-def test_digits_of_a_pattern_are_those_of_ascii(pattern, right, wrong):
-    r"""Bug: \d means digits of all scripts, as it does in a regular expression, where it is right."""
-    schema = OBJECT | dict(patternProperties={pattern: dict(type="string", pattern=pattern)})
-    assert matches("json_schema", schema, {right: right}) and not matches("json_schema", schema, {right: wrong})
-    assert matches("regex", r"\d", "\u0663") and not matches("regex", r"(?-u:\d)", "\u0663")
-
-
 LARK = ["?start: a\na: /x+/", '// root ::= "y"\n\n  A: "x"\nstart: A+', '%llguidance {}\nA: "x"\nstart: A A*']
 GBNF = ['root::=a\na ::= "x"+', '# start: "y"\nroot ::= "x" | "x" root', 'a-b ::= [x]\nroot ::= a-b*']
 
 
 @pytest.mark.parametrize("kind, source", [("lark", source) for source in LARK] + [("gbnf", source) for source in GBNF])
 def test_both_notations_of_grammars_are_read(kind, source):
-    """Bug: one notation is read as the other, or its error does not name it."""
+    r"""Bug: one notation is read as the other, or its error does not name it; \d of a regular expression is changed."""
+    assert matches("regex", r"\d", "\u0663") and not matches("regex", r"(?-u:\d)", "\u0663")
     assert matches(kind, source, "xx") and not matches(kind, source, "xy")
     other = "gbnf" if kind == "lark" else "lark"
     refusal(lambda: load()[3].compile(other, source), f"not a {other} " if other == "gbnf" else "")
