@@ -87,12 +87,19 @@ class GrammarTokenizer:
 def rename_special_tokens(package):
     """A tokenizer.json of a package in which no text has the name of a special token, or of one in
     angle brackets: llguidance would write a text such as <filename> as this token, which grammars
-    forbid."""
+    forbid. Merges that make or use such a token go, too."""
     added = package.get_added_tokens_decoder().values()
-    names = {json.dumps(token.content, ensure_ascii=False) for token in added
+    names = {token.content for token in added
              if token.special or re.fullmatch("(?s)<.*>", token.content)}
+    described = json.loads(package.to_str())
+    model = described["model"]
+    if model.get("merges"):
+        model["merges"] = [pair for pair in model["merges"]
+                           if names.isdisjoint((*pair, "".join(pair)))]
+    text = json.dumps(described, ensure_ascii=False)
+    quoted = {json.dumps(name, ensure_ascii=False) for name in names}
     rename = lambda match: f'"<\uffff{match[0][1:-1]}>"'  # U+FFFF is no character
-    return re.sub(any_of(names), rename, package.to_str()) if names else package.to_str()
+    return re.sub(any_of(quoted), rename, text) if names else text
 
 
 def schema_text(schema, lenient=False):

@@ -11,6 +11,7 @@ from functools import cache
 from itertools import cycle
 
 import pytest
+import tokenizers
 import torch
 
 from backends import cpu_library
@@ -27,7 +28,7 @@ from tools.flags import DEMO
 from tools.statistics import Statistics
 
 pytest.importorskip("llguidance")
-from hf.grammar import GrammarTokenizer  # noqa: E402
+from hf.grammar import GrammarTokenizer, rename_special_tokens  # noqa: E402
 
 N = 60  # new tokens of each prompt
 
@@ -404,3 +405,14 @@ def test_compare_masks_scores():
     found = lambda a, b: first_difference(model, [prompt], [encoding.encode(a)], [encoding.encode(b)], [Sampling()],
                                           [grammar])
     assert found("yes", "no")[2] < 50 and found("yes", "maybe")[2] == math.inf and found("no", "no") is None
+
+
+def test_a_special_token_that_merges_make_is_written_in_pieces():
+    """Bug: Qwen's GGUF files mark </s>, an ordinary token of the vocabulary, as special: no grammar compiled."""
+    vocab = {token: i for i, token in enumerate(["<", "/", "s", ">", "</", "</s", "</s>", "</s>s"])}
+    merges = [("<", "/"), ("</", "s"), ("</s", ">"), ("</s>", "s")]
+    package = tokenizers.Tokenizer(tokenizers.models.BPE(vocab, merges))
+    package.add_special_tokens(["</s>"])
+    renamed = tokenizers.Tokenizer.from_str(rename_special_tokens(package))
+    assert renamed.encode("</s>s").ids == [5, 3, 2] and renamed.id_to_token(6) != "</s>"
+    assert renamed.get_vocab_size() == package.get_vocab_size()
