@@ -200,6 +200,7 @@ class Engine(FifoEngine):
         new = engine.decoder
         for mine, theirs in zip(caches(new), caches(old)):
             mine[..., :theirs.shape[-2], :] = theirs
+        # else the heads would read these rows again
         new.slots.heads_cache.lengths.copy_(old.slots.heads_cache.lengths)
         engine.idle = self.idle
         return engine
