@@ -14,7 +14,7 @@ def parse(argv=None):
     add = parser.add_subparsers(dest="command", required=True).add_parser
     add_decode_flags(add("decode", help="compare drafters with plain decoding"))
     add_cpu_flags(add("cpu", help="measure the CPU figures of README.md and docs/results.md"))
-    add_gpu_flags(add("gpu", help="measure everything that needs a GPU"))
+    add_gpu_flags(add("gpu", help="measure chats, steps and kernels on a GPU"))
     add_precision_flags(add("precision", help="compare next-token distributions with float32's"))
     add("draw", help="draw the pictures of README.md and docs/results.md")
     args = parser.parse_args(argv)
@@ -85,9 +85,9 @@ def add_cpu_flags(parser):
 def add_gpu_flags(parser):
     add = parser.add_argument
     add("--out", type=flags.home, required=True, metavar="DIR", help="adds to results.jsonl there")
-    add("--parts", nargs="+", metavar="PART", help="default: all; docs/kernels.md lists them")
-    add("--seconds", type=flags.at_least(1), default=480, metavar="N",
-        help="total time of all parts; default: 480")
+    parts = ["smollm2", "steps", "kernels"]
+    add("--parts", nargs="+", choices=parts, default=parts, metavar="PART",
+        help=f"some of {', '.join(parts)}; default: all")
     add("--model", type=flags.model_path, metavar="MODEL",
         help="answers chats; default: smollm2, with --dry-run demo/")
     add("--heads", type=flags.home, metavar="DIR", help="its draft heads; default: the model's own")

@@ -1,17 +1,15 @@
 """`python -m bench decode`: drafters and plain decoding, over temperatures, batch sizes and tree
 sizes, interleaved, so that other work on the machine slows all of them alike."""
 
-import time
 from functools import partial
 from itertools import product
-from operator import eq
 from pathlib import Path
 from statistics import fmean, median
 
 from backends.capture import warm_up
-from bench import Table, operations
+from bench import Table
 from bench.llama_cpp import llama_cpp_methods
-from bench.timing import Measured, step_time, timing_decoder
+from bench.timing import Measured
 from engine.batching import Engine
 from engine.policy import Policy
 from generate import Sampling
@@ -19,7 +17,6 @@ from hf.chat import stop_tokens
 from hf.heads import default_heads, load_heads
 from hf.paths import find_model
 from model import expect
-from tools.compare import first_difference
 from tools.load import load_model
 from tools.prompts import read_prompt_file
 from training.data import load_tokens, prompts
@@ -169,46 +166,3 @@ def compare(runs):
             speed_up=median(a.tokens_per_second / b.tokens_per_second for a, b in zip(own, plain)),
             identical=fmean(same) if method[1] else None)  # not for llama.cpp
     return rows
-
-
-# --------------------------------------------------------------------------------------------------
-# On a GPU, whose times vary little: each row is measured once, and is known before the next
-
-METHODS = ("plain", 1), ("heads + lookup", None), ("heads + lookup", 4), ("heads + lookup", 16)
-CHECKED = 8  # outputs that differ from plain decoding, at most, whose difference is looked into
-
-
-def gpu_rows(model, heads, texts, new, stop, B, temperature=0.0, seeds=(0,)):
-    """Yields rows of METHODS, one per seed. warm_seconds: to compile and capture beforehand.
-    engine_ms: seconds / steps; graph_ms: a step alone, on CUDA its graph. ties, bugs: see
-    `differences`."""
-    prefix = sum(map(len, texts)) // len(texts) + new // 2  # about the mean length
-    plain = {}  # seed -> Output
-    for name, T in METHODS:
-        drafter = dict(tree_size=T, batch_size=B, **operations.drafters(name, heads))
-        started = time.perf_counter()
-        run = start_decoding(model, texts, new, stop, temperature=temperature, **drafter)
-        alone = dict(warm_seconds=time.perf_counter() - started)
-        if T:
-            idle = timing_decoder(model, prefix=prefix, sampling=Sampling(temperature), **drafter)
-            alone["graph_ms"] = 1e3 * step_time(idle)
-        for seed in seeds:
-            sampling = [Sampling(temperature, seed=seed)] * len(texts)
-            out = run(texts, sampling)
-            reference = plain.setdefault(seed, out)
-            row = dict(dtype=str(model.dtype), drafter=name, batch_size=B, tree_size=T or "auto",
-                       temperature=temperature, seed=seed, tokens_per_second=out.tokens_per_second,
-                       speed_up=out.tokens_per_second / reference.tokens_per_second,
-                       tokens_per_step=out.tokens_per_step,
-                       engine_ms=1e3 * out.seconds / out.batch_steps,
-                       identical=fmean(map(eq, out.tokens, reference.tokens)))
-            found = differences(model, texts, sampling, out.tokens, reference.tokens)
-            yield row | found | alone
-
-
-def differences(model, texts, sampling, ours, plain):
-    """Counts the first CHECKED outputs that differ from plain decoding: by ties, and by bugs."""
-    differ = [i for i, tokens in enumerate(ours) if tokens != plain[i]][:CHECKED]
-    kinds = [first_difference(model, texts, ours, [*ours[:i], plain[i]], sampling)[-1]
-             for i in differ]
-    return dict(ties=kinds.count("tie"), bugs=kinds.count("bug"))

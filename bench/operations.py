@@ -10,12 +10,11 @@ import torch
 import torch.nn.functional as F
 
 import kernels
-from backends import cpu, cpu_library, gpu, quantized, tree
+from backends import cpu, cpu_library, gpu, quantized
 from backends.linear import Quantized, linear_rows
-from backends.sampling import filtered_sample
 from bench import Table, size_config
 from bench.timing import PREFIX, copy_bandwidth, seconds, stage_times, step_time, timing_decoder
-from clover import SOURCES, Candidates, CloverHeads, Tree, preset
+from clover import CloverHeads, preset
 from common.machine import check_memory, pick_device
 from generate import Sampling, capture
 from model import GPT, expect
@@ -55,24 +54,17 @@ def sdpa(mask, q, k, v, *_):
 
 
 def lm_head_cases(c, device, sizes):
-    """The LM head's products, and top-p sampling from logits."""
+    """The LM head's products."""
     C, V = c.n_embd, c.vocab_size
     for M in sizes.rows:
         make = lambda: (random(M, C, device=device), random(V, C, device=device) / C ** 0.5)
         size = 2 * C * (V + M)
         row = torch.arange(M, device=device)
-        noise = dict(seed=row, sequence=row, position=row)
+        greedy = dict(temperature=0.0, seed=row, sequence=row, position=row)
         yield ("project_topk", dict(M=M, k=8), size, make, partial(kernels.project_topk, k=8),
                partial(topk, k=8))
-        for t in (0.0, 0.8):
-            yield ("project_sample", dict(M=M, temperature=t), size, make,
-                   partial(kernels.project_sample, temperature=t, **noise),
-                   partial(sample, temperature=t))
-        ones = torch.ones(M, device=device)
-        filtered = partial(filtered_sample, temperature=0.8 * ones, top_p=0.9 * ones,
-                           top_k=torch.zeros_like(row), min_p=0 * ones, **noise)
-        logits = lambda: (4 * torch.randn(M, V, device=device),)
-        yield "filtered_sample", dict(M=M), 4 * M * V, logits, filtered, None
+        yield ("project_sample", dict(M=M), size, make,
+               partial(kernels.project_sample, **greedy), argmax)
 
 
 def linear_cases(c, device, sizes):
@@ -110,41 +102,8 @@ def topk(hidden, weight, k):
     return values.float() - logits.float().logsumexp(-1, keepdim=True), tokens
 
 
-def sample(hidden, weight, temperature):
-    logits = (hidden @ weight.T).float()
-    if temperature == 0:
-        return logits.argmax(-1)
-    return (logits / temperature - torch.empty_like(logits).exponential_().log()).argmax(-1)
-
-
-def tree_cases(c, device, sizes):
-    """Lookup, and the kernels that make, replace and accept trees of heads and lookup. Their inputs
-    are small or read by one program per sequence: compare their times with a launch."""
-    integers = partial(torch.zeros, dtype=torch.int64, device=device)
-    chances = torch.linspace(0.9, 0.1, SOURCES, device=device).repeat(2, 1)
-    counts = torch.zeros(2, SOURCES, 2, dtype=torch.float64, device=device)
-    for S, B in product(sizes.histories, sizes.sequences):
-        make = lambda: (torch.randint(c.vocab_size, (B, S), dtype=torch.int32, device=device),
-                        torch.full((B,), S - 1, dtype=torch.int32, device=device))
-        yield ("ngram_lookup", dict(batch=B, history=S), 4 * B * S, make,
-               partial(tree.ngram_lookup, n=15), None)
-    for T, B in product(sizes.trees, sizes.sequences):
-        shape, size = dict(batch=B, T=T), 5 * 8 * B * T  # five columns of integers
-        greedy = torch.zeros(B, device=device)
-        rank = torch.arange(16, device=device).expand(B, 4, 16).contiguous()
-        depth = torch.arange(4, device=device)[:, None]
-        candidates = Candidates(-0.5 - depth / 2 - rank / 4, rank, rank % 4)
-        make = lambda: (integers(B), candidates, integers(B, 16) + 1, chances, greedy)
-        build = partial(tree.build_tree, tree_size=T)
-        yield "build_tree", shape, size, make, build, None
-        history = torch.ones(B, 2 * T, dtype=torch.int32, device=device)
-        starts = integers(B).int()
-        empty = lambda: Tree(*integers(5, B, T), torch.zeros(B, T, device=device))
-        trees = lambda: (history, starts, starts + T, empty())
-        yield "prompt_chain", shape, size, trees, tree.prompt_chain, None
-        accept = partial(tree.accept_path, max_path=T, temperature=greedy, counts=counts,
-                         active=starts + 1, target=integers(B, T))
-        yield "accept_path", shape, size, lambda: (build(*make()),), accept, None
+def argmax(hidden, weight):
+    return (hidden @ weight.T).argmax(-1)
 
 
 def kernel_row(case, device, bandwidth):
