@@ -1,20 +1,16 @@
-"""`python -m bench draw`: the pictures of README.md and docs/results.md, as SVG: a saved run, whose
-tokens have the colours of their drafters, and speed-ups by kind of chat. All are on a dark card
-that is readable on GitHub's white and dark pages."""
+"""`python -m bench draw`: the pictures of README.md, as SVG: a saved run, whose tokens have the
+colours of their drafters, and speed-ups by kind of chat. Both are on a dark card that is readable
+on GitHub's white and dark pages."""
 
 import json
-from xml.sax.saxutils import escape
+from html import escape
 
 from bench import ROOT
 from common.files import read_json
-from model import InputError
 
 RUN = ROOT / "docs" / "img" / "run.json"  # from generate.py --json --show-tree
 MEASURED = ROOT / "bench" / "results" / "cpu-zen4.jsonl"  # by `bench cpu`
-PICTURE = RUN.with_name("text.svg")
-KINDS = {"spec bench": RUN.with_name("kinds.svg"),
-         "coder, spec bench": RUN.with_name("kinds-coder.svg")}
-WIDTH = 760
+TEXT, KINDS = RUN.with_name("text.svg"), RUN.with_name("kinds.svg")
 COLUMNS = 88  # characters per line
 CARD, FRAME, BRIGHT, DIM = "#161b22", "#6e7681", "#f0f6fc", "#8b949e"
 COLOURS = {"root": BRIGHT, "model": DIM, "lookup": "#e3b341", "head 1": "#3fb950",
@@ -31,17 +27,14 @@ def line(y, content, style=""):
 
 
 def span(words, drafter):
-    words = "".join(c if c.isprintable() else "\ufffd" for c in words)  # XML forbids some
-    return f'<tspan fill="{COLOURS[drafter]}">{escape(words)}</tspan>'
+    return f'<tspan fill="{COLOURS[drafter]}">{escape(words, quote=False)}</tspan>'
 
 
-def draw_text(run):
-    """The SVG of a run's prompt and output, each token in the colour of its drafter."""
-    steps = run["drafts"]
-    tokens = [pair for step in steps for pair in zip(step["emitted"], step["guessed_by"])]
+def coloured_lines(tokens):
+    """(text, drafter) pairs -> lines of `span`s, wrapped before words."""
     lines = [""]
     column = 0
-    for words, drafter in [(run["prompts"][0] + "\n", "root"), *tokens]:
+    for words, drafter in tokens:
         for i, part in enumerate(words.split("\n")):
             wraps = i == 0 and part.startswith(" ") and column + len(part) > COLUMNS
             if i or wraps:
@@ -50,6 +43,14 @@ def draw_text(run):
                 column = 0
             lines[-1] += span(part, drafter)
             column += len(part)
+    return lines
+
+
+def draw_text(run):
+    """The SVG of a run's prompt and output, each token in the colour of its drafter."""
+    steps = run["drafts"]
+    tokens = [pair for step in steps for pair in zip(step["emitted"], step["guessed_by"])]
+    lines = coloured_lines([(run["prompts"][0] + "\n", "root"), *tokens])
     height = 99 + 19 * len(lines)
     legend = [span(f"by {name}    ", name) for name in sorted({name for _, name in tokens})]
     result = (f"{len(tokens)} tokens in {len(steps)} steps: {len(tokens) / len(steps):.2f} "
@@ -57,41 +58,32 @@ def draw_text(run):
     shapes = [line(32, "".join(legend)),
               *(line(66 + 19 * i, content, MONO) for i, content in enumerate(lines)),
               line(height - 24, result)]
-    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="{WIDTH}" height="{height}" '
+    return (f'<svg xmlns="http://www.w3.org/2000/svg" width="760" height="{height}" '
             'font-family="Helvetica, Arial, DejaVu Sans" font-size="13">\n'
             "<title>Generated text, each token in the colour of its drafter</title>\n"
-            f'<rect width="{WIDTH}" height="{height}" fill="{CARD}" stroke="{FRAME}"/>\n'
+            f'<rect width="760" height="{height}" fill="{CARD}" stroke="{FRAME}"/>\n'
             + "\n".join(shapes) + "\n</svg>\n")
 
 
 def draw_kinds(rows, path):
-    """Draws the speed-up over plain decoding by kind of chat, one bar per drafter, greedy and
-    sampled, of the rows of `bench decode` with tree size "auto", as SVG. Returns a matplotlib
-    Figure. Raises InputError without matplotlib."""
-    try:
-        from matplotlib import style
-        from matplotlib.figure import Figure
-    except ImportError:
-        raise InputError("bench draw needs matplotlib; pip install matplotlib") from None
+    """Draws, from rows of `bench decode`, the speed-up of three drafters by kind of chat -> a
+    matplotlib Figure."""
+    from matplotlib import style
+    from matplotlib.figure import Figure
     rows = [row for row in rows if row["tree_size"] == "auto"]
-    temperatures = sorted({row["temperature"] for row in rows})
-    kinds = [*dict.fromkeys(row["kind"] for row in rows)]
-    drafters = [*dict.fromkeys(row["drafted_by"] for row in rows)]
+    kinds = [*dict.fromkeys(row["kind"].replace("_", " ") for row in rows)]
     with style.context(["dark_background", STYLE]):
         figure = Figure(figsize=(7.6, 3.2), layout="constrained")
-        panels = figure.subplots(1, len(temperatures), sharey=True, squeeze=False)[0]
-        for axes, temperature in zip(panels, temperatures):
-            axes.set_title(f"temperature {temperature:g}" if temperature else "greedy")
-            for i, drafter in enumerate(drafters):
-                bars = {row["kind"]: row["speed_up"] for row in rows
-                        if (row["drafted_by"], row["temperature"]) == (drafter, temperature)}
-                at = [kinds.index(kind) + (i - (len(drafters) - 1) / 2) / (len(drafters) + 1)
-                      for kind in bars]
-                axes.bar(at, bars.values(), 1 / (len(drafters) + 1),
+        panels = figure.subplots(1, 2, sharey=True)
+        for axes, temperature in zip(panels, (0.0, 0.8)):
+            axes.set_title(f"temperature {temperature}" if temperature else "greedy")
+            for i, drafter in enumerate(dict.fromkeys(row["drafted_by"] for row in rows)):
+                bars = [row["speed_up"] for row in rows
+                        if (row["drafted_by"], row["temperature"]) == (drafter, temperature)]
+                axes.bar([n + (i - 1) / 4 for n in range(len(kinds))], bars, 1 / 4,
                          label=drafter.replace("smollm2", "heads"))
             axes.axhline(1, color=BRIGHT, linewidth=1)
-            axes.set_xticks(range(len(kinds)), [kind.replace("_", " ") for kind in kinds],
-                            rotation=20, ha="right")
+            axes.set_xticks(range(len(kinds)), kinds, rotation=20, ha="right")
             axes.set_axisbelow(True)
             axes.tick_params(labelsize=8)
         panels[0].set_ylabel("speed-up over plain decoding")
@@ -101,11 +93,7 @@ def draw_kinds(rows, path):
 
 
 def bench():
-    """`bench draw`: draws what the records hold, and prints the files."""
-    PICTURE.write_text(draw_text(read_json(RUN)), encoding="utf-8")
-    print(PICTURE)
+    """`bench draw`: draws what the records hold."""
+    TEXT.write_text(draw_text(read_json(RUN)), encoding="utf-8")
     records = {record["part"]: record for record in map(json.loads, MEASURED.open())}
-    for part, picture in KINDS.items():
-        if part in records:
-            draw_kinds(records[part]["decoding"], picture)
-            print(picture)
+    draw_kinds(records["spec bench"]["decoding"], KINDS)

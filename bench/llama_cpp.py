@@ -17,17 +17,10 @@ N_BATCH = 512  # prompt tokens per call
 
 
 def llama_cpp_methods(path, device, batch_size, capacity, temperature, stop):
-    """{(drafter, None): function like `decoding.start_decoding`}: plain decoding, and the package's
-    prompt lookup of 2 tokens, which its authors advise for CPUs. capacity: the most tokens of a
-    sequence."""
-    llama_cpp = import_llama_cpp()
-    from llama_cpp.llama_speculative import LlamaPromptLookupDecoding
-    model = LlamaCpp(llama_cpp, path, device, batch_size, capacity, temperature)
-    lookup = LlamaPromptLookupDecoding(num_pred_tokens=2)
-    look_up = lambda tokens: lookup(np.array(tokens, np.intc)).tolist()
-    start = lambda draft: lambda texts, new: partial(decode, model, stop, draft, new=new)
-    return {("llama.cpp", None): start(lambda tokens: []),
-            ("llama.cpp lookup", None): start(look_up)}
+    """{("llama.cpp", None): function like `decoding.start_decoding`}. capacity: the most tokens of
+    a sequence."""
+    model = LlamaCpp(import_llama_cpp(), path, device, batch_size, capacity, temperature)
+    return {("llama.cpp", None): lambda texts, new: partial(decode, model, stop, new=new)}
 
 
 def import_llama_cpp():
@@ -53,7 +46,7 @@ class LlamaCpp:
         params = api.llama_context_default_params()
         params.n_ctx = batch_size * capacity
         params.n_seq_max = batch_size
-        size = max(N_BATCH, 3 * batch_size)  # a step has up to 3 rows per sequence
+        size = max(N_BATCH, batch_size)
         params.n_batch = params.n_ubatch = size
         params.n_threads = params.n_threads_batch = torch.get_num_threads()
         self.context = self.model and api.llama_init_from_model(self.model, params)
@@ -111,19 +104,18 @@ class LlamaCpp:
         self.api.llama_memory_seq_rm(self.memory, sequence, start, -1)
 
 
-def decode(model, stop, draft, prompts, new):
-    """Decodes `new` tokens for each prompt; returns a `Measured`. draft(tokens): guessed tokens."""
-    decode_batch(model, stop, draft, prompts[:model.batch_size], min(8, new))  # wakes the threads
+def decode(model, stop, prompts, new):
+    """Decodes `new` tokens for each prompt; returns a `Measured`."""
+    decode_batch(model, stop, prompts[:model.batch_size], min(8, new))  # wakes the threads
     started = time.perf_counter()
     batches = [prompts[i:i + model.batch_size] for i in range(0, len(prompts), model.batch_size)]
-    outputs, steps, seconds = zip(*(decode_batch(model, stop, draft, batch, new)
-                                    for batch in batches))
+    outputs, steps, seconds = zip(*(decode_batch(model, stop, batch, new) for batch in batches))
     sequences = [SimpleNamespace(tokens=output) for batch in outputs for output in batch]
     return Measured(sequences, sum(steps) + len(prompts), seconds=time.perf_counter() - started,
                     decode_seconds=sum(seconds), prompt_tokens=sum(map(len, prompts)))
 
 
-def decode_batch(model, stop, draft, prompts, new):
+def decode_batch(model, stop, prompts, new):
     """Returns each prompt's new tokens, and the steps (summed) and seconds after prefill."""
     for i in range(len(prompts)):
         model.forget(i, 0)
@@ -133,17 +125,9 @@ def decode_batch(model, stop, draft, prompts, new):
     started = time.perf_counter()
     steps = 0
     while active := list(filter(goes_on, range(len(prompts)))):
-        guesses = {i: draft(texts[i])[:limits[i] - len(texts[i]) - 1] for i in active}
-        model.evaluate([(i, token, len(texts[i]) - 1 + j) for i in active
-                        for j, token in enumerate([texts[i][-1], *guesses[i]])])
-        row = 0
-        for i in active:
-            for j, guess in enumerate([*guesses[i], None]):
-                texts[i].append(model.sample(row + j))
-                if texts[i][-1] != guess or not goes_on(i):
-                    break
-            row += 1 + len(guesses[i])
-            model.forget(i, len(texts[i]) - 1)
+        model.evaluate([(i, texts[i][-1], len(texts[i]) - 1) for i in active])
+        for row, i in enumerate(active):
+            texts[i].append(model.sample(row))
         steps += len(active)
     seconds = time.perf_counter() - started
     return [text[len(prompt):] for text, prompt in zip(texts, prompts)], steps, seconds
