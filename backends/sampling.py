@@ -17,18 +17,14 @@ from kernels import (
     FINITE_MIN,
     NO_ENTRY,
     NO_TOKEN,
-    SIZES,
     add_noise,
     allowed,
     contiguous,
     filled,
-    fits,
-    fits_noise,
     from_sortable,
     launch,
     load_noise_key,
     pack_entries,
-    require,
     runs_triton,
     sample_filtered,
     sortable,
@@ -156,18 +152,12 @@ def filtered_sample(logits, *, temperature, top_k, top_p, min_p, seed, sequence,
     / temperature) over the tokens that `filter_logits` keeps, with the noise of `project_sample`;
     argmax at temperature 0. masks: as in `mask_logits`. sequence, position: as in `gumbel`. Others:
     numbers or tensors [B]."""
-    M, V = logits.shape
-    B = len(sequence)
-    require(logits.dtype in (torch.float32, torch.float64) and logits.numel() > 0
-            and fits_noise(logits, B, temperature, seed, sequence, position)
-            and all(fits(x, logits, (B,), torch.float32) for x in (top_p, min_p))
-            and fits(top_k, logits, (B,), torch.int64)
-            and fits(masks, logits, (M, (V + 31) // 32), torch.int32), f"{SIZES}, M / B rows each",
-            logits, position, masks, sequence, temperature, top_p, min_p, top_k, seed)
     parameters = dict(temperature=temperature, top_k=top_k, top_p=top_p, min_p=min_p, seed=seed,
                       sequence=sequence, position=position)
     if not runs_triton(logits):
         return sample_filtered(logits, **parameters, masks=masks)
+    M, V = logits.shape
+    B = len(sequence)
     parameters = [filled(x, logits, B) for x in parameters.values()]
     tokens = logits.new_empty(M, dtype=torch.int64)
     GROUPS = min(max(64, triton.next_power_of_2(V // 32)), 1024)

@@ -1,6 +1,7 @@
 """Triton kernels that build and accept trees. Functions of the same names, arguments and results
 are in clover.py (extend_candidates, build_tree) and generate.py (ngram_lookup, accept_path,
 advance): a launch does what takes them tens of torch operations. They run where Triton does not.
+Nothing is checked: `gpu.GraphDecoder` calls them with its own tensors.
 
     prompt_chain   the tree of a prompt's next tokens, which a step reads like a draft
 
@@ -16,35 +17,15 @@ from engine.acceptance import count_nodes
 from generate import Accepted
 from kernels import (
     NO_TOKEN,
-    REAL,
-    SIZES,
     contiguous,
-    fits,
-    fits_slots,
-    is_real,
     launch,
     pack_entries,
-    require,
     runs_triton,
     slot_of,
     sortable,
     tl,
     triton,
 )
-
-
-def fits_candidates(candidates, like, B, K, n):
-    """Whether these are `Candidates` of this shape, or None."""
-    joint, *others = candidates or [None] * 3
-    shape = B, K, n
-    return (fits(joint, like, shape, torch.float32)
-            and all(fits(x, like, shape, torch.int64) for x in others))
-
-
-def fits_tree(columns, like, B, T):
-    """Whether these are the integers of a `Tree` of this shape."""
-    return all(fits(x, like, (B, T), torch.int64) for x in columns)
-
 
 # --------------------------------------------------------------------------------------------------
 # extend_candidates
@@ -95,18 +76,10 @@ def _extend_candidates_kernel(
 
 
 def extend_candidates(logprobs, tokens, candidates, depth):
-    B, w, W = logprobs.shape
-    _, K, n = candidates.joint.shape
-    require(logprobs.dtype == torch.float32 and logprobs.numel() > 0
-            and fits(tokens, logprobs, (B, w, W), torch.int64)
-            and fits_candidates(candidates, logprobs, B, K, n), SIZES, logprobs, tokens,
-            *candidates)
-    require((w == 1 or w == W and depth > 0) and W <= min(n, 32) and 0 <= depth < K, "w = 1 or, "
-            "below depth 0, w = W; W <= min(n, 32), 0 <= depth < K", logprobs, depth, K, n)
-    require(K * n < 2048 and all(x.is_contiguous() for x in candidates),
-            "K * n < 2048, contiguous candidates", *candidates)
     if not runs_triton(logprobs):
         return clover.extend_candidates(logprobs, tokens, candidates, depth)
+    B, w, W = logprobs.shape
+    _, K, n = candidates.joint.shape
     count = W * W if depth else W
     launch(_extend_candidates_kernel, (B,), logprobs.contiguous(), tokens.contiguous(),
            *candidates, w * W, W if w > 1 else 0, count, n, W, K, depth,
@@ -156,14 +129,10 @@ def _ngram_lookup_kernel(history_ptr, lengths_ptr, slots_ptr, chain_ptr, S, n,
 
 
 def ngram_lookup(history, lengths, n, slots=None):
-    n_slots, S = history.shape
-    B = n_slots if slots is None else len(slots)
-    require(history.dtype == torch.int32 and 0 < S < 2**28 and n_slots > 0 and 1 <= n <= 63
-            and fits(lengths, history, (n_slots,), torch.int32)
-            and fits_slots(slots, history, B, n_slots), f"{SIZES}, S < 2^28, 1 <= n <= 63",
-            history, lengths, slots, n)
     if not runs_triton(history):
         return generate.ngram_lookup(history, lengths, n, slots)
+    S = history.shape[1]
+    B = len(lengths if slots is None else slots)
     chain = history.new_empty(B, 1 + n, dtype=torch.int64)
     inputs = map(contiguous, (history, lengths, slots))
     launch(_ngram_lookup_kernel, (B,), *inputs, chain, S, n,
@@ -243,21 +212,13 @@ def _build_tree_kernel(
 
 
 def build_tree(root, candidates, chain, chances, temperature, tree_size):
-    B, = root.shape
-    K, n = candidates.joint.shape[1:] if candidates else (0, 1)
-    n_chain = 0 if chain is None else chain.shape[1] - 1
-    require(root.dtype == torch.int64 and B > 0 and fits_candidates(candidates, root, B, K, n)
-            and fits(chain, root, (B, 1 + n_chain), torch.int64)
-            and fits(chances, root, (2, SOURCES), torch.float32)
-            and fits(temperature, root, (B,), torch.float32)
-            and (candidates or chain is not None), f"{SIZES}, candidates or a chain", root, chain,
-            chances, temperature, *(candidates or ()))
-    require(2 <= tree_size <= 64 and n_chain <= 63 and K * n + n_chain < 2048, "2 <= tree_size <= "
-            "64, a chain of at most 63, less than 2048 candidates", tree_size, n_chain, K * n)
     if not runs_triton(chances):
         return clover.build_tree(root, candidates, chain, chances, temperature, tree_size)
+    B = len(root)
     candidates = candidates or Candidates.empty(root, 0, 1)
     chain = root.new_empty(B, 1) if chain is None else chain
+    K, n = candidates.joint.shape[1:]
+    n_chain = chain.shape[1] - 1
     tree = root.new_empty(5, B, tree_size)
     probabilities = chances.new_empty(B, tree_size)
     inputs = map(contiguous, (root, *candidates, chain, chances, temperature))
@@ -301,31 +262,16 @@ def _prompt_chain_kernel(
         tl.store(chain_ptr + b * (n + 1), 0, mask=unread > 0)
 
 
-def fits_prompts(history, lengths, ends, n_slots, slots, B):
-    """Whether these are the arguments of `prompt_chain`, for sequences in n_slots slots."""
-    return (history.dtype == torch.int32 and history.numel() > 0
-            and history.shape == (n_slots, history.shape[1])
-            and all(fits(x, history, (n_slots,), torch.int32) for x in (lengths, ends))
-            and fits_slots(slots, history, B, n_slots))
-
-
 def prompt_chain(history, lengths, ends, tree, chain=None, slots=None):
     """Replaces, in place, the trees of the sequences with unread prompt tokens: lengths < ends.
     history: int32 [slots, S], with the whole prompts. lengths: index of each root, int32 [slots].
     ends: index of the prompt's last token, int32 [slots]. tree, chain: as from `build_tree` and
     `ngram_lookup`; a replaced tree has no sources and no match."""
-    outputs = *tree, chain
-    B, T = tree.tokens.shape
-    n = 0 if chain is None else chain.shape[1] - 1
-    require(fits_prompts(history, lengths, ends, len(lengths), slots, B)
-            and fits_tree(tree[:5], history, B, T)
-            and fits(tree.probabilities, history, (B, T), torch.float32)
-            and fits(chain, history, (B, 1 + n), torch.int64) and T <= 64
-            and all(x.is_contiguous() for x in outputs if x is not None),
-            f"{SIZES}, T <= 64, contiguous outputs", history, lengths, ends, slots, *outputs)
-    S = history.shape[1]
     if not runs_triton(history):
         return prompt_chain_reference(history, lengths, ends, tree, chain, slots)
+    B, T = tree.tokens.shape
+    n = 0 if chain is None else chain.shape[1] - 1
+    S = history.shape[1]
     inputs = map(contiguous, (history, lengths, ends))
     launch(_prompt_chain_kernel, (B,), *inputs, *tree, chain, contiguous(slots),
            S, n, T, BLOCK_T=triton.next_power_of_2(T), num_warps=1)
@@ -420,21 +366,6 @@ def accept_path(tree, target, active, max_path, temperature, counts, chain=None,
                 prompts=None):
     """`generate.accept_path` and `engine.acceptance.count_nodes`. prompts: (history, lengths, ends)
     as in `prompt_chain`, of prompts that may have unread tokens."""
-    columns = tree[:5]
-    history, lengths, ends = prompts or (None, None, None)
-    B, T = target.shape
-    n_slots, = active.shape
-    n = 0 if chain is None else chain.shape[1] - 1
-    require(target.numel() > 0 and fits_tree((*columns, target), target, B, T)
-            and target.dtype == torch.int64 and fits(active, target, (n_slots,), torch.int32)
-            and fits(temperature, target, (B,), torch.float32)
-            and fits(counts, target, (2, SOURCES, 2), torch.float64) and counts.is_contiguous()
-            and fits(chain, target, (B, 1 + n), torch.int64)
-            and fits_slots(slots, target, B, n_slots)
-            and (prompts is None or fits_prompts(*prompts, n_slots, slots, B))
-            and T <= 64 and 1 <= max_path <= 64,
-            f"{SIZES}, T <= 64, 1 <= max_path <= 64, contiguous counts", *columns, target, active,
-            temperature, counts, chain, slots, max_path)
     if not runs_triton(target):
         if prompts:
             target = known_targets(tree, target, *prompts, slots)
@@ -442,9 +373,12 @@ def accept_path(tree, target, active, max_path, temperature, counts, chain=None,
         active = active if slots is None else active[slots]
         count_nodes(counts, tree, accepted, active, temperature, chain)
         return unpack(torch.cat([x.flatten() for x in accepted]), max_path)
+    history, lengths, ends = prompts or (None, None, None)
+    B, T = target.shape
+    n = 0 if chain is None else chain.shape[1] - 1
     out = target.new_empty(B * (3 * max_path + 1))
     S = history.shape[1] if prompts else 0
-    inputs = *columns, target, active, temperature, chain, history, lengths, ends, slots
+    inputs = *tree[:5], target, active, temperature, chain, history, lengths, ends, slots
     launch(_accept_path_kernel, (B,), *map(contiguous, inputs), counts, out, T, max_path, n, S,
            BINS=BINS, SCHEMA=SCHEMA, SOURCES=SOURCES,
            BLOCK_T=triton.next_power_of_2(max(T, max_path)), num_warps=1)
@@ -505,23 +439,11 @@ def _advance_kernel(
 
 
 def advance(accepted, lengths, root, history=None, states=None, state=None, slots=None):
-    B, P = accepted.tokens.shape
-    n_slots, = lengths.shape
-    outputs = lengths, root, history, state
-    S = 0 if history is None else history.shape[1]
-    C = 0 if states is None else states.shape[2]
-    require(fits_tree(accepted[:3], root, B, P) and fits(accepted.count, root, (B,), torch.int64)
-            and fits(lengths, root, (n_slots,), torch.int32)
-            and fits(root, root, (n_slots,), torch.int64)
-            and fits(history, root, (n_slots, S), torch.int32)
-            and fits_slots(slots, root, B, n_slots) and B * P > 0
-            and (states is None or is_real(states) and state is not None
-                 and fits(states, root, (B, P, C), state.dtype)
-                 and fits(state, root, (n_slots, C), *REAL))
-            and all(x is None or x.is_contiguous() for x in outputs),
-            f"{SIZES}, contiguous outputs, a state for states", *accepted, *outputs, states, slots)
     if not runs_triton(lengths):
         return generate.advance(accepted, lengths, root, history, states, state, slots)
+    B, P = accepted.tokens.shape
+    S = 0 if history is None else history.shape[1]
+    C = 0 if states is None else states.shape[2]
     inputs = map(contiguous, (accepted.tokens, accepted.count, states, slots))
-    launch(_advance_kernel, (B,), *inputs, *outputs, P, S, C,
+    launch(_advance_kernel, (B,), *inputs, lengths, root, history, state, P, S, C,
            BLOCK_P=triton.next_power_of_2(P), BLOCK_C=1024, num_warps=4)
