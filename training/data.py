@@ -7,7 +7,6 @@ import itertools
 import os
 import re
 import sysconfig
-from collections import defaultdict
 from functools import lru_cache, partial
 from pathlib import Path
 from typing import NamedTuple
@@ -62,73 +61,59 @@ def builtin_corpus(split):
     return files
 
 
-def find_files(path, left_out):
-    """The file at a path, or the text files in a folder, also those behind links, each once. Adds
-    the names of what it leaves out to left_out, {reason: [name]}."""
+def find_files(path):
+    """The file at a path, or the text files in a folder, also those behind links, each once. Leaves
+    out hidden and installed folders, those of training runs, and what cannot be read."""
     path = Path(path)
     expect(os.access(path, os.R_OK), f"{path}: no such file or folder, or no right to read it")
     if path.is_file():
         return [path]
     found = {}  # real path -> path
     visited = set()
-    skip = lambda reason, name: left_out[reason].append(os.path.basename(name))
-    unread = lambda error: skip("cannot be read", error.filename)
-    for folder, folders, names in os.walk(path, onerror=unread, followlinks=True):
-        if STATE_FILE in names:
-            skip("training runs", folder)
-        if STATE_FILE in names or os.path.realpath(folder) in visited:
+    for folder, folders, names in os.walk(path, followlinks=True):
+        real = os.path.realpath(folder)
+        if STATE_FILE in names or real in visited:
             folders.clear()
             continue
-        visited.add(os.path.realpath(folder))
-        for name in {name for name in folders if name in INSTALLED or name.startswith(".")}:
-            skip("hidden or installed folders", name)
-            folders.remove(name)
-        folders.sort()
-        for file in (Path(folder, name) for name in sorted({*names} - {FILE, ABOUT})):
-            is_text = file.name.endswith(TEXT_SUFFIXES)
-            if is_text and file.is_file() and os.access(file, os.R_OK):
+        visited.add(real)
+        folders[:] = sorted(name for name in folders if name not in INSTALLED and name[0] != ".")
+        for file in (Path(folder, name) for name in sorted(names)):
+            if file.name.endswith(TEXT_SUFFIXES) and os.access(file, os.R_OK):
                 found.setdefault(file.resolve(), file)
-            else:
-                skip("cannot be read" if is_text else "of other types", file)
     return sorted(found.values())
 
 
 def read_records(paths, template=None, key=None):
-    """Yields a `Record` for each non-empty document. template: the `ChatTemplate` for chats; those
-    it refuses, those without an answer, and files that are not read are counted in a warning. key:
-    the `format_key` of token ids to read. Raises InputError for a path without documents, a
-    malformed line, and if more than MOST_REFUSED of the chats are refused."""
+    """Yields a `Record` for each document with text to train on; a warning counts the others.
+    template: the `ChatTemplate` for chats; those it refuses are left out. key: the `format_key` of
+    token ids to read. Raises InputError for a path without documents, a malformed line, and if more
+    than MOST_REFUSED of the chats are refused."""
     chats = 0
     refused = []
-    left_out = defaultdict(list)
-    listed = lambda: "; ".join(f"{reason}: {len(names)} ({names[0]})"
-                               for reason, names in left_out.items())
+    empty = []  # where there is no text
     for path in paths:
-        empty = True
-        for file in find_files(path, left_out):
-            for where, record in read_file(file, left_out, key):
+        found = False
+        for file in find_files(path):
+            for where, record in read_file(file, key):
                 if record.kind == "chat":
-                    expect(template, f"{file}, {where}: messages need a model with a chat template")
+                    expect(template, f"{where}: messages need a model with a chat template")
                     chats += 1
-                    roles = " ".join(dict.fromkeys(turn["role"] for turn in record.parts[0]))
                     try:
-                        parts, is_cut = cut_chat(*record.parts, template)
+                        record = Record(chat_parts(*record.parts, template), "chat")
                     except InputError as error:
-                        refused.append(f"{file}, {where}: {error}")
-                        empty = False
+                        refused.append(f"{where}: {error}")
+                        found = True
                         continue
-                    record = Record(parts, "chat")
-                    if is_cut:
-                        left_out["answers before a chat's first question"].append(where)
-                    if not record.parts:
-                        left_out["chats without an assistant's answer"].append(f"roles {roles}")
                 if record.text:
-                    empty = False
+                    found = True
                     yield record
-        expect(not empty, f"{path}: expected UTF-8 text to train on, got none; "
-               f"{listed() or 'check the path'}")
-    if left_out:
-        warn(f"left out of the data: {listed()}")
+                else:
+                    empty.append(where)
+        expect(found, f"{path}: expected UTF-8 text, or chats with an assistant's answer, to train "
+               "on; got none; check the path")
+    if empty:
+        warn(f"left out of the data: {len(empty)} files or lines without UTF-8 text or an "
+             f"assistant's answer; the first is {empty[0]}")
     if refused:
         problem = (f"the chat template refuses {len(refused)} of {chats} chats; the first is "
                    f"{refused[0]}")
@@ -136,17 +121,19 @@ def read_records(paths, template=None, key=None):
         warn(f"{problem}; skipping these")
 
 
-def read_file(file, left_out, key=None):
-    """Yields (position, `Record`) for each document of a file. One that is not text is added to
-    left_out. The parts of a chat are the first arguments of `chat_parts`."""
+def read_file(file, key=None):
+    """Yields (place, `Record`) for each document of a file; one that is not UTF-8 has no text. The
+    parts of a chat are the first arguments of `chat_parts`."""
     if file.name.endswith(OBJECTS):
         expected = 'an object with "text", "prompt" and "completion", "messages" or "conversations"'
-        yield from read_objects(file, partial(parse_record, key), expected)
+        for where, record in read_objects(file, partial(parse_record, key), expected):
+            yield f"{file}, {where}", record
         return
     try:
-        yield "", Record(((read_text(file), True),))
+        text = read_text(file)
     except InputError:
-        left_out["not UTF-8"].append(file.name)
+        text = ""
+    yield str(file), Record(((text, True),))
 
 
 def parse_record(key, value):
@@ -172,24 +159,15 @@ def parse_record(key, value):
     return record
 
 
-def cut_chat(messages, tools, first, template):
-    """`chat_parts`, and whether answers before the first question were left out, as of the later
-    parts of a long ShareGPT chat: only where the template refuses them."""
-    try:
-        return chat_parts(messages, tools, first, template), False
-    except InputError:
-        asked = next((i for i, turn in enumerate(messages) if turn["role"] == "user"), 0)
-        kept = [turn for turn in messages[:asked] if turn["role"] != "assistant"]
-        if len(kept) == asked:
-            raise
-        first = max(first - asked + len(kept), 1)
-        return chat_parts(kept + messages[asked:], tools, first, template), True
-
-
 def chat_parts(messages, tools, first, template):
     """The (text, in_loss) pairs of a chat up to the assistant's last turn. The loss covers the
     assistant's turns from number `first` on: each from where the text leaves the prompt for it.
-    first: at least 1, as many templates refuse the empty chat before an assistant's message."""
+    first: at least 1, as many templates refuse the empty chat before an assistant's message. So
+    answers before the first question, as in later parts of a long ShareGPT chat, are left out."""
+    asked = next((i for i, turn in enumerate(messages) if turn["role"] == "user"), 0)
+    opening = [turn for turn in messages[:asked] if turn["role"] != "assistant"]
+    messages = opening + messages[asked:]
+    first = max(first - asked + len(opening), 1)
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     render = partial(template.render, **tools)
     # if the template drops the reasoning of earlier turns, only the last turn is as generated
@@ -245,8 +223,7 @@ def split_records(paths, splits, template=None, key=None):
     if paths is None:
         for split in splits:
             for file in builtin_corpus(split):
-                records = read_file(file, defaultdict(list))
-                yield from ((split, record) for _, record in records if record.text)
+                yield from ((split, record) for _, record in read_file(file) if record.text)
         return
     missing = set(splits)
     for record in read_records(paths, template, key):
@@ -332,7 +309,7 @@ def tokens_key(paths, encoding):
     if paths is None:
         paths = [file for split in SPLITS for file in builtin_corpus(split)]
     contents = sorted((file.suffix, content_hash(file))
-                      for path in paths for file in find_files(path, defaultdict(list)))
+                      for path in paths for file in find_files(path))
     return hash_of(format_key(encoding), contents, PIECE)
 
 
