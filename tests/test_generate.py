@@ -456,7 +456,8 @@ def test_a_prompt_cancelled_while_it_is_read_leaves_what_was_read(T):
         engine.step()
     assert 0 < sequence.unread < 99
     engine.cancel(sequence)
-    assert engine.generate([prompt], 9).tokens == generate(model, [prompt], 9, tree_size=1).tokens
+    got = engine.generate([prompt], 9, sampling=[Sampling(1.0)]).tokens
+    assert got == generate(model, [prompt], 9, tree_size=1, temperature=1.0).tokens and len({*got[0]}) > 3
 
 
 @needs_compiler
