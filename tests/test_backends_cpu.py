@@ -7,7 +7,6 @@ import math
 import os
 import pickle
 import platform
-import random
 import shutil
 import subprocess
 import sys
@@ -24,16 +23,14 @@ from backends import cpu, cpu_layers, cpu_library
 from backends.cpu_layers import PackedBlocks, PackedHeads, PackedLinear, pack_quantized
 from backends.cpu_library import header, library
 from backends.tensor_parallel import Group
-from clover import BINS, PRESETS, AttentionDecoder, CloverHeads
+from clover import PRESETS, AttentionDecoder, CloverHeads
 from common.values import warn
 from conftest import SHAPES, ToyGrammar, needs_compiler, random_prompts, refusal, slow, toy_model
-from engine.acceptance import count_nodes
 from engine.batching import Engine
 from engine.policy import Policy
-from generate import NOISE, Decoder, Plan, Sampling, accept_path, decoder_class, generate
+from generate import NOISE, Decoder, Plan, Sampling, decoder_class, generate
 from hf import checkpoint
 from kernels import gumbel_argmax, tree_attention_reference
-from test_backends_tree import random_trees
 from test_clover import random_heads
 from test_kernels import as_int64, random_forest
 from test_model import chain
@@ -107,20 +104,6 @@ def test_sums_of_integers_in_a_product_are_exact(name, size, groups):
     x[:, ::32] = 127  # so that a group's scale is 1
     want = x.double() @ packed.unpack(torch.arange(40)).double().T
     assert torch.equal(packed.multiply(x).double(), want)
-
-
-@pytest.mark.parametrize("name, size, at", [("Q4_K", 144, 0), ("Q5_K", 176, 0), ("Q6_K", 210, 208), ("IQ4_XS", 136, 0)])
-def test_each_256_inputs_have_factors_of_their_own(name, size, at):
-    """Bug: factors, scales or minimums of other inputs or outputs, or bits that depend on the number of rows."""
-    rows = torch.randint(0, 256, (40, 3, size), dtype=torch.uint8)
-    factors = torch.rand(40, 3, 2 if name in ("Q4_K", "Q5_K") else 1).half().view(torch.uint8)
-    rows[..., at:at + factors.shape[-1]] = factors
-    packed = cpu_layers.pack_blocks(name, getattr(header, name), rows.numpy().reshape(40, -1), 768)
-    x = torch.randn(9, 768)
-    want = math.prod(rounded(x)).flatten(1).double() @ packed.unpack(torch.arange(40)).double().T
-    got = packed.multiply(x)
-    assert (got - want).abs().max() < 1e-5 * want.abs().max()
-    assert all(torch.equal(packed.multiply(x[:M]), got[:M]) for M in range(1, 9))
 
 
 @pytest.mark.parametrize("k", [20, 512, 551, 1090])
@@ -203,9 +186,7 @@ def test_argmax_is_gumbel_argmax(temperature):
 # The stages of a step against those of generate.Decoder on the same packed model
 
 SAMPLINGS = Sampling(), Sampling(0.8, seed=2**62), Sampling(1.3, seed=-5), Sampling()
-FALLING = torch.linspace(1, 0, BINS).square().tolist()
-CHANCES = torch.tensor([[*FALLING, 0, 0.3, 0.5, 0.7, 0.9, 0.95],
-                        [1.0] * 9 + [0.5] * 32 + [0, 1.0, 0.5, 0.25, 0.0, 1.0]])
+
 TOKENS = [96, 3, 50, 7, 21, 8, 0, 11]
 
 
@@ -228,9 +209,9 @@ def packed_toy(shape="llama", name=None, dtype=torch.float32, **flags):
 
 
 @torch.inference_mode()
-def filled_decoder(cls, model, heads, lookup, tree_size, lengths=(40, 13, 0, 77)):
+def filled_decoder(cls, model, heads, tree_size, lengths=(40, 13, 0, 77)):
     """A decoder whose slots hold random sequences with a small vocabulary."""
-    made = cls(model, policy=Policy(model, heads, lookup, tree_size), batch_size=len(lengths), capacity=90)
+    made = cls(model, policy=Policy(model, heads, True, tree_size), batch_size=len(lengths), capacity=90)
     slots, generator = made.slots, torch.Generator().manual_seed(1)
     slots.cache.kv.normal_(generator=generator)
     slots.history.copy_(torch.tensor(TOKENS)[torch.randint(0, 6, slots.history.shape, generator=generator)])
@@ -238,35 +219,10 @@ def filled_decoder(cls, model, heads, lookup, tree_size, lengths=(40, 13, 0, 77)
     slots.all.root.copy_(slots.history[torch.arange(len(lengths)), slots.cache.lengths])
     slots.all.sequence.copy_(torch.arange(len(lengths)) + 2**40)
     slots.active.fill_(1)
-    for slot, sampling in zip(range(len(lengths)), SAMPLINGS * 13):
+    for slot, sampling in zip(range(len(lengths)), SAMPLINGS):
         slots.set(slot, **vars(sampling))
-    made.policy.chances.copy_(CHANCES)
+
     return made
-
-
-@pytest.mark.parametrize("T, P", [(2, 1), (9, 3), (64, 6), (64, 16)])
-def test_accept_in_c_is_its_reference(T, P):
-    """Bug: a spare node or a rejected node's child on the path, a path longer than P, counts of another mode."""
-    decoder = filled_decoder(cpu.CompiledDecoder, *packed_toy(n_layer=1), True, T, lengths=[9] * 50)
-    tree = random_trees(random.Random(T), 50, T, 8)
-    tree.sources[:, 1:].clamp_(min=0)
-    target, chain = torch.randint(0, 3, (50, T)), torch.randint(0, 3, (50, 16))
-    chain[:, 3:].masked_fill_((torch.randint(0, 2, (50, 1)) > 0), -1)  # shorter chains
-    chain[:, 0] = torch.randint(0, 6, (50,))
-    counts = decoder.policy.counts.clone()
-    active = torch.randint(0, 3, (50,), dtype=torch.int32)
-    temperature = decoder.slots.all.sampling["temperature"]
-    want = accept_path(tree, target, active, P)
-    count_nodes(counts, tree, want, active, temperature, chain[:, :T])
-    with torch.inference_mode():
-        for name, values in dict(tree=torch.cat(tree[:5]), target=target, chain=chain).items():
-            decoder.results[name].copy_(values.flatten())
-        decoder.slots.active.copy_(active)
-    for name, size in dict(tree_size=T, T=T, P=P).items():
-        setattr(decoder.struct, name, size)
-    library().step_accept(decoder.struct)
-    assert all(map(torch.equal, cpu.unpacked(decoder.results["accepted"][:50 * (3 * P + 2)].view(50, -1)), want))
-    assert torch.equal(decoder.policy.counts, counts) and counts.sum() > 20
 
 
 @pytest.mark.parametrize("shape", ["llama", "gpt2", "gemma"])
@@ -274,7 +230,7 @@ def test_states_in_bfloat16_are_the_decoders(shape):
     """Bug: an embedding rounded too late; a norm rounded for heads that cpu.c does not run, whose output then differs
     from plain decoding."""
     both = packed_toy(shape, None, torch.bfloat16, embed_scale=3.7)
-    theirs, ours = (filled_decoder(cls, *both, True, 20) for cls in (cpu.PackedDecoder, cpu.CompiledDecoder))
+    theirs, ours = (filled_decoder(cls, *both, 20) for cls in (cpu.PackedDecoder, cpu.CompiledDecoder))
     plan = Plan(4, 20, 0, NOISE)
     with torch.inference_mode():
         draft = ours.draft(plan)
@@ -285,7 +241,7 @@ def test_states_in_bfloat16_are_the_decoders(shape):
 @torch.inference_mode()
 def test_heads_in_c_read_no_row_before_the_first():
     """Bug: a server dies of a prompt of one token, which has no committed row, in its first slot."""
-    decoder = filled_decoder(cpu.CompiledDecoder, *packed_toy(name="clover"), True, 5, lengths=(0, 13))
+    decoder = filled_decoder(cpu.CompiledDecoder, *packed_toy(name="clover"), 5, lengths=(0, 13))
     rows = torch.zeros(1 + decoder.hidden_rows.shape[:2].numel(), decoder.hidden_rows.shape[2])
     rows[0] = math.nan
     decoder.struct.hidden_rows = rows[1:].data_ptr()
@@ -525,12 +481,21 @@ print(library() is not None, *dtypes, generate(model, [[1, 2, 3], [50] * 40], 20
 """
 
 
-def test_the_library_is_built_once_and_again_if_broken(tmp_path, monkeypatch, capsys):
+@pytest.fixture
+def small(tmp_path, monkeypatch):
+    """The folder of a library of one function in place of cpu.c, and of temporary files."""
+    for name, text in {"cpu.c": "int answer(void) { return 42; }", "cpu.h": ""}.items():
+        (tmp_path / name).write_text(text)
+    monkeypatch.setattr(cpu_library, "FOLDER", tmp_path)
+    monkeypatch.setattr(cpu_library.tempfile, "tempdir", str(tmp_path))
+    warn.cache_clear()
+    return tmp_path
+
+
+def test_the_library_is_built_once_and_again_if_broken(small, monkeypatch, capsys):
     """Bug: a compiler that runs each time, a broken, another machine's or half-written file that is loaded, a traceback
     or several lines if the cache folder is not writable."""
-    warn.cache_clear()
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    monkeypatch.setattr(cpu_library.tempfile, "tempdir", str(tmp_path))
+    monkeypatch.setenv("XDG_CACHE_HOME", str(small))
     runs, run, macros = [], subprocess.run, [""]
 
     def run_here(command, **options):
@@ -542,14 +507,11 @@ def test_the_library_is_built_once_and_again_if_broken(tmp_path, monkeypatch, ca
     monkeypatch.setattr(subprocess, "run", run_here)
     compiled = lambda: sum("-o" in command for command in runs)
     command = ["cc", "-shared", "-fPIC"]
-    for name, text in {"cpu.c": "int answer(void) { return 42; }", "cpu.h": ""}.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(cpu_library, "FOLDER", tmp_path)
-    code = (f"from backends import cpu_library as x; x.FOLDER = x.Path({str(tmp_path)!r}); "
+    code = (f"from backends import cpu_library as x; x.FOLDER = x.Path({str(small)!r}); "
             f"x.load_or_build({command})")
     both = [subprocess.Popen([sys.executable, "-c", code], cwd=ROOT) for _ in range(2)]
     assert [process.wait() for process in both] == [0, 0]
-    (file,) = (tmp_path / "clover").iterdir()
+    (file,) = (small / "clover").iterdir()
     assert file.suffix == ".so" and not compiled()
     file.write_bytes(b"truncated")
     for _ in range(2):
@@ -557,21 +519,17 @@ def test_the_library_is_built_once_and_again_if_broken(tmp_path, monkeypatch, ca
     assert compiled() == 1 and capsys.readouterr().err.count("\n") == 1  # else seconds without a word
     macros.append("#define another CPU")
     cpu_library.load_or_build(command)
-    assert compiled() == 2 and len(list((tmp_path / "clover").iterdir())) == 2
+    assert compiled() == 2 and len(list((small / "clover").iterdir())) == 2
     file.parent.chmod(0o500)  # not writable, but not empty
     assert cpu_library.load_or_build(command).answer() == 42 and compiled() == 2 and not capsys.readouterr().err
 
 
-def test_without_a_home_the_library_is_cached_where_nobody_else_can_plant_one(tmp_path, monkeypatch, capsys):
+def test_without_a_home_the_library_is_cached_where_nobody_else_can_plant_one(small, monkeypatch, capsys):
     """Bug: a traceback for a user id without a passwd entry; a library of another user that is loaded."""
-    for name, text in {"cpu.c": "int answer(void) { return 42; }", "cpu.h": ""}.items():
-        (tmp_path / name).write_text(text)
-    monkeypatch.setattr(cpu_library, "FOLDER", tmp_path)
-    monkeypatch.setattr(cpu_library.tempfile, "tempdir", str(tmp_path))
     monkeypatch.setattr("pwd.getpwuid", {}.__getitem__)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.delenv("HOME", raising=False)
-    folder, other = tmp_path / f"clover-{os.getuid()}", tmp_path / "other"
+    folder, other = small / f"clover-{os.getuid()}", small / "other"
 
     def load(says):
         warn.cache_clear()
@@ -588,19 +546,16 @@ def test_without_a_home_the_library_is_cached_where_nobody_else_can_plant_one(tm
     load("compiled anew in each run")
     folder.rename(other).chmod(0o700)
     folder.symlink_to(other)
-    monkeypatch.setenv("HOME", str(tmp_path / "cpu.h"))  # a file: no folder can be made in it
+    monkeypatch.setenv("HOME", str(small / "cpu.h"))  # a file: no folder can be made in it
     load("compiled anew in each run")
     assert file.read_bytes() == b"planted"
 
 
-def test_libraries_load_from_where_they_can_and_without_a_compiler(tmp_path, monkeypatch, capsys):
+def test_libraries_load_from_where_they_can_and_without_a_compiler(small, monkeypatch, capsys):
     """Bug: a folder mounted noexec that counts as a compiler that fails; a cached library that is not used, or is used
     on another CPU or with other flags."""
-    for name, text in {"cpu.c": "int answer(void) { return 42; }", "cpu.h": ""}.items():
-        (tmp_path / name).write_text(text)
-    cache, temporary = tmp_path / "cache", tmp_path / "temporary"
+    cache, temporary = small / "cache", small / "temporary"
     temporary.mkdir()
-    monkeypatch.setattr(cpu_library, "FOLDER", tmp_path)
     monkeypatch.setattr(header, "functions", {})
     monkeypatch.setattr(cpu_library.tempfile, "tempdir", str(temporary))
     monkeypatch.setenv("XDG_CACHE_HOME", str(cache))
