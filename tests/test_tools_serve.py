@@ -182,7 +182,8 @@ def test_any_model_name_is_answered_by_the_one_there_is(served, monkeypatch, cap
     answers = [served.post(ask(model=name)).json() for name in (name, "toy", name, None)]
     assert {answer["model"] for answer in answers} == {"toy"} and len({*map(str, (a["choices"] for a in answers))}) == 1
     assert capsys.readouterr().err.count("\n") == 1
-    assert served.client.get("/v1/models/gpt-4").status_code == 404
+    (model,) = served.client.get("/v1/models").json()["data"]
+    assert (model["id"], model["max_model_len"]) == ("toy", 128)
 
 
 @pytest.mark.parametrize("fields, same", [
@@ -209,23 +210,6 @@ def test_steps_are_shown_on_request(served):
         assert all("".join(part["clover"]["tokens"]) == part["choices"][0]["text"] for part in parts)
         assert {part["clover"]["tree_size"] for part in parts} == {size} and (len(parts) == 30) == (size == 1)
         assert joined(parts)[0] == served.want(body)[0]
-
-
-def test_the_openai_package_is_a_client(served):
-    openai = pytest.importorskip("openai", reason="pip install openai")
-    with openai.OpenAI(base_url=served.url + "/v1", api_key="any", max_retries=0) as client:
-        assert [(model.id, model.max_model_len) for model in client.models.list()] == [("toy", 128)]
-        ask = dict(model="toy", messages=CHAT, max_tokens=20, temperature=0.8, seed=3, n=2)
-        want = served.want(ask | dict(messages=[CHAT[0], SAID]), chat=True)[:2]
-        whole = client.chat.completions.create(**ask)
-        first = client.chat.completions.create(**ask, logprobs=True, top_logprobs=2).choices[0].logprobs.content[0]
-        assert len(first.top_logprobs) == 2 and first.logprob <= first.top_logprobs[0].logprob < 0
-        assert ([c.message.content for c in whole.choices], [c.finish_reason for c in whole.choices]) == want
-        parts = [part.model_dump() for part in client.chat.completions.create(**ask, stream=True)]
-        assert joined(parts, chat=True) == want
-        with pytest.raises(openai.BadRequestError) as long:
-            client.completions.create(model="toy", prompt="a " * 100)
-        assert long.value.code == "context_length_exceeded" and client.models.retrieve("toy").id == "toy"
 
 
 @pytest.mark.parametrize("top", [0, 4])
@@ -339,11 +323,11 @@ say = lambda *messages, **more: ("/v1/chat/completions", dict(messages=list(mess
 BAD = {
     "broken JSON": ('{"prompt": "a"', 400, "not valid JSON"), "no UTF-8": (b'{"prompt": "\xff"}', 400, "not valid"),
     "NaN": ('{"prompt": "a", "temperature": NaN}', 400, "not valid JSON: NaN"), "a list": ([], 400, "a JSON object"),
-    "depth": ("[" * 10**5, 400, "not valid JSON"), "a huge number": (ask(n=10**400), 400, "n must be"),
+    "depth": ("[" * 10**5, 400, "not valid JSON"),
     "a negative number": (ask(temperature=-1), 400, "temperature must be a number from 0"),
     "choices": (ask(n=9), 400, "expected up to 8 sequences (this server's --batch-size plus --queue), not 9"),
     "stream": (ask(stream="yes"), 400, "stream must be true or false"), "stops": (ask(stop=["a"] * 33), 400, "32"),
-    "a long stop": (ask(stop=["a", "b" * 257]), 400, "256 c"), "a fraction": (ask(max_tokens=2.5), 400, "max_"),
+    "a long stop": (ask(stop=["a", "b" * 257]), 400, "256 c"),
     "infinity": ('{"prompt": "a", "n": 1e999}', 400, "n must be"), "no tokens": (ask(max_tokens=0), 400, "max_tokens"),
     "prompts": (ask(prompt=["a", 3]), 400, "prompt must be"), "no prompt": ({}, 400, "prompt is missing"),
     "draft": (ask(draft="all"), 400, 'draft must be "none"'), "another path": (("/v1/responses", {}), 404, "/v1/chat/"),
@@ -354,7 +338,7 @@ BAD = {
     "no messages": (say(), 400, "messages must be"),
     "an image": (say(SAID, dict(role="user", content=[dict(type="image_url")])), 400,
                  "messages[1].content: a part of type 'image_url' is not supported"),
-    "a part": (say(dict(role="user", content=[dict(type="text")])), 400, "messages[0].content must be a string"),
+
     "calls": (say(SAID | dict(tool_calls=["f"])), 400, "messages[0].tool_calls must be a list of objects"),
     "no content": (say(dict(role="user", content=None)), 400, "messages[0].content must be a string"),
     "nothing to continue": (("/v1/chat/completions", dict(messages=[CALL], continue_final_message=True)), 400,
@@ -363,8 +347,7 @@ BAD = {
     "top_logprobs alone": (say(SAID, top_logprobs=2), 400, "top_logprobs needs logprobs: true"),
     "logprobs": (ask(logprobs=6), 400, "logprobs must be a whole number from 0 to 5"),
     "a schema without a name": (*form(type="json_schema", json_schema=PAIR), "response_format.json_schema.type is"),
-    "a schema beside": (*form(type="json_schema", schema=PAIR), "response_format.schema is"),
-    "a schema of an object": (*form(type="json_object", json_schema=dict(schema=PAIR)), "response_format.json_schema "),
+
     "a schema of a text": (*form(type="text", schema=PAIR), "response_format.schema is"),
     "a format's type": (*form(type=["text"]), "response_format.type must be"),
     "roles": (say(dict(role="dog", content="w")), 400, "toy/chat_template.jinja: cannot render messages: no dogs")}
@@ -397,10 +380,10 @@ def test_a_large_body_is_refused_before_it_is_encoded_or_checked_on_the_event_lo
     monkeypatch.setattr(fields, "read", lambda *args: threads.append(threading.current_thread()) or read(*args))
     monkeypatch.setattr(served.loaded.encoding, "encode", lambda *args, **options: 1 / 0)
     answer = served.post(body, path)
-    said = answer.json()["error"]["message"]
-    assert answer.status_code == 400
+    error = answer.json()["error"]
     want = r"This model's maximum context length is 128 tokens\. However, your messages resulted in \d+ tokens(;| or)"
-    assert re.match("expected up to 8" if "[]" in str(body) else want, said), said
+    assert re.match("expected up to 8" if "[]" in str(body) else want, error["message"]) and answer.status_code == 400
+    assert (error["code"] == "context_length_exceeded") == ("[]" not in str(body))
     assert len(threads) == 1 and served.thread not in threads
 
 
@@ -553,27 +536,27 @@ def test_api_key_and_allowed_origins(folder, served, monkeypatch):
     running.stop()
 
 
-JSON = {"content-type": "application/json"}
+HOSTS = "[::1]:8000 host.docker.internal:8 App.localhost a.b.localhost Box.local"
+OTHER_HOSTS = """[::1 localhost.evil.example 1.evil.example other.local a.box.local box.example x-localhost .localhost
+    a.localhost.x a.host.docker.internal host.docker.internal.x hostxdocker.internal"""
 EVIL = "http://evil.example"
+PAGES = {  # status: headers
+    200: [{}, {"content-type": "Application/JSON; charset=utf-8"}, *(dict(host=host) for host in HOSTS.split()),
+          dict(host="localhost:80", origin="http://localhost:80"), dict(origin="http://a"),
+          dict(host="Clover.example:8443", origin="https://clover.example"),  # a proxy, with its own name
+          dict(host="10.0.0.5:8000", origin="https://clover.example:8443")],
+    415: [{"content-type": kind} for kind in ("text/plain", "", "application/json-seq")],
+    403: [*(dict(origin=origin) for origin in (EVIL, "null", "http://localhost:3000")),
+          dict(host="evil.example:8000", origin=f"{EVIL}:8000"), *(dict(host=host) for host in OTHER_HOSTS.split())]}
 
 
-@pytest.mark.parametrize("status, headers", [
-    (200, JSON), (200, {"content-type": "Application/JSON; charset=utf-8"}), (415, {"content-type": "text/plain"}),
-    (415, {}), (415, {"content-type": "application/json-seq"}), (403, JSON | dict(origin=EVIL)),
-    (403, JSON | dict(origin="null")), (403, JSON | dict(origin="http://localhost:3000")),
-    (403, JSON | dict(host="evil.example:8000", origin=EVIL + ":8000")), (403, JSON | dict(host="[::1")),
-    (403, JSON | dict(host="localhost.evil.example")), (403, JSON | dict(host="1.evil.example")),
-    (200, JSON | dict(host="localhost:80", origin="http://localhost:80")), (200, JSON | dict(host="[::1]:8000")),
-    (200, JSON | dict(host="Clover.example:8443", origin="https://clover.example")),  # a proxy, with its own name
-    *((200, JSON | dict(host=host)) for host in "host.docker.internal:8 App.localhost a.b.localhost Box.local".split()),
-    *((403, JSON | dict(host=host)) for host in "other.local a.box.local box.example x-localhost a.localhost.x "
-      ".localhost a.host.docker.internal host.docker.internal.x hostxdocker.internal".split()),
-    (200, JSON | dict(host="10.0.0.5:8000", origin="https://clover.example:8443")), (200, JSON | dict(origin="http://a"))])
+@pytest.mark.parametrize("status, headers", [(status, headers) for status in PAGES for headers in PAGES[status]])
 def test_pages_of_other_sites_reach_no_server_without_a_key(served, monkeypatch, status, headers):
     """Bug: a page in the user's browser asks by DNS rebinding or as text; a client is refused."""
     monkeypatch.setattr(serve.socket, "gethostname", lambda: "Box.example")
     monkeypatch.setattr(served.args, "allow_host", ["clover.example"])
     monkeypatch.setattr(served.args, "allow_origin", ["http://a"])
+    headers = {"content-type": "application/json"} | headers
     answer = served.client.post("/v1/completions", content=json.dumps(ask()), headers=headers)
     assert answer.status_code == status, answer.text
     reads = 200 if status == 415 else status
