@@ -31,24 +31,6 @@ try:
 except ValueError as error:
     assert "must be a GPT of model.py, not Linear" in str(error)
 """, r"\[\[\d+.*\]\]"),
-    "training": ([*FOUR, "train_heads.py"], """
-import torch
-from clover import CloverHeads, preset
-from generate import generate
-from model import GPT, GPTConfig
-from train_heads import train
-
-torch.manual_seed(0)
-model = GPT(GPTConfig(vocab_size=50, n_layer=2, n_embd=64, n_head=4, block_size=64))
-heads = CloverHeads(preset("clover"), model)
-lines = []
-train(heads, torch.arange(3000) % 50, steps=40, batch_size=4, block_size=32, lr=6e-3, log=lines.append)
-print(lines[0])
-losses = [float(line.split()[3]) for line in lines]
-assert len(losses) == 2 and losses[1] < losses[0]
-out = generate(model, [[1, 2, 3], [4]], 20, heads, tree_size=9)
-assert out.tokens == generate(model, [[1, 2, 3], [4]], 20).tokens and out.tokens_per_step > 1.2
-""", r"step 20/40  loss \d\S+  accuracy( \d\.\d{3}){4}"),
     "folder": ([*FOUR, "common", "engine", "backends", "hf"], """
 import torch
 from model import GPT, GPTConfig

@@ -111,6 +111,13 @@ for options in (dict(heads=None), dict(heads=heads, lookup=True), dict(heads=hea
     print(*out.tokens, out.ended)
 """
 ALONE = """
+from train_heads import train
+lines = []
+heads = CloverHeads(preset("clover"), model)
+train(heads, torch.arange(3000) % 50, steps=40, batch_size=4, block_size=32, lr=6e-3, log=lines.append)
+losses = [float(line.split()[3]) for line in lines]
+same = [generate(model, [[1, 2, 3], [4]], 20, x, tree_size=9).tokens for x in (heads, None)]
+print(lines[0], len(losses), losses[1] < losses[0], same[0] == same[1])
 policy, engine = make_policy(model, heads, True, None, False)
 print(engine.__module__, policy.tree_size, type(policy).__name__)
 heads.save_pretrained("heads")
@@ -136,7 +143,8 @@ def test_the_five_files_alone_give_the_same_tokens(tmp_path, capsys):
     tokens = capsys.readouterr().out
     assert done.stdout.startswith(tokens) and len({*tokens.splitlines()}) == 3, done.stderr
     missing = "this needs the folder {}, which is not beside model.py: copy it here too".format
-    assert done.stdout.removeprefix(tokens).splitlines() == [
+    step, *others = done.stdout.removeprefix(tokens).splitlines()
+    assert re.fullmatch(r"step 20/40  loss \d\S+  accuracy( \d\.\d{3}){4} 2 True True", step) and others == [
         "generate 8 Fixed", *[missing("hf/")] * 2,
         "stop texts and grammars need the folder engine/; copy it beside generate.py"]
 
