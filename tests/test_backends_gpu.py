@@ -22,7 +22,7 @@ from test_lossless import without_ties
 LLAMA_CPP = {  # the types that it gives the tensors of a file
     "Q4_0": {}, "Q4_1": {}, "Q5_0": {}, "Q5_1": {}, "Q8_0": {}, "Q5_K": {"blk.0.attn_v": "Q6_K"},
     "Q4_K": {"blk.0.attn_v": "Q6_K", "blk.0.ffn_down": "Q6_K", "token_embd": "Q6_K"}, "Q3_K": {}}
-GREEDY, SAMPLED, FILTERED = {}, dict(temperature=0.9, seed=3), dict(temperature=0.7, top_p=0.8)
+SAMPLED, FILTERED = dict(temperature=0.9, seed=3), dict(temperature=0.7, top_p=0.8)
 
 
 @pytest.fixture(autouse=True)
@@ -98,8 +98,7 @@ def test_a_quantised_model_is_its_dequantised_one(kind, tmp_path):
     refusal(lambda: model.to(torch.float32), "packed for decoding, so it cannot be moved or cast")
 
 
-@pytest.mark.parametrize("kind, most", [("Q4_0", 1.12), ("Q4_1", 1.02), ("Q5_0", 1.7), ("Q5_1", 1.7), ("Q8_0", 1.02),
-                                        ("Q5_K", 1.7), ("Q4_K", 1.28)])
+@pytest.mark.parametrize("kind, most", [("Q4_0", 1.12), ("Q4_1", 1.02), ("Q5_1", 1.7), ("Q8_0", 1.02), ("Q4_K", 1.28)])
 def test_quantised_weights_take_little_more_memory_than_their_file(kind, most, tmp_path, monkeypatch):
     """Bug: a layer that is dequantised, scales in 32 bits, memory that is taken before it is checked."""
     checked = []
@@ -145,9 +144,7 @@ def test_act_order_permutes_the_inputs(tmp_path, monkeypatch):
 
 
 @pytest.mark.parametrize("kind, options", [
-    ("awq", SAMPLED), ("fp8", FILTERED), ("Q4_K", SAMPLED), ("int4", GREEDY), ("int4", FILTERED), slow("awq", GREEDY),
-    slow("awq", FILTERED), slow("fp8", GREEDY), slow("fp8", SAMPLED), slow("Q4_K", GREEDY), slow("Q4_K", FILTERED),
-    slow("int4", SAMPLED)], ids=str)
+    ("awq", SAMPLED), ("fp8", FILTERED), ("Q4_K", SAMPLED), ("int4", FILTERED), slow("awq", {})], ids=str)
 def test_output_is_that_of_plain_decoding(kind, options, tmp_path):
     """Bug: draft heads or a draft vocabulary that a quantised LM head refuses, a wrong guess accepted."""
     model, plain = loaded(kind, tmp_path)

@@ -326,8 +326,7 @@ def test_questions_of_spec_bench_become_chats(tmp_path):
     said = {(chat["kind"], chat["messages"][0]["role"], chat["messages"][0]["content"]) for chat in chats}
     assert said == {("mt_bench" if q["category"] in ("writing", "stem") else q["category"], "user", q["turns"][0])
                     for q in questions} and all(len(chat["messages"]) == 1 for chat in chats)
-    assert {*chats[6]["messages"][0]["content"].split()[:1], chats[0]["messages"][0]["content"].split()[0]} == {
-        "writing", "stem"}
+    assert {chats[i]["messages"][0]["content"].split()[0] for i in (0, 6)} == {"writing", "stem"}
 
 
 def test_precision_is_that_of_the_same_positions(run, checkpoint, tmp_path, monkeypatch):
@@ -372,17 +371,15 @@ def test_divergence_is_from_the_exact_distribution():
 def test_coding_chats_are_new_to_the_heads():
     """Bug: a chat repeats what heads trained on; a kind is missing; code is too short to quote, or too long."""
     words = read_json(ROOT / "training" / "coding.json")["words"]
-    chats = [json.loads(line) for line in CODING.read_text().splitlines()]
-    kinds = ["write", "fix", "explain", "convert", "test", "refactor"]
-    assert [chat["kind"] for chat in chats] == kinds * 8
     known = [text.lower() for text in (*words["task"], *words["snippet"])]
+    chats = [json.loads(line) for line in CODING.read_text().splitlines()]
+    assert [chat["kind"] for chat in chats] == ["write", "fix", "explain", "convert", "test", "refactor"] * 8
     for kind, messages in (chat.values() for chat in chats):
         said = [message["content"] for message in messages]
-        assert [message["role"] for message in messages] == ["user", "assistant", "user"][:len(said)] and len(said) != 2
-        assert [text for text in known for one in said if text in one.lower()] == []
+        assert not any(text in one.lower() for text in known for one in said)
         quoted = re.findall(r"^```\w+\n(.*?)^```", said[0], re.M | re.S)
-        assert kind == "write" or all(8 <= len(code.splitlines()) <= 40 for code in quoted) and len(quoted) == 1
-    assert sum(len(chat["messages"]) > 1 for chat in chats) >= 4
+        assert kind == "write" or [8 <= len(code.splitlines()) <= 40 for code in quoted] == [True]
+        assert [message["role"] for message in messages] in (["user"], ["user", "assistant", "user"])
 
 
 # ---------------------------------------------------------------------------------------------------------------------
