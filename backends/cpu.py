@@ -179,7 +179,7 @@ class CompiledDecoder(Decoder):
         self.struct = self.step_struct()
 
     def step_struct(self):
-        """The `Step` that points to this decoder's tensors."""
+        """The `header.Step` that points to this decoder's tensors."""
         model = self.model
         slots = self.slots
         policy = self.policy
@@ -191,12 +191,12 @@ class CompiledDecoder(Decoder):
             temperature=slots.all.sampling["temperature"], state=slots.state)
         if isinstance(policy, Policy):  # else nobody reads `drafted`, and T is fixed
             tensors |= dict(seconds=policy.step_seconds, drafted=policy.drafted)
-        struct = header.Step(blocks=model.blocks.structs, n_blocks=len(model.blocks), embed_scale=1,
-                      norm=norm_struct(model.norm, self.tensors), K=policy.depth, W=self.beams,
-                      with_lookup=policy.lookup, words=-(-model.config.vocab_size // 32),
-                      history_stride=slots.history.stride(0),
-                      trees=self.slot_pass(slots.cache),
-                      **{name: pointer(x) for name, x in tensors.items()})
+        struct = header.Step(
+            blocks=model.blocks.structs, n_blocks=len(model.blocks), embed_scale=1,
+            norm=norm_struct(model.norm, self.tensors), K=policy.depth, W=self.beams,
+            with_lookup=policy.lookup, words=-(-model.config.vocab_size // 32),
+            history_stride=slots.history.stride(0), trees=self.slot_pass(slots.cache),
+            **{name: pointer(x) for name, x in tensors.items()})
         if self.embeds:
             struct.embed = model.embed.table.packed.linear
             if model.embed_scale is not None:

@@ -142,7 +142,7 @@ class PackedWeight:
         self.memory = {name: allocate(size) for name, size in sizes.items() if size}
         self.below = None
         self.linear = header.Linear(kind, n, k, group, scale_bytes == 2, zero,
-                             **{name: pointer(x) for name, x in self.memory.items()})
+                                    **{name: pointer(x) for name, x in self.memory.items()})
         self.set_bias(bias)
 
     def set_bias(self, bias):
@@ -342,8 +342,8 @@ class PackedBlocks(Packed, Blocks):
     def __init__(self, blocks):
         super().__init__(blocks)
         self.tensors = []  # keeps alive what the structs point to
-        self.structs = (header.BlockWeights * len(blocks))(*(block_struct(block, self.tensors)
-                                               for block in blocks))
+        structs = (block_struct(block, self.tensors) for block in blocks)
+        self.structs = (header.BlockWeights * len(blocks))(*structs)
 
     def forward(self, hidden, tables, positions, cache=None, ancestors=None, start=0,
                 documents=None, layers=()):
@@ -409,9 +409,9 @@ def pass_struct(shape, tables, kv, lengths, ancestors=None, positions=None):
     *ropes, slopes = tables
     rope_rows = max((len(x) for x in ropes if x is not None), default=0)
     assert all(x is None or x.dtype == kv.dtype and x.is_contiguous() for x in ropes)
+    tensors = lengths, ancestors, positions, *ropes, slopes, kv
     return header.Pass(B, T, threads(), kv.dtype == torch.bfloat16, kv.shape[4], rope_rows, None,
-                *map(pointer, (lengths, ancestors, positions, *ropes, slopes, kv)),
-                *kv.stride()[:4])
+                       *map(pointer, tensors), *kv.stride()[:4])
 
 
 def check_room(failed, a_pass):
@@ -421,7 +421,7 @@ def check_room(failed, a_pass):
 
 
 def block_struct(block, tensors):
-    """The `Block` of a packed block. Appends the tensors that it points to."""
+    """The `BlockWeights` of a packed block. Appends the tensors that it points to."""
     config = block.attn.config
     struct = header.BlockWeights(**{name: getattr(config, name) for name in (
         "n_embd", "n_head", "n_kv_head", "head_size", "n_inner", "gated")})
@@ -494,7 +494,7 @@ class PackedHeads(Packed, DraftHeads):
 
 
 def mix_struct(mix, tensors):
-    """A `Head` with only the token mixer `mix`, or None."""
+    """`HeadWeights` with only the token mixer `mix`, or None."""
     struct = header.HeadWeights()
     if mix is not None:
         struct.norm = norm_struct(mix.norm, tensors)
@@ -507,7 +507,7 @@ def mix_struct(mix, tensors):
 
 
 def norm_struct(norm, tensors):
-    """The `Norm` of a norm. Appends the tensors that it points to."""
+    """The `NormWeights` of a norm. Appends the tensors that it points to."""
     weights = [x if x is None else x.detach().float() for x in (norm.weight, norm.bias)]
     tensors += weights
     return header.NormWeights(*map(pointer, weights), norm.eps)

@@ -120,7 +120,7 @@ class Group:
 
     # Sharding a model
 
-    def rows(self, n, first=0):
+    def own_slice(self, n, first=0):
         """This rank's slice of the n rows that start at row `first`."""
         return slice(first + n * self.rank // self.size, first + n * (self.rank + 1) // self.size)
 
@@ -139,16 +139,16 @@ class Group:
         """This rank's shard of a parameter: (sharded dimension, slices of it); None if the
         parameter is not sharded."""
         c, D = config, config.head_size
-        queries = self.rows(c.n_head * D)
+        queries = self.own_slice(c.n_head * D)
         first_key = self.rank * c.n_kv_head // self.size * D
         n_keys = max(c.n_kv_head // self.size, 1) * D
         keys = lambda start: slice(start + first_key, start + first_key + n_keys)
         shards = {
             ".attn.qkv.": (0, [queries, keys(c.n_head * D), keys((c.n_head + c.n_kv_head) * D)]),
             ".attn.proj.weight": (1, [queries]),
-            ".mlp.up.": (0, [self.rows(c.n_inner, i * c.n_inner) for i in range(1 + c.gated)]),
-            ".mlp.down.weight": (1, [self.rows(c.n_inner)]),
-            "head.weight": (0, [self.rows(c.vocab_size)])}
+            ".mlp.up.": (0, [self.own_slice(c.n_inner, i * c.n_inner) for i in range(1 + c.gated)]),
+            ".mlp.down.weight": (1, [self.own_slice(c.n_inner)]),
+            "head.weight": (0, [self.own_slice(c.vocab_size)])}
         if c.qk_norm == "all":
             shards |= {".attn.q_norm.": (0, [queries]), ".attn.k_norm.": (0, [keys(0)])}
         return next((shard for part, shard in shards.items() if part in name), None)
@@ -160,7 +160,7 @@ class Group:
         config = self.shard_config(model.config)
         model.blocks = Blocks(Block(config, layer) for layer in range(config.n_layer))
         if not model.config.tied:
-            rows = self.rows(model.config.vocab_size)
+            rows = self.own_slice(model.config.vocab_size)
             model.head = LMHead(model.config.n_embd, rows.stop - rows.start, bias=False)
 
     def connect(self, model):
@@ -169,14 +169,14 @@ class Group:
             return
         config = model.config
         for block in model.blocks:
-            block.attn.query_heads = self.rows(config.n_head)
+            block.attn.query_heads = self.own_slice(config.n_head)
             block.attn.proj = RowParallelLinear(block.attn.proj, self)
             block.mlp.down = RowParallelLinear(block.mlp.down, self)
             if config.qk_norm == "all":
                 block.attn.q_norm = ParallelNorm(block.attn.q_norm, self)
                 block.attn.k_norm = ParallelNorm(block.attn.k_norm, self)
         if config.tied:
-            own = model.embed.weight[self.rows(config.vocab_size)]
+            own = model.embed.weight[self.own_slice(config.vocab_size)]
             model.head.weight = nn.Parameter(own, requires_grad=False)
             model.head.out_features = len(own)
         model.head = VocabParallelHead(model.head, self, config.vocab_size)
@@ -251,7 +251,7 @@ class VocabParallelHead(nn.Module):
         return torch.cat([part[..., :size] for part, size in zip(parts, sizes)], dim=-1)
 
     def embedding(self, tokens):
-        own = tokens - self.group.rows(self.vocab_size).start
+        own = tokens - self.group.own_slice(self.vocab_size).start
         here = (own >= 0) & (own < self.local.out_features)
         return self.group.sum(self.local.embedding(own.where(here, 0)) * here[..., None])
 

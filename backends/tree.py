@@ -51,15 +51,15 @@ def _places(rank, token, entries_ptr, BLOCK_J: tl.constexpr):
     return place
 
 
-@triton.jit(do_not_specialize=["stride_b", "stride_w", "count", "n", "W", "K", "depth"])
+@triton.jit(do_not_specialize=["stride_b", "stride_w", "proposals", "n", "W", "K", "depth"])
 def _extend_candidates_kernel(
     logprobs_ptr, proposed_ptr, joint_ptr, tokens_ptr, parents_ptr, stride_b, stride_w,
-    count, n, W, K, depth, entries_ptr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
+    proposals, n, W, K, depth, entries_ptr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
 ):
     """Program b: the proposals of one sequence."""
     b = tl.program_id(0).to(tl.int64)
     column = tl.arange(0, BLOCK_N)
-    valid = column < count
+    valid = column < proposals
     offsets = b * stride_b + (column // W).to(tl.int64) * stride_w + column % W
     token = tl.load(proposed_ptr + offsets, mask=valid, other=NO_TOKEN)
     logprob = tl.load(logprobs_ptr + offsets, mask=valid, other=float("-inf"))
@@ -80,10 +80,10 @@ def extend_candidates(logprobs, tokens, candidates, depth):
         return clover.extend_candidates(logprobs, tokens, candidates, depth)
     B, w, W = logprobs.shape
     _, K, n = candidates.joint.shape
-    count = W * W if depth else W
+    proposals = W * W if depth else W
     launch(_extend_candidates_kernel, (B,), logprobs.contiguous(), tokens.contiguous(),
-           *candidates, w * W, W if w > 1 else 0, count, n, W, K, depth,
-           **_pair_blocks(max(count, n), tokens))
+           *candidates, w * W, W if w > 1 else 0, proposals, n, W, K, depth,
+           **_pair_blocks(max(proposals, n), tokens))
 
 
 def _pair_blocks(n, tokens):
@@ -143,26 +143,27 @@ def ngram_lookup(history, lengths, n, slots=None):
 # --------------------------------------------------------------------------------------------------
 # build_tree
 
-@triton.jit(do_not_specialize=["count", "n", "n_chain", "T"])
+@triton.jit(do_not_specialize=["root_at", "n", "n_chain", "T"])
 def _build_tree_kernel(
     root_ptr, joint_ptr, tokens_ptr, parents_ptr, chain_ptr, chances_ptr, temperature_ptr,
-    tree_ptr, probabilities_ptr, count, n, n_chain, T, entries_ptr,
+    tree_ptr, probabilities_ptr, root_at, n, n_chain, T, entries_ptr,
     BINS: tl.constexpr, SOURCES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
 ):
-    """Program b: the tree of one sequence. Columns: the heads' candidates, the root, the chain."""
+    """Program b: the tree of one sequence. Columns: the heads' candidates, the root at root_at, then
+    the chain."""
     b = tl.program_id(0).to(tl.int64)
     bins = tl.arange(0, 64)
     chances_ptr += tl.where(tl.load(temperature_ptr + b) > 0, SOURCES, 0)
     chances = tl.load(chances_ptr + bins, mask=bins < SOURCES, other=0.0)
     chances = tl.where(chances > 0, tl.minimum(chances, 1.0), 0.0)  # NaN is 0
     column = tl.arange(0, BLOCK_N)
-    is_root = column == count
-    depth = tl.where(column < count, column // n + 1, column - count)
-    offsets = b * count + column
-    beam = tl.load(parents_ptr + offsets, mask=column < count, other=-1).to(tl.int32)
-    joint = tl.load(joint_ptr + offsets, mask=column < count, other=float("-inf"))
+    is_root = column == root_at
+    depth = tl.where(column < root_at, column // n + 1, column - root_at)
+    offsets = b * root_at + column
+    beam = tl.load(parents_ptr + offsets, mask=column < root_at, other=-1).to(tl.int32)
+    joint = tl.load(joint_ptr + offsets, mask=column < root_at, other=float("-inf"))
     proposed = (beam >= 0) & (joint > float("-inf"))  # a mask forbids the others
-    above = tl.where(proposed & (depth > 1), (depth - 2) * n + beam, count)  # parent's column
+    above = tl.where(proposed & (depth > 1), (depth - 2) * n + beam, root_at)  # parent's column
     token = tl.load(tokens_ptr + offsets, mask=proposed, other=0)
     token = tl.where(is_root, tl.load(root_ptr + b), token)
     x = tl.where(joint > (1 - BINS) * 0.25, tl.maximum(-4.0 * joint, 0.0), BINS - 1.0)
@@ -178,16 +179,16 @@ def _build_tree_kernel(
     match = tl.load(chain_ptr).to(tl.int32)
     factor = tl.sum(tl.where(bins == BINS + match, chances, 0.0), 0)
     power = 1.0
-    last = count  # column of the chain's previous node
+    last = root_at  # column of the chain's previous node
     for step in range(1, tl.where(match > 0, n_chain, 0) + 1):
         guess = tl.load(chain_ptr + step)
         power = tl.where(guess >= 0, power * factor, -1.0)  # after the chain's end
         same = (chance >= 0) & (depth == step) & (above == last) & (token == guess)
         twin = tl.max(tl.where(same, column, -1), 0)  # the heads' candidate for the same node
-        own = (column == count + step) & (twin < 0) & (guess >= 0)
+        own = (column == root_at + step) & (twin < 0) & (guess >= 0)
         above = tl.where(own, last, above)
         token = tl.where(own, guess, token)
-        last = tl.where(twin < 0, count + step, twin)
+        last = tl.where(twin < 0, root_at + step, twin)
         better = (column == last) & (power > chance)
         chance = tl.where(better, power, chance)
         source = tl.where(better, BINS + match, source)

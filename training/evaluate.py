@@ -39,10 +39,9 @@ def head_accuracy(heads, heldout, batch_size, block_size):
 
 @torch.inference_mode()
 def acceptance(model, heads, prompts, temperature=0.0):
-    """Decodes with heads, or without them by lookup -> ([accepted, proposed] nodes by bin of joint
-    log-probability, tokens per step)"""
+    """Decodes -> ([accepted, proposed] nodes by bin of joint log-probability, tokens per step)"""
     capacity = min(max(map(len, prompts)) + DECODED, model.config.block_size)
-    policy = Policy(model, heads, lookup=not heads, tree_size=TREE_SIZE)
+    policy = Policy(model, heads, tree_size=TREE_SIZE)
     engine = Engine(model, policy=policy, capacity=capacity, batch_size=DEFAULT_BATCH,
                     sampling=Sampling(temperature), graph=False)
     output = engine.generate(prompts, DECODED)
@@ -50,21 +49,18 @@ def acceptance(model, heads, prompts, temperature=0.0):
     return counts, output.tokens_per_step
 
 
-def measure(heads, plain, heldout, batch_size, block_size, others):
-    """Measures heads -> the dict to add to heads.json. plain: the same, not packed. others: {name:
-    heads, or None for lookup} to measure beside them."""
+def measure(heads, plain, heldout, batch_size, block_size):
+    """Measures heads -> the dict to add to heads.json. plain: the same, not packed."""
     model = heads.model
-    print("measuring 1 of 4: head accuracy", flush=True)
+    print("measuring 1 of 3: head accuracy", flush=True)
     accuracy = head_accuracy(plain, heldout, batch_size, block_size)
     room = model.config.block_size - DECODED  # prompts have up to 4 * length tokens
     starts = data.prompts(heldout, PROMPTS, max(min(64, room // 4), 1))
-    print(f"measuring 2 of 4: sampled, tree size {TREE_SIZE}", flush=True)
+    print(f"measuring 2 of 3: sampled, tree size {TREE_SIZE}", flush=True)
     sampled, _ = acceptance(model, heads, starts, temperature=0.8)
-    print(f"measuring 3 of 4: greedy, tree size {TREE_SIZE}", flush=True)
+    print(f"measuring 3 of 3: greedy, tree size {TREE_SIZE}", flush=True)
     greedy, tokens_per_step = acceptance(model, heads, starts)
-    print(f"measuring 4 of 4: {', '.join(others)}", flush=True)
-    beside = {name: acceptance(model, other, starts)[1] for name, other in others.items()}
-    return dict(accuracy=accuracy, prompts=PROMPTS, tokens_per_step=tokens_per_step, beside=beside,
+    return dict(accuracy=accuracy, prompts=PROMPTS, tokens_per_step=tokens_per_step,
                 acceptance=dict(sampled=sampled, greedy=greedy))
 
 
@@ -78,15 +74,11 @@ def evaluate(config, out):
         plain.float()  # as they were trained: such a model decodes in float32
     size = pick_block_size(config, heads)
     heldout, measured_on = heldout_tokens(config, out, heads, encoding)
-    others = {"lookup alone": None}
-    if config.init and Path(config.init).is_dir():  # --resume does not need it
-        others["the heads of --init"] = load_heads(config.init, model, encoding.hash)
-    results = measure(heads, plain, heldout, config.batch_size, size, others=others)
+    results = measure(heads, plain, heldout, config.batch_size, size)
     shares = "  ".join(f"head {i}: {share:.1%}" for i, share in enumerate(results["accuracy"], 1))
     print(f"held-out accuracy: {shares}")
-    beside = ", ".join(f"{name} {number:.2f}" for name, number in results["beside"].items())
     print(f"{results['tokens_per_step']:.2f} tokens per step over {results['prompts']} held-out "
-          f"prompts, greedy, tree size {TREE_SIZE}; {beside}")
+          f"prompts, greedy, tree size {TREE_SIZE}")
     training = heads.info.get("training", {})
     with saving(f"{out}: the measurements cannot be written", "make room and --evaluate"):
         heads.save_record(out, encoding.hash, training=training, **results, measured_on=measured_on)

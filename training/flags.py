@@ -62,7 +62,7 @@ class RunConfig:
     def tokens_per_step(self):
         return self.batch_size * self.block_size
 
-    def select(self, names):
+    def values_of(self, names):
         return {name: getattr(self, name) for name in names}
 
 

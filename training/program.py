@@ -39,7 +39,7 @@ def read_config(args, out, group):
         expect(not given, f"--init takes its heads as they are; leave out {', '.join(given)}")
         heads, _ = read_record(args.init)
     else:
-        heads = preset(config.preset, **config.select(SWITCHES))
+        heads = preset(config.preset, **config.values_of(SWITCHES))
     return replace(config, **{name: getattr(heads, name) for name in ("preset", *SWITCHES)})
 
 
@@ -55,7 +55,7 @@ def prepare(config, out, group, resume):
     if config.init and not state:
         heads = load_heads(config.init, model, encoding.hash, packed=False)
     else:
-        heads = CloverHeads(preset(config.preset, **config.select(SWITCHES)), model)
+        heads = CloverHeads(preset(config.preset, **config.values_of(SWITCHES)), model)
     config = replace(config, block_size=runs.pick_block_size(config, heads))
     home = out  # the folder of the tokens; runs on the model's own text share them
     if config.data and len(config.data) == 1 and writing.written_by(config.data[0]) == model.hash:

@@ -189,13 +189,13 @@ class Run:
         path = self.out / STATE_FILE
         training = dict(steps=self.step, tokens=self.step * config.tokens_per_step,
                         init=config.init and Path(config.init).name,
-                        **config.select(TRAINING), **data_record(config.data, self.key))
+                        **config.values_of(TRAINING), **data_record(config.data, self.key))
         state = dict(identity=[heads.model.hash, self.key], step=self.step, log=self.log,
                      heads=heads.state_dict(), optimizer=self.trainer.optimizer.state_dict())
         advice = "make room and --resume" if path.exists() else "make room and start it again"
         with saving(f"{self.out}: step {self.step} cannot be saved", advice):
             self.out.mkdir(parents=True, exist_ok=True)
-            save_lines(self.out / RUN_FILE, [config.select(STORED)])  # the heads are this run's
+            save_lines(self.out / RUN_FILE, [config.values_of(STORED)])  # the heads are this run's
             heads.save_pretrained(self.out, self.tokenizer, torch.bfloat16, training=training)
             save_lines(self.out / "log.jsonl", self.log)
             save_file(path, state)
