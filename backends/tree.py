@@ -149,8 +149,8 @@ def _build_tree_kernel(
     tree_ptr, probabilities_ptr, root_at, n, n_chain, T, entries_ptr,
     BINS: tl.constexpr, SOURCES: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_J: tl.constexpr,
 ):
-    """Program b: the tree of one sequence. Columns: the heads' candidates, the root at root_at, then
-    the chain."""
+    """Program b: the tree of one sequence. Columns: the heads' candidates, the root, the chain;
+    root_at: the root's."""
     b = tl.program_id(0).to(tl.int64)
     bins = tl.arange(0, 64)
     chances_ptr += tl.where(tl.load(temperature_ptr + b) > 0, SOURCES, 0)
