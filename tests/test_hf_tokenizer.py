@@ -8,7 +8,6 @@ import time
 import unicodedata
 from concurrent.futures import ThreadPoolExecutor
 from itertools import pairwise
-from pathlib import Path
 
 import pytest
 import tokenizers
@@ -16,7 +15,7 @@ import tokenizers
 from conftest import refusal
 from hf.bpe import BYTES
 from hf.chat import end_of_text
-from hf.tokenizer import Encoding, encode_prompt, load_encoding
+from hf.tokenizer import encode_prompt, load_encoding
 from hf.tokenizer_json import (
     BYTE_LEVEL,
     CODE_PATTERN,
@@ -308,27 +307,6 @@ def test_tiktokens_ids_equal_the_packages_on_20_000_texts_and_all_characters(nam
         assert check_tiktoken(encoding, [text]) == 1
     for run in (" ", "\n", "\r\n", " \n", "\u2003", "a", "Ab", "7", "!", "\u0301", "日", "'s", "é"):
         assert check_tiktoken(encoding, ["x" + run * (40_000 // len(run)) + "x"]) == 1
-
-
-def test_tiktoken_encodes_no_vocabulary_that_it_merges_otherwise():
-    """Random merges, in any order, of several splits and of tokens that no merge makes: those accepted have equal
-    ids, and they are many."""
-    accepted = 0
-    for seed in range(400):
-        rng = random.Random(seed)
-        vocab, merges = {symbol: i for i, symbol in enumerate(BYTES)}, []
-        for _ in range(rng.randint(1, 14)):
-            pair = rng.choices([token for token in vocab if set(token) <= set("abc")], k=2)
-            vocab.setdefault("".join(pair), len(vocab))
-            if rng.random() < 0.9:
-                merges.append(pair)
-        merges.sort(key=lambda pair: vocab["".join(pair)] * (rng.random() < 0.98))
-        model = {"type": "BPE", "vocab": vocab, "merges": merges, "ignore_merges": seed % 2 == 1}
-        encoding = Encoding(Path("tokenizer.json"), {"pre_tokenizer": BYTE_LEVEL, "model": model})
-        if encoding.bpe:
-            accepted += 1
-            check_tiktoken(encoding, ("".join(rng.choices("abc", k=rng.randint(1, 30))) for _ in range(50)))
-    assert accepted > 100
 
 
 @pytest.mark.parametrize("name, text", [
