@@ -423,6 +423,18 @@ def test_a_capture_without_memory_is_not_tried_again(guided, start, monkeypatch)
     assert not engine.policy.captured[False]
 
 
+def launched(engine, part):
+    """A list that collects, of each step, whether it has a guide (part 1) or log-probabilities (part 2), and how many
+    steps are in flight."""
+    launch, seen = engine.decoder.launch, []
+
+    def note(plan, with_trees, step):
+        seen.append((step.args[part] is not None, len(engine.in_flight)))
+        return launch(plan, with_trees, step)
+    engine.decoder.launch = note
+    return seen
+
+
 def test_steps_with_grammars_are_three_graphs_on_a_fake_gpu(start):
     """Bug: a wait or a copy from the host inside a graph, a step in flight whose tokens a matcher needs, a capture
     while a server's requests run, another step for batches without grammars, memory that only one part owns."""
@@ -438,13 +450,7 @@ def test_steps_with_grammars_are_three_graphs_on_a_fake_gpu(start):
             } == dict.fromkeys(("draft", "verify", "finish"), 3 * len(guided))
     assert max(B * T for B, T, _ in guided) == LARGEST_GUIDED and [*engine.decoder.batch_sizes] == [1, 2, 4]
     world.launches.clear()
-    launch, ahead = engine.decoder.launch, []
-
-    def note(plan, with_trees, step):
-        _, guide, _ = step.args
-        ahead.append((guide is not None, len(engine.in_flight)))
-        return launch(plan, with_trees, step)
-    engine.decoder.launch = note
+    ahead = launched(engine, 1)
     for grammars in ([ToyGrammar(), None, None], [None] * 3):
         ahead.clear()
         before = [graph.replays for graph in world.graphs]
@@ -465,14 +471,7 @@ def test_log_probabilities_are_enqueued_beside_the_graphs_on_a_fake_gpu(bits, st
     warm_up(engine)
     warm_up(engine, guided=True)
     graphs = len(world.graphs)
-    launch, ahead, rows = engine.decoder.launch, [], []
-
-    def note(plan, with_trees, step):
-        _, _, logprobs = step.args
-        ahead.append((logprobs is not None, len(engine.in_flight)))
-        return launch(plan, with_trees, step)
-    engine.decoder.launch = note
-    logits = engine.decoder.head.logits
+    ahead, rows, logits = launched(engine, 2), [], engine.decoder.head.logits
     engine.decoder.head.logits = lambda hidden: rows.append(len(hidden)) or logits(hidden)
     for grammars in ([None] * 4, [ToyGrammar(), None, None, None]):
         add = partial(GuidedSequence, model.config, max_new_tokens=20, sampling=Sampling())

@@ -383,7 +383,6 @@ BROKEN = {  # case: (changes to config.json or a function that breaks the folder
     "shard above the folder": (lambda p: one_shard(p, "../b.safetensors", p.parent / "b.safetensors"), "r/b.safet"),
     "pointer instead of a pickle": (lambda p: (p / "model.safetensors").rename(p / "pytorch_model.bin").write_text(
         POINTER), "pytorch_model.bin: is a git-lfs pointer"),
-    "pointer instead of a config": (lambda p: (p / "config.json").write_text(POINTER), "config.json: is a git-lfs poi"),
     "shards without their index": (lambda p: (p / "model.safetensors").rename(p / "model-00001-of-00002.safetensors"),
                                    "shards such as model-00001-of-00002.safetensors"),
     "LoRA adapter": (lambda p: (p / "config.json").rename(p / "adapter_config.json"), "folder: is a LoRA adapter"),

@@ -148,12 +148,9 @@ BROKEN = {  # case: (kind, what breaks it, part of the message)
                     "in groups of 16 are not supported"),
     "g_idx": ("gptq-4", tensor("g_idx", lambda x: x.clamp(max=1)), "does not name each group 64 times"),
     "scales that are not finite": ("awq", tensor("scales", lambda x: x * torch.inf), "not finite"),
-    "other type": ("fp8", tensor("weight", lambda x: x.float()), "(fp8: 8 bits, blocks of 128"),
     "part missing": ("awq", lambda p: edit_weights(p, lambda t: t.pop(LAYER + "qzeros")), "lacks qzeros"),
     "quantised tensors without a config": ("awq", lambda p: edit_json(p / "config.json", quantization_config=None),
                                            "needs its quantization_config"),
-    "another kind of FP8": ("fp8-static", tensor("weight_scale", lambda x: x.expand(128, 1)),
-                            "weight_scale is torch.float32 (128, 1), not torch.float16 (1, 1) (fp8: 8 bits, blocks"),
     "config without quantised tensors": (
         "awq", lambda p: (p.parent / "plain" / "model.safetensors").rename(p / "model.safetensors"),
         "but no tensor is called scales"),
