@@ -12,7 +12,7 @@ The program is in training/. This file has the objective and the loop, which als
 tensor of token ids: `train(heads, ids, steps=500, batch_size=8, block_size=256, lr=6e-3)`.
 
 Letters: B windows, T positions of a window, K draft heads, C hidden size, V vocabulary, n size of
-the draft vocabulary, R rows of a chunk."""
+the draft vocabulary (V without one), R rows of a chunk."""
 
 if __name__ == "__main__":  # parse the flags before loading torch, to report a typo at once
     from contextlib import suppress
@@ -26,6 +26,7 @@ import torch
 import torch.nn.functional as F
 from torch.func import functional_call
 
+from kernels import float_logits
 from model import InputError, check, needs_folders
 
 HEAD_WEIGHT = 0.7  # head i's loss has weight 0.7^i: decoding reaches later heads less often
@@ -63,73 +64,47 @@ def run_heads(heads, hidden, ids, documents=None, dtype=torch.float32):
 
 
 # --------------------------------------------------------------------------------------------------
-# Rows of logits
-
-def teacher_targets(logits, drafted=None):
-    """The model's logits [R, V] -> (its probabilities of the draft vocabulary [R, n], their sum
-    [R], both float32, and the greedy token [R])."""
-    logits = logits.float()
-    target = logits.softmax(dim=-1)
-    target = target if drafted is None else target[:, drafted]
-    return target, target.sum(dim=-1), logits.argmax(dim=-1)
-
-
-def cross_entropy(logits, target, mass):
-    """A head's logits [R, n] and the model's target [R, n] of sum mass [R] -> (cross-entropy [R],
-    top-1 [R], the gradient [R, n] in logits' dtype)."""
-    dtype, logits = logits.dtype, logits.float()
-    top, guess = logits.max(dim=-1, keepdim=True)
-    probabilities = logits.softmax(dim=-1)
-    lse = (top - probabilities.gather(1, guess).log())[:, 0]  # log(sum(exp(logits)))
-    loss = lse * mass - (logits * target).sum(dim=-1)
-    gradient = probabilities.mul_(mass[:, None]).sub_(target)
-    return loss, guess[:, 0], gradient.to(dtype)
-
-
-ROWS = teacher_targets, cross_entropy  # training/loss.py has others with the same results
-
-
-# --------------------------------------------------------------------------------------------------
 # The objective. Head i (from 0) at position t guesses token t + 2 + i, which the model predicts at
-# position t + 1 + i. With a draft vocabulary, the loss covers only its tokens. Losses are sums, so
-# that several processes can add them up.
+# position t + 1 + i. Heads learn the model's distribution over the draft vocabulary, at positions
+# where the text goes on with one of its tokens: in text that the model wrote, they are as frequent
+# as the model holds them probable. Losses are sums, so that several processes can add them up.
 #
-# K heads over B T positions have K B T V logits, and a gradient as large: with K = 5, B T = 4096
-# and V = 152,000, 12 GB each. But the LM head is frozen, so the gradient of its input can be taken
+# K heads over B T positions have K B T n logits, and a gradient as large: with K = 5, B T = 4096
+# and n = 152,000, 12 GB each. But the LM head is frozen, so the gradient of its input can be taken
 # as soon as the logits are known. The forward pass does so chunk by chunk, and keeps only that
 # gradient, K B T C. With torch.utils.checkpoint instead, training steps take 1.3 times as long.
 
 def guess_masks(tokens, K, loss_mask, documents=None):
-    """Which guesses are in the loss, bool [K, B, T]: those of a token in loss_mask, in the same
-    document as their position. tokens, loss_mask, documents: [B, T + K + 1]."""
+    """Which guesses count, bool [K, B, T]: those of a token in loss_mask, in the same document as
+    their position. tokens, loss_mask, documents: [B, T + K + 1]."""
     T = tokens.shape[1] - K - 1
     documents = torch.zeros_like(tokens) if documents is None else documents
     ahead = [slice(i + 2, i + 2 + T) for i in range(K)]
     return torch.stack([loss_mask[:, at] & (documents[:, at] == documents[:, :T]) for at in ahead])
 
 
-def window_losses(heads, ids, loss_mask, documents=None, hidden=None, dtype=torch.float32,
-                  rows=ROWS):
+def window_losses(heads, ids, loss_mask, documents=None, hidden=None, dtype=torch.float32):
     """Losses of windows [B, T + K + 1], as in `Trainer.train_step` -> the losses and hits of
-    `head_losses`, and the number of guesses, each float32 [K]."""
+    `head_losses`, and the number of guesses, each float32 [K]. Tokens that are not in the draft
+    vocabulary are guesses without loss or hit."""
     hidden = run_model(heads.model, ids, documents, dtype) if hidden is None else hidden
     hidden = hidden.to(heads.model.dtype)
     outputs = run_heads(heads, hidden, ids, documents, dtype)
+    guesses = guess_masks(ids, len(outputs), loss_mask, documents).sum(dim=(1, 2)).float()
+    if heads.vocabulary is not None:
+        loss_mask = loss_mask & torch.isin(ids, heads.vocabulary)
     guess_mask = guess_masks(ids, len(outputs), loss_mask, documents)
-    losses, hits = head_losses(heads, hidden, outputs, guess_mask, dtype, rows)
-    return losses, hits, guess_mask.sum(dim=(1, 2)).float()
+    return *head_losses(heads, hidden, outputs, guess_mask, dtype), guesses
 
 
-def head_losses(heads, hidden, outputs, guess_mask, dtype=torch.float32, rows=ROWS):
-    """Sums over guess_mask [K, B, T] for each head -> (cross-entropy against the model's next-token
-    distribution in nats, hits: top-1 is the model's greedy token), each float32 [K]. hidden:
-    [B, T + K, C] of the model; outputs: K tensors [B, T, C]; both before the final norm."""
+def head_losses(heads, hidden, outputs, guess_mask, dtype=torch.float32):
+    """Sums over guess_mask [K, B, T] for each head -> (cross-entropy against the model's
+    distribution over the draft vocabulary in nats, hits: top-1 is the model's), each float32 [K].
+    hidden: [B, T + K, C] of the model; outputs: K tensors [B, T, C]; both before the final norm."""
     K = len(guess_mask)
-    teacher_rows, head_rows = rows
     norm = heads.model.norm
-    head = heads.model.head
-    drafted = heads.vocabulary
-    drafted_weight = head.embedding(drafted).to(dtype)  # (n, C)
+    weight = heads.model.head.embedding(heads.vocabulary)  # (n, C)
+    head_weight = weight.to(dtype)
     teacher = norm(hidden).flatten(0, 1)  # (B (T + K), C)
     # head i's position t is in row t + 1 + i, as the model's prediction of the same token
     shifts = [(i + 1, K - 1 - i) for i in range(K)]
@@ -140,16 +115,17 @@ def head_losses(heads, hidden, outputs, guess_mask, dtype=torch.float32, rows=RO
     wants_gradient = torch.is_grad_enabled()
     chunk_logits = CUDA_CHUNK_LOGITS if teacher.is_cuda else CHUNK_LOGITS
     losses, hits = torch.zeros(2, *counted.shape, device=teacher.device)
-    with torch.no_grad():
-        for chunk in chunks(counted.any(dim=0), max(1, chunk_logits // head.out_features)):
-            target, mass, greedy = teacher_rows(head.logits(teacher[chunk]), drafted)
-            for i, state in enumerate(states):
-                losses[i, chunk], guess, gradient = head_rows(state[chunk] @ drafted_weight.T,
-                                                              target, mass)
-                guess = guess if drafted is None else drafted[guess]
-                hits[i, chunk] = (guess == greedy).float()
-                if wants_gradient:
-                    grads[i][chunk] = gradient @ drafted_weight
+    for chunk in chunks(counted.any(dim=0), max(1, chunk_logits // len(weight))):
+        target = float_logits(teacher[chunk], weight).softmax(dim=-1)  # (R, n)
+        greedy = target.argmax(dim=-1)
+        for i, state in enumerate(states):
+            state = state[chunk].detach().requires_grad_(wants_gradient)
+            logits = (state @ head_weight.T).float()
+            loss = F.cross_entropy(logits, target, reduction="none")
+            losses[i, chunk] = loss.detach()
+            hits[i, chunk] = (logits.argmax(dim=-1) == greedy).float()
+            if wants_gradient:
+                grads[i][chunk], = torch.autograd.grad(loss.sum(), state)
     # x * grad, for a constant grad, has the gradient that is wanted; its value cancels
     linear = torch.stack([(x * grad).sum(-1) for x, grad in zip(states, grads)]).float()
     losses = losses + (linear - linear.detach())
@@ -178,12 +154,11 @@ class Trainer:
     """Heads in training, float32 on the model's device. lr: the highest learning rate. reduce: sums
     a tensor over the ranks in place and returns it; each trains on its part of a batch."""
 
-    def __init__(self, heads, steps, lr, dtype=torch.float32, rows=ROWS, reduce=lambda x: x):
+    def __init__(self, heads, steps, lr, dtype=torch.float32, reduce=lambda x: x):
         self.heads = heads.to(heads.model.device, torch.float32).requires_grad_().train()
         self.steps = steps
         self.lr = lr
         self.dtype = dtype
-        self.rows = rows
         self.reduce = reduce
         self.step = 0
         self.optimizer = torch.optim.AdamW(heads.parameters(), betas=(0.9, 0.95), weight_decay=0.0,
@@ -208,7 +183,7 @@ class Trainer:
         """The (loss in nats, head accuracies [K]) of a batch over all processes. The gradient
         covers only this process's part of the batch."""
         losses, hits, guesses = window_losses(self.heads, ids, loss_mask, documents, hidden,
-                                              self.dtype, self.rows)
+                                              self.dtype)
         count = self.reduce(guesses).clamp(min=1)
         weights = HEAD_WEIGHT ** torch.arange(len(count), device=count.device)
         loss = (losses * weights / count).sum()

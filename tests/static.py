@@ -32,10 +32,9 @@ from engine.policy import Policy
 from generate import Accepted, Plan
 from model import GPT, InputError
 from tools.flags import DEMO
-from training import loss
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-MODULES = kernels, linear, sampling, tree, loss  # that have kernels
+MODULES = kernels, linear, sampling, tree  # that have kernels
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_unsafe_view"}
 
 
@@ -151,9 +150,7 @@ TENSORS = dict(
     prompt_chain=dict(history="N S int32", lengths="N int32", ends="N int32", chain="B 1+m int64 ?", **SLOTS),
     advance=dict(lengths="N int32", root="N int64", history="N S int32 ?", states="B P C real ?",
                  state="N C real ?", **SLOTS),
-    filtered_sample=dict(logits="M V float32") | PLACE | MASKS,
-    teacher_targets=dict(logits="M V real", drafted="n int32 ?"),
-    cross_entropy=dict(logits="M V real", target="M V float32", mass="M float32"))
+    filtered_sample=dict(logits="M V float32") | PLACE | MASKS)
 DIMENSIONS = dict(B=2, L=2, M=3, T=3, H=12, Hq=8, Hkv=2, S=4096, C=4096, V=32000, n=32000, k=8, n_head=8,
                   temperature=0.8, seed=0, top_k=0, top_p=0.9, min_p=0.0, m=15, modes=2, SOURCES=SOURCES)
 
@@ -256,8 +253,7 @@ GATE = dict(  # every shape class that kernels.py chooses; lists are alternative
     accept_path=[dict(T=[2, 64], max_path=5, present=["", "chain", "prompts", "chain prompts", "chain prompts slots"])],
     advance=[dict(P=[1, 64], present=["", "history", "history states state", "history states state slots"])],
     filtered_sample=[  # tiles of 64 groups x 8 to 16 x 256
-        dict(V=[100, 8000, 50257, 128256, 262144]), dict(V=[100, 50257, 262144], present="masks")],
-    teacher_targets=[dict(present=["", "drafted"], dtype=[BF16, FP32])], cross_entropy=[dict(dtype=[BF16, FP32])])
+        dict(V=[100, 8000, 50257, 128256, 262144]), dict(V=[100, 50257, 262144], present="masks")])
 
 
 def last(*lists):

@@ -39,7 +39,6 @@ from test_clover import random_heads
 from test_drafters import KINDS
 from test_generate import Cycling
 from train_heads import Trainer
-from training.loss import ROWS
 
 pytestmark = pytest.mark.skipif(not kernels.HAS_TRITON, reason="needs triton")
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
@@ -574,7 +573,7 @@ def test_losses_of_training_on_a_fake_gpu(name, kind, start, monkeypatch):
     attention = patch.object(F, "scaled_dot_product_attention", lambda q, *_, **__: q.bfloat16())
     with (patch.object(torch.cuda, "is_available", lambda: True), attention, torch.no_grad(), operations,
           patch.object(torch.cuda, "is_bf16_supported", lambda *_, **__: True)):
-        trainer = SimpleNamespace(heads=heads, dtype=BF16, rows=ROWS, reduce=lambda x: x)
+        trainer = SimpleNamespace(heads=heads, dtype=BF16, reduce=lambda x: x)
         ids = torch.zeros(2, 40, dtype=torch.int64, device="cuda")
         loss, accuracies = Trainer.loss(trainer, ids, ids.bool(), ids)
     assert loss.shape == () and accuracies.shape == (heads.config.n_draft,)

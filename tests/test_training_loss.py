@@ -12,7 +12,7 @@ from clover import CloverHeads, preset
 from conftest import SHAPES, Operations, random_prompts, toy_model
 from model import LMHead
 from test_clover import random_heads
-from train_heads import Trainer, guess_masks, head_losses, run_heads, run_model
+from train_heads import Trainer, guess_masks, head_losses, run_heads, run_model, window_losses
 
 K, B, T = 3, 3, 11
 
@@ -34,7 +34,7 @@ def plain(model, outputs, hidden, ids):
     results = []
     for i, out in enumerate(outputs):
         logs = model.lm_head(out.double()).masked_fill(~drafted, -torch.inf).log_softmax(-1)
-        ahead = teacher[:, i + 1:i + 1 + out.shape[1]]
+        ahead = teacher[:, i + 1:i + 1 + out.shape[1]].masked_fill(~drafted, -torch.inf)
         losses = -(ahead.softmax(-1) * logs)[..., drafted].sum(-1)
         results.append((losses, logs.argmax(-1) == ahead.argmax(-1)))
     return map(torch.stack, zip(*results))
@@ -43,7 +43,7 @@ def plain(model, outputs, hidden, ids):
 @pytest.mark.parametrize("ids", [range(97), [40, 3, 96, *range(50, 80)]], ids=["all", "some"])
 @pytest.mark.parametrize("chunk", [1, 97 * 4, 97 * 7, 10**9])
 def test_losses_gradients_and_hits_equal_the_plain_computation(chunk, ids, monkeypatch):
-    """Catches errors at chunk borders, masked guesses in the loss, a wrong gradient scale, a truncated teacher."""
+    """Catches errors at chunk borders, masked guesses in the loss, a wrong gradient scale."""
     monkeypatch.setattr(train_heads, "CHUNK_LOGITS", chunk)
     model = toy_model()
     heads = CloverHeads(preset("clover"), model)
@@ -78,6 +78,18 @@ def test_a_step_weights_the_losses_of_heads_that_read_the_tokens_before():
     torch.testing.assert_close(loss.double(), want, atol=1e-4, rtol=1e-4)
     torch.testing.assert_close(accuracies, hits.float().mean(dim=(1, 2)))
     assert torch.equal(model(ids), hidden)
+
+
+def test_tokens_outside_the_draft_vocabulary_are_guesses_without_loss_or_hit():
+    """Catches heads that learn a teacher which holds another token likely, and an accuracy without its misses."""
+    model = toy_model()
+    heads, ids = random_heads(model), torch.tensor(random_prompts([25, 25]))
+    heads.set_vocabulary(range(0, 97, 2))
+    drafted = ids % 2 == 0
+    losses, hits, guesses = window_losses(heads, ids, torch.ones_like(drafted))
+    got = window_losses(heads, ids, drafted)
+    assert torch.equal(losses, got[0]) and torch.equal(hits, got[1])
+    assert guesses.tolist() == [2 * 20] * 4 and got[2].max() < 40
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -14,7 +14,6 @@ from model import InputError, expect
 from train_heads import window_losses
 from training import data
 from training.flags import SELF
-from training.loss import ROWS
 from training.runs import STANDARD_LIBRARY, data_record, load_frozen, pick_block_size, saving
 
 PROMPTS = 32       # held-out prompts to decode
@@ -31,7 +30,7 @@ def head_accuracy(heads, heldout, batch_size, block_size):
     for step in range(BATCHES):
         batch = data.window_batch(heldout, batch_size, block_size, ahead, 0, step,
                                   heads.model.device)
-        _, batch_hits, batch_guesses = window_losses(heads, *batch, rows=ROWS)
+        _, batch_hits, batch_guesses = window_losses(heads, *batch)
         hits = hits + batch_hits
         guesses = guesses + batch_guesses
     return (hits / guesses.clamp(min=1)).tolist()

@@ -19,7 +19,6 @@ from model import InputError, check, expect, replace_file
 from tools.load import load_model
 from train_heads import Trainer
 from training.flags import FIXED, SELF, STORED, TRAINING, RunConfig, flag_of
-from training.loss import ROWS
 
 STATE_FILE = "train_state.pt"  # weights, optimizer, step
 RUN_FILE = "run.json"          # RunConfig
@@ -138,7 +137,7 @@ class Run:
         self.tokenizer = tokenizer
         self.key = key
         self.group = group
-        self.trainer = Trainer(heads, config.steps, config.lr, product_dtype(config, group), ROWS,
+        self.trainer = Trainer(heads, config.steps, config.lr, product_dtype(config, group),
                                group.all_reduce)
         self.log = []  # the lines of log.jsonl
         self.last_save = time.monotonic()
