@@ -8,7 +8,6 @@ import hashlib
 import json
 import math
 from dataclasses import asdict, dataclass, replace
-from functools import cached_property
 from pathlib import Path
 from typing import NamedTuple
 
@@ -273,37 +272,25 @@ def add_chain(pool, chain, chances):
     """Adds a chain's n nodes to a pool [B, N]. Where the heads proposed the same token under the
     same parent, it is one node, with the larger probability. chances: [B, SOURCES]."""
     match, guesses = chain.split((1, chain.shape[1] - 1), dim=1)
-    n = guesses.shape[1]
-    powers = [chances.gather(1, BINS + match)]
-    for _ in range(n - 1):
-        powers.append(powers[-1] * powers[0])
-    is_node = ((guesses >= 0) & (match > 0)).cumprod(1) > 0
-    guesses, p = (x.where(is_node, -1) for x in (guesses, torch.cat(powers, dim=1)))  # (B, n)
-    shared, power = on_chain(pool, guesses, p)
-    better = shared & (power > pool.probabilities)
-    raised = pool._replace(sources=torch.where(better, BINS + match, pool.sources),
-                           probabilities=power.where(better, pool.probabilities))
-    return join(raised, below(pool, shared, guesses, p, BINS + match))
-
-
-def on_chain(pool, guesses, p):
-    """Which nodes of a pool [B, N] are a chain's, too -> bool [B, N], and the chain's probability
-    at their depth [B, N]. guesses, p: its tokens and their probabilities [B, n]; -1: none."""
-    n, N = guesses.shape[1], pool.tokens.shape[1]
-    depths = pool.depths.clamp(max=n + 1)
-    token, power = (F.pad(x, (1, 1), value=-1).gather(1, depths) for x in (guesses, p))
-    shared = (pool.probabilities >= 0) & ((pool.tokens == token) | (depths == 0))
-    return along_path(shared, pool.parents, torch.logical_and, min(n, N - 1)), power
-
-
-def below(pool, shared, guesses, p, source):
-    """The chain's own nodes, below the deepest of those that it shares, a pool [B, n]. shared:
-    bool [B, N]. source: [B, 1]."""
-    n, N = guesses.shape[1], pool.tokens.shape[1]
-    last, column = pool.depths.where(shared, -1).max(1, keepdim=True)  # (B, 1)
-    step = torch.arange(1, n + 1, device=p.device).expand_as(guesses)
-    parents = torch.where(step == last + 1, column, N + step - 2)
-    return Tree(guesses, parents, step, step, source.expand_as(guesses), p.where(step > last, -1))
+    N = pool.tokens.shape[1]
+    source = BINS + match            # [B, 1], as the other columns here
+    p = chance = chances.gather(1, source)
+    parent = torch.zeros_like(match)
+    goes_on = match > 0
+    for column, token in enumerate(guesses.split(1, dim=1), start=N):
+        goes_on = goes_on & (token >= 0)
+        same = (pool.tokens == token) & (pool.parents == parent) & (pool.depths == column - N + 1)
+        same = same & goes_on & (pool.probabilities >= 0)
+        is_shared = same.any(dim=1, keepdim=True)
+        better = same & (p > pool.probabilities)
+        pool = pool._replace(sources=source.where(better, pool.sources),
+                             probabilities=p.where(better, pool.probabilities))
+        depth = torch.full_like(token, column - N + 1)
+        pool = join(pool, Tree(token, parent, depth, depth, source,
+                               p.where(goes_on & ~is_shared, -1)))
+        parent = same.long().argmax(dim=1, keepdim=True).where(is_shared, column)
+        p = p * chance
+    return pool
 
 
 def along_path(x, parents, combine, depth):
@@ -373,14 +360,12 @@ class CloverHeads(nn.Module):
         self.mix_in = MIXERS[config.mix](base) if mixes_before else None
         self.augment_blocks = Blocks(Block(base, base.n_layer - 1)
                                      for _ in range(config.augment_layers))
-        is_whole = model.blocks[-1].attn.config == base  # not split over processes
-        if not next(self.parameters()).is_meta:  # on meta: the weights come from a folder later
-            if is_whole and self.augment_blocks:
+        if not next(self.parameters()).is_meta:  # on meta: weights and scale come from a folder
+            self.embedding_scale = unit_scale(model)
+            if self.augment_blocks:
                 state = model.blocks.last_state()
                 for block in self.augment_blocks:
                     block.load_state_dict(state)
-        if is_whole:  # else all processes have to compute it together
-            _ = self.embedding_scale  # caches it: a traced or captured step cannot compute it
         # draft vocabulary: int32 token ids, most frequent first; None: all tokens
         ids = torch.arange(config.vocabulary, dtype=torch.int32) if config.vocabulary else None
         self.register_buffer("vocabulary", ids)
@@ -426,18 +411,8 @@ class CloverHeads(nn.Module):
         """Head i, counted from 0. With shared weights, all but the first are one module."""
         return self.heads[min(i, len(self.heads) - 1)]
 
-    @cached_property
-    def embedding_scale(self):
-        """1 / root mean square of the LM head's weights, computed once."""
-        base = self.model
-        V, C = base.config.vocab_size, base.config.n_embd
-        squares = 0
-        for tokens in torch.arange(V, device=base.device).split(4096):  # bounds the memory
-            squares += base.head.embedding(tokens).float().pow(2).sum(dtype=torch.float64)
-        return (V * C / squares.item()) ** 0.5
-
     def embedding(self, tokens):
-        """tokens [...] -> their LM head rows [..., C], times `embedding_scale`."""
+        """tokens [...] -> their LM head rows [..., C], scaled to a root mean square of 1."""
         base = self.model
         rows = base.embed if base.config.tied else base.head.embedding
         return rows(tokens).to(base.dtype) * self.embedding_scale
@@ -530,7 +505,8 @@ class CloverHeads(nn.Module):
 
     def save_record(self, path, tokenizer="", **info):
         """Writes heads.json only."""
-        base = dict(sizes=sizes_of(self.model), tokenizer=tokenizer, norm=norm_hash(self.model))
+        base = dict(sizes=sizes_of(self.model), tokenizer=tokenizer, norm=norm_hash(self.model),
+                    embedding_scale=self.embedding_scale)
         record = json.dumps(dict(config=asdict(self.config), base=base, **info), indent=2) + "\n"
         replace_file(Path(path, "heads.json"), lambda tmp: tmp.write_text(record))
 
@@ -551,11 +527,21 @@ class CloverHeads(nn.Module):
             heads = cls(config, model)
         heads.load_state_dict(load_file(Path(path, "heads.safetensors")), assign=True)
         heads.info = record
+        heads.embedding_scale = theirs["embedding_scale"]
         heads.set_vocabulary(heads.vocabulary if config.vocabulary else [])
         heads.to(device=model.device, dtype=model.dtype).requires_grad_(False).eval()
         if packed:
             model.blocks.prepare(heads)
         return heads
+
+
+def unit_scale(model):
+    """1 / root mean square of the LM head's weights."""
+    V, C = model.config.vocab_size, model.config.n_embd
+    squares = 0
+    for tokens in torch.arange(V, device=model.device).split(4096):  # bounds the memory
+        squares += model.head.embedding(tokens).float().pow(2).sum(dtype=torch.float64)
+    return (V * C / squares.item()) ** 0.5
 
 
 def linear_weights(module):

@@ -22,12 +22,12 @@ import time
 from collections import deque
 from dataclasses import dataclass, field, replace
 from functools import partial
+from importlib.util import find_spec
 from numbers import Integral
 from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
-from torch.utils._pytree import tree_leaves  # of nested tuples and dicts
 
 from clover import (
     BINS,
@@ -50,7 +50,7 @@ MAX_CHAIN = 15       # most tokens that lookup or a guide proposes
 GREEDY, NOISE, FILTERED = range(3)
 
 
-@dataclass(frozen=True)
+@dataclass
 class Sampling:
     """Sampling parameters of a sequence. A temperature below 1e-6 or a top_p of 0 means greedy. The
     defaults filter nothing, nor does a top_k of -1. Raises InputError for values out of range."""
@@ -66,9 +66,10 @@ class Sampling:
         check("top_p", self.top_p, 0, 1)
         check("min_p", self.min_p, 0, 1)
         check("seed", self.seed, -2**63, 2**63 - 1, whole=True)
-        vars(self).update(top_k=max(self.top_k, 0))  # plain assignment fails: frozen
+        self.top_k = max(self.top_k, 0)
         if self.temperature < 1e-6 or self.top_p == 0:
-            vars(self).update(temperature=0.0, top_p=1.0)
+            self.temperature = 0.0
+            self.top_p = 1.0
 
     @property
     def mode(self):
@@ -123,16 +124,6 @@ def ngram_lookup(history, lengths, n, slots=None):
     source = end + 1 + torch.arange(n, device=history.device) % (last - end).clamp(min=1)
     tokens = history.gather(1, source.clamp(max=S - 1)).long()
     return torch.cat((size, tokens.where(size > 0, -1)), dim=1)
-
-
-def forced_chain(forced, chain, masks):
-    """The chains of a grammar's sequences: its forced text, else what lookup proposes, if masks
-    allow the first token. forced: int64 [B, 1 + n], a match of SCHEMA and tokens up to the first
-    -1, or a match of 0. chain: from `ngram_lookup`, or None. masks: as in `is_allowed`."""
-    if chain is not None:
-        forced = torch.where(forced[:, :1] > 0, forced, chain)
-    allowed = is_allowed(masks, forced[:, 1:2])
-    return torch.cat((forced[:, :1] * allowed, forced[:, 1:]), dim=1)
 
 
 def accept_path(tree, target, active, max_path, slots=None):
@@ -316,7 +307,6 @@ class Step:
     tree: Tree | None       # if requested
     tree_size: int          # T
     done: object = None     # an event on CUDA
-    is_first: bool = False  # of its plan: kernels may have been compiled or captured
     sequences: dict = field(default_factory=dict)  # row -> the `Sequence` whose tokens it gives
 
     def wait(self):
@@ -379,8 +369,9 @@ class Decoder:
         for slot in range(batch_size):
             self.slots.set(slot, **vars(self.sampling))
         self.root_columns = root_tree(self.slots.all.root)[1:]  # of plain decoding's trees
-        self.graphs = {}    # (part, plan) -> function that replays it, or None: no graph
+        self.graphs = {}    # (part, plan) of those that have run -> what replays it, or None
         self.eager = set()  # plans for whose graphs memory is short
+        self.n_slow = 0     # runs so far that compiled or captured
         self.pool = None    # memory shared by the graphs; None: steps run eagerly
         if self.device.type == "cuda" and graph and HAS_TRITON:  # references read values
             self.pool = torch.cuda.graph_pool_handle()
@@ -404,33 +395,28 @@ class Decoder:
         return accepted
 
     def run(self, part, plan, *inputs):
-        """Runs `step`, or a part of it. With graphs, its first run with a plan is eager, which
-        compiles its kernels, and is then captured; later ones replay the graph. The next part's
-        graph reads the results of this one where it left them, so the eager run's results are
-        copied there."""
+        """Runs `step`, or a part of it. With graphs, its first run with a plan compiles its
+        kernels, the second captures it, and later ones replay the graph, which reads the results
+        of the graphs of earlier parts where these leave them."""
         key = part.__name__, plan
         if replay := self.graphs.get(key):
             return replay()
-        result = part(plan, *inputs)
-        is_new = key not in self.graphs
-        self.graphs[key] = None
         captures = self.pool is not None and plan.mode in self.captured_modes
-        if is_new and captures and plan not in self.eager:
+        has_run = key in self.graphs
+        self.graphs[key] = None
+        self.n_slow += captures or not has_run
+        if has_run and captures and plan not in self.eager:
             try:
-                self.graphs[key], captured = capture(partial(part, plan, *inputs), self.device,
-                                                     self.pool)
+                self.graphs[key] = capture(partial(part, plan, *inputs), self.device, self.pool)
+                return self.graphs[key]()
             except torch.OutOfMemoryError:
                 self.eager.add(plan)
-                return result
-            for x, y in zip(tree_leaves(captured), tree_leaves(result)):
-                if x is not None:
-                    x.copy_(y)
-            result = captured
-        return result
+        return part(plan, *inputs)
 
     def draft(self, plan, masks=None, forced=None):
         """Proposes nodes and builds the tree of the likeliest -> `Draft`. For a grammar, masks: the
-        tokens that may follow the roots, as in `is_allowed`; forced: text, as in `forced_chain`."""
+        tokens that may follow the roots, as in `is_allowed`; forced: int64 [B, 1 + n], a match of
+        SCHEMA and the text that must follow, up to the first -1, or a match of 0."""
         T = plan.tree_size
         batch = self.batch(plan.B)
         if T == 1:
@@ -445,9 +431,7 @@ class Decoder:
             candidates = self.heads.draft(state, batch.root, T, self.beams, noise, masks,
                                           self.extend_candidates,
                                           replace(self.slots.heads_cache, slots=batch.slots))
-        chain = self.chain(plan, batch)
-        if forced is not None:
-            chain = forced_chain(forced[:, :T], chain, masks)
+        chain = self.chain(batch, T, masks, forced)
         tree = self.build_tree(batch, candidates, chain, T)
         return Draft(batch, tree, batch.lengths[:, None] + tree.depths, chain)
 
@@ -455,12 +439,20 @@ class Decoder:
         """The `Batch` of a step of B rows: all slots."""
         return self.slots.all
 
-    def chain(self, plan, batch):
-        """The tokens that lookup proposes, int64 [B, 1 + n] as from `ngram_lookup`; or None."""
-        if not self.policy.lookup:
-            return None
-        return self.ngram_lookup(self.slots.history, self.slots.cache.lengths,
-                                 min(plan.tree_size - 1, MAX_CHAIN), batch.slots)
+    def chain(self, batch, tree_size, masks, forced):
+        """A chain for each sequence, as from `ngram_lookup`, or None: the forced text, else what
+        lookup proposes if the masks allow its first token."""
+        chain = None
+        if self.policy.lookup:
+            chain = self.ngram_lookup(self.slots.history, self.slots.cache.lengths,
+                                      min(tree_size - 1, MAX_CHAIN), batch.slots)
+        if forced is None:
+            return chain
+        forced = forced[:, :tree_size]
+        if chain is not None:
+            forced = torch.where(forced[:, :1] > 0, forced, chain)
+        allowed = is_allowed(masks, forced[:, 1:2])
+        return torch.cat((forced[:, :1] * allowed, forced[:, 1:]), dim=1)
 
     def build_tree(self, batch, candidates, chain, tree_size):
         return build_tree(batch.root, candidates, chain, self.policy.chances,
@@ -532,7 +524,6 @@ class Decoder:
 
     def launch(self, plan, with_trees=False, step=None):
         """Starts a step and returns it as a `Step`. step: runs the plan's parts, as `step` does."""
-        n_graphs = len(self.graphs)
         with self.inference_mode:
             accepted, tree, _ = step(plan) if step else self.run(self.step, plan)
             tree_size = tree.tokens.shape[1]
@@ -542,8 +533,7 @@ class Decoder:
         if self.device.type == "cuda":
             done = torch.cuda.Event(enable_timing=True)
             done.record(torch.cuda.current_stream(self.device))
-        is_first = len(self.graphs) > n_graphs
-        return Step(plan, accepted, tree, tree_size, done, is_first)
+        return Step(plan, accepted, tree, tree_size, done)
 
     def to_host(self, accepted):
         """A copy of an `Accepted` on the host, filled when the step ends."""
@@ -571,9 +561,8 @@ class Decoder:
         """Makes a slot run a sequence. The slot's cache holds the first `start` prompt tokens."""
         sequence.slot = slot
         prompt = sequence.prompt
-        if self.max_tree > 1:  # else nobody reads the history
-            tokens = pinned(prompt, self.device, torch.int32)
-            self.slots.history[slot, :len(prompt)].copy_(tokens, non_blocking=True)
+        tokens = pinned(prompt, self.device, torch.int32)
+        self.slots.history[slot, :len(prompt)].copy_(tokens, non_blocking=True)
         if len(prompt) == 1:  # no token before it gives a state
             self.slots.state[slot].zero_()
         self.slots.set(slot, root=prompt[start], sequence=sequence.index, length=start,
@@ -591,9 +580,9 @@ def to_host(x):
 
 
 def capture(body, device, pool=None):
-    """Captures body(), which has run before, in a CUDA graph -> (a function that replays it and
-    returns the result, the result). What body() reads or writes must live as long as the graph.
-    Graphs of one pool share memory: copy a result before a graph runs that was captured earlier."""
+    """Captures body(), which has run before, in a CUDA graph -> a function that replays it and
+    returns its result. What body() reads or writes must live as long as the graph. Graphs of one
+    pool share memory: copy a result before a graph runs that was captured earlier."""
     with torch.inference_mode(), torch.cuda.device(device):
         # else this graph would use a cuBLAS workspace from an earlier graph's memory
         torch._C._cuda_clearCublasWorkspaces()
@@ -604,7 +593,7 @@ def capture(body, device, pool=None):
     def replay():
         graph.replay()
         return result
-    return replay, result
+    return replay
 
 
 # --------------------------------------------------------------------------------------------------
@@ -656,10 +645,9 @@ def as_list(values):
 
 def check_prompt(config, prompt, index=0):
     V, longest = config.vocab_size, config.block_size - 1
-    if not isinstance(prompt, (list, tuple)):
-        raise InputError(f"prompt {index} must be a list of token ids, not {prompt!r}")
-    expect(all(issubclass(kind, Integral) for kind in {*map(type, prompt)}),
-           f"prompt {index} must be a list of token ids, not of other values; encode the text")
+    are_ids = isinstance(prompt, (list, tuple)) and all(isinstance(x, Integral) for x in prompt)
+    expect(are_ids, f"prompt {index} must be a list of token ids, not {repr(prompt)[:40]}; encode "
+           "the text")
     expect(1 <= len(prompt) <= longest, f"prompt {index} has {len(prompt)} tokens; give 1 to "
            f"{longest}, since the model's context must hold a new one too")
     expect(min(prompt) >= 0 and max(prompt) < V, f"prompt {index} has token ids outside 0..{V - 1},"
@@ -770,12 +758,9 @@ class Engine:
         """Starts a step of the running sequences."""
         slots = self.decoder.place(self.running)
         step = self.decoder.launch(self.plan(slots), with_trees)
-        step.sequences = self.rows(slots)
+        step.sequences = {row: self.running[slot] for row, slot in enumerate(slots)
+                          if slot in self.running}
         return step
-
-    def rows(self, slots):
-        """{row of the step: its sequence}."""
-        return {row: self.running[slot] for row, slot in enumerate(slots) if slot in self.running}
 
     def plan(self, slots, unread=(), chains=()):
         """The `Plan` of the next step, which runs these slots. The rest as in `Policy.select`."""
@@ -819,10 +804,9 @@ class Engine:
         started = time.perf_counter()
         sampling = sampling or [None] * len(prompts)
         grammars = grammars or [None] * len(prompts)
-        expect(len(sampling) == len(grammars) == len(prompts), "sampling and grammars are lists of "
-               f"one for each prompt, here {len(prompts)}")
         try:
-            for index, (prompt, own, grammar) in enumerate(zip(prompts, sampling, grammars)):
+            each = zip(prompts, sampling, grammars, strict=True)
+            for index, (prompt, own, grammar) in enumerate(each):
                 output.sequences.append(
                     self.add(prompt, max_new_tokens, own, stop, index, encoding, grammar))
             while self.busy:
@@ -844,7 +828,7 @@ class Engine:
 
 def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temperature=0.0, top_k=0,
              top_p=1.0, min_p=0.0, seed=0, tree_size=None, beams=None, stop=(), batch_size=None,
-             on_tokens=None, encoding=None, sampling=None, schema=True, grammar=None):
+             on_tokens=None, encoding=None, schema=True, grammar=None):
     """Continues each prompt (token ids: a list, 1-D tensor or array) and returns an `Output`. The
     tokens do not depend on heads, lookup, schema, tree_size, beams or batch_size, except for ties
     where C kernels do not run.
@@ -858,13 +842,10 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
     stop        token ids, and strings if there is an `encoding` to decode with, that end a sequence
     batch_size  sequences decoded together, default up to 8; further prompts wait for a free slot
     on_tokens   called as on_tokens(index, tokens) with the new tokens of each step
-    sampling    a list of one `Sampling` per prompt, instead of temperature, ..., seed
     Raises InputError for bad input."""
     expect(isinstance(model, GPT), f"model must be a GPT of model.py, not {type(model).__name__}; "
            "docs/copying.md shows how to load the weights of another model into one")
-    parameters = Sampling(temperature, top_k, top_p, min_p, seed)
-    expect(not sampling or parameters == Sampling(),
-           "sampling takes one for each prompt, in place of temperature, ..., seed")
+    sampling = Sampling(temperature, top_k, top_p, min_p, seed)
     expect(len(prompts), "there is no prompt; give at least one")
     check("max new tokens", max_new_tokens, 1, 2**31, whole=True)
     # `add` refuses others
@@ -873,23 +854,19 @@ def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temper
     batch_size = min(len(prompts), DEFAULT_BATCH if batch_size is None else batch_size)
     policy, engine = make_policy(model, heads, lookup, tree_size, schema and grammar is not None)
     engine = engine(model, policy=policy, batch_size=batch_size, capacity=capacity, beams=beams,
-                    sampling=parameters)
+                    sampling=sampling)
     on_step = on_tokens and (lambda step: on_tokens(step.sequence.index, step.tokens))
     grammars = grammar if isinstance(grammar, (list, tuple)) else [grammar] * len(prompts)
-    return engine.generate(prompts, max_new_tokens, stop, on_step, encoding, sampling,
-                           grammars=grammars)
+    return engine.generate(prompts, max_new_tokens, stop, on_step, encoding, grammars=grammars)
 
 
 def make_policy(model, heads, lookup, tree_size, schema):
     """(a policy, the class of an engine): those of engine/ where that folder is beside this file,
     else `Fixed` and `Engine`."""
-    try:
-        from engine.batching import Engine as Batching
-        from engine.policy import Policy
-    except ModuleNotFoundError as error:
-        if error.name.split(".")[0] != "engine":
-            raise
+    if find_spec("engine") is None:
         return Fixed(model, heads, lookup, tree_size), Engine
+    from engine.batching import Engine as Batching
+    from engine.policy import Policy
     return Policy(model, heads, lookup, tree_size, schema), Batching
 
 

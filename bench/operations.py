@@ -126,7 +126,7 @@ def in_graph(body, device):
     """A function that runs body(). On CUDA it replays a graph, so there are no launch gaps."""
     with torch.inference_mode():  # the mode of `capture`: torch.compile compiles once per mode
         body()
-    return capture(body, device)[0] if device.type == "cuda" else body
+    return capture(body, device) if device.type == "cuda" else body
 
 
 # --------------------------------------------------------------------------------------------------

@@ -102,6 +102,6 @@ def stage_times(decoder):
         for name, values in arguments.items():
             stage = partial(getattr(decoder, name), plan, *values)
             if decoder.pool is not None:
-                stage, _ = capture(stage, decoder.device)
+                stage = capture(stage, decoder.device)
             times[name] = decoder_seconds(decoder, stage)
     return times

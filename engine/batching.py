@@ -32,9 +32,10 @@ class MeasuredStep(Step):
     counts: object                # the policy's `counts` on the host, every PERIOD steps; or None
     grammars: int                 # sequences with a grammar
     logprobs: LogProbs | None     # of the sequences that ask
+    is_slow: bool                 # whether it compiled kernels or captured a graph
     # sequence -> prompt tokens, of those that read the end of their prompt and begin to generate
     reading: dict = field(default_factory=dict)
-    # without the wait for masks and the log-probabilities; None if it compiled or captured
+    # without the wait for masks and the log-probabilities; None if it is slow
     seconds: float | None = None
     mask_seconds: float = 0.0
 
@@ -45,7 +46,7 @@ class MeasuredStep(Step):
         seconds = seconds_between(*self.times) - self.mask_seconds
         if self.logprobs:
             seconds -= seconds_between(*self.logprobs.span)
-        self.seconds = None if self.is_first else seconds
+        self.seconds = None if self.is_slow else seconds
 
 
 class Engine(FifoEngine):
@@ -147,13 +148,17 @@ class Engine(FifoEngine):
         chains = guide.chains if guide else ()
         plan = self.plan(slots, [sequence.unread for sequence in self.running.values()], chains)
         start = timestamp(decoder.device)
+        n_slow = decoder.n_slow
         step = decoder.launch(plan, with_trees, partial(run_step, decoder, guide, logprobs))
         counts = self.copied_counts()  # filled by the time that the next line notes
         times = start, timestamp(decoder.device)
         pause = guide.pause if guide else None
         step = MeasuredStep(**vars(step), times=times, pause=pause, counts=counts,
-                            grammars=len(chains), logprobs=logprobs)
-        for row, sequence in self.rows(slots).items():
+                            grammars=len(chains), logprobs=logprobs,
+                            is_slow=decoder.n_slow > n_slow)
+        for row, sequence in enumerate(sequences):
+            if sequence is None:
+                continue  # a row that only fills the batch
             unread = sequence.unread
             sequence.unread -= min(unread, step.tree_size)
             if unread < step.tree_size:  # else the step only reads its prompt

@@ -66,7 +66,7 @@ def read_record(path):
         modes = ("greedy", "sampled") if "acceptance" in record else ()
         tables = [record["acceptance"][mode] for mode in modes]  # [accepted, proposed] by bin
         valid = ({name: type(value) for name, value in record["config"].items()} == types
-                 and {"sizes", "tokenizer"} <= set(record["base"])
+                 and {"sizes", "tokenizer", "embedding_scale"} <= set(record["base"])
                  and all(len(rows) == BINS and all(0 <= right <= n < math.inf for right, n in rows)
                          for rows in tables))
     except (AttributeError, KeyError, OSError, RecursionError, TypeError, ValueError):

@@ -233,9 +233,6 @@ BAD_CALLS = {
     "stop text without a tokenizer": (dict(stop=["end"]), "give encoding="),
     "stop of another kind": (dict(stop=[1.5]), "not 1.5"),
     "a batch of -1": (dict(batch_size=-1), "batch size must be a whole number from 1"),
-    "two samplings for one prompt": (dict(sampling=[Sampling()] * 2), "one for each prompt"),
-    "three grammars for one prompt": (dict(grammar=[None] * 3), "one for each prompt, here 1"),
-    "sampling twice": (dict(sampling=[Sampling()], seed=1), "in place of temperature"),
 }
 
 
@@ -256,6 +253,13 @@ def test_tensors_and_arrays_are_token_ids(toy):
         assert module.Engine(toy).generate(prompts, 20, ends).tokens == want
     for prompt in (ids, ids[0].float(), ids[0, 0]):
         refusal(lambda: generate(toy, [prompt], 5), "prompt 0 must be a list of token ids")
+
+
+def test_each_prompt_has_its_sampling_or_none_has(toy):
+    """Bug: prompts without a sampling that are dropped in silence."""
+    for some in (dict(sampling=[Sampling()]), dict(grammars=[None] * 3)):
+        with pytest.raises(ValueError):
+            new_engine(toy, capacity=20).generate([[1], [2]], 5, **some)
 
 
 def test_a_prompt_that_cannot_be_read_costs_no_slot(toy, monkeypatch):
