@@ -728,14 +728,18 @@ def project_topk(hidden, weight, k, vocab_ids=None, noise=None):
     V = weight.shape[0]
     require(1 <= k <= min(V, 32), "1 <= k <= 32, and k <= V", k, V)
     if not runs_triton(hidden):
-        return best_tokens(float_logits(hidden, weight), k, vocab_ids, noise)
+        return project_topk_reference(hidden, weight, k, vocab_ids, noise)
     logprobs = hidden.new_empty((len(hidden), k), dtype=torch.float32)
     noise = [None] * 4 if noise is None else [filled(x, hidden, len(noise[2])) for x in noise]
     return logprobs, _project_triton(hidden, weight, k, vocab_ids, logprobs, noise)
 
 
+def project_topk_reference(hidden, weight, k, vocab_ids=None, noise=None):
+    return best_tokens(float_logits(hidden, weight), k, vocab_ids, noise)
+
+
 def best_tokens(logits, k, vocab_ids=None, noise=None):
-    """The reference of `project_topk`, from logits [M, V]."""
+    """`project_topk` from logits [M, V]."""
     every = torch.arange(logits.shape[1], device=logits.device)
     tokens = every if vocab_ids is None else vocab_ids
     if noise is not None:
@@ -752,13 +756,18 @@ def project_sample(hidden, weight, temperature, seed, sequence, position, masks=
     [B]. masks: as in `mask_logits`. The rest as in `gumbel`."""
     _check_head(hidden, weight, temperature, seed, sequence, position, masks=masks)
     if not runs_triton(hidden):
-        logits = mask_logits(float_logits(hidden, weight), masks)
-        return gumbel_argmax(logits, temperature, seed, sequence, position)
+        return project_sample_reference(hidden, weight, temperature, seed, sequence, position,
+                                        masks)
     masks = contiguous(masks)
     if not isinstance(temperature, torch.Tensor) and temperature == 0:
         return _project_triton(hidden, weight, 1, masks=masks)[:, 0]
     noise = [filled(x, hidden, len(sequence)) for x in (temperature, seed, sequence, position)]
     return _project_triton(hidden, weight, 1, noise=noise, masks=masks)[:, 0]
+
+
+def project_sample_reference(hidden, weight, temperature, seed, sequence, position, masks=None):
+    logits = mask_logits(float_logits(hidden, weight), masks)
+    return gumbel_argmax(logits, temperature, seed, sequence, position)
 
 
 def sample_filtered(logits, *, temperature, top_k, top_p, min_p, seed, sequence, position,
@@ -770,7 +779,8 @@ def sample_filtered(logits, *, temperature, top_k, top_p, min_p, seed, sequence,
 
 
 def gumbel_argmax(logits, temperature, seed, sequence, position):
-    """The reference of `project_sample`, from logits [M, V] with masks -> int64 [M]."""
+    """Samples softmax(logits / temperature) for logits [M, V] -> int64 [M]; at temperature 0 the
+    first argmax."""
     if not isinstance(temperature, torch.Tensor) and temperature == 0:
         return logits.argmax(-1)
     tokens = torch.arange(logits.shape[1], device=logits.device)

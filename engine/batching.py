@@ -32,7 +32,7 @@ class MeasuredStep(Step):
     counts: object                # the policy's `counts` on the host, every PERIOD steps; or None
     grammars: int                 # sequences with a grammar
     logprobs: LogProbs | None     # of the sequences that ask
-    is_slow: bool                 # whether it compiled kernels or captured a graph
+    is_slow: bool = False         # whether it compiled kernels or captured a graph
     # sequence -> prompt tokens, of those that read the end of their prompt and begin to generate
     reading: dict = field(default_factory=dict)
     # without the wait for masks and the log-probabilities; None if it is slow
