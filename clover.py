@@ -233,10 +233,12 @@ def build_tree(root, candidates, chain, chances, temperature, tree_size):
     chances = chances.nan_to_num(0.0).clamp(0, 1)[(temperature > 0).long()]  # (B, SOURCES)
     # a pool [B, N] is a `Tree` of any size in any order, without ancestors; p = -1: no node
     pool = root_tree(root)
+    K = 0
     if candidates is not None:
         pool = join(pool, head_nodes(candidates, chances))
+        K = candidates.tokens.shape[1]
     if chain is not None:
-        pool = add_chain(pool, chain, chances)
+        pool = add_chain(pool, chain, chances, K)
     return likeliest(pool, tree_size)
 
 
@@ -268,29 +270,34 @@ def head_nodes(candidates, chances):
 #
 # Columns 5 to 7 are the chain's: b and d are already columns 2 and 4, only e is new.
 
-def add_chain(pool, chain, chances):
-    """Adds a chain's n nodes to a pool [B, N]. Where the heads proposed the same token under the
-    same parent, it is one node, with the larger probability. chances: [B, SOURCES]."""
+def add_chain(pool, chain, chances, K):
+    """Adds a chain's n nodes to a pool [B, N] of nodes that are at most K deep. Where the heads
+    proposed the same token under the same parent, it is one node, with the larger probability.
+    chances: [B, SOURCES]."""
     match, guesses = chain.split((1, chain.shape[1] - 1), dim=1)
-    N = pool.tokens.shape[1]
-    source = BINS + match            # [B, 1], as the other columns here
-    p = chance = chances.gather(1, source)
-    parent = torch.zeros_like(match)
-    goes_on = match > 0
-    for column, token in enumerate(guesses.split(1, dim=1), start=N):
-        goes_on = goes_on & (token >= 0)
-        same = (pool.tokens == token) & (pool.parents == parent) & (pool.depths == column - N + 1)
-        same = same & goes_on & (pool.probabilities >= 0)
-        is_shared = same.any(dim=1, keepdim=True)
-        better = same & (p > pool.probabilities)
+    n, N = guesses.shape[1], pool.tokens.shape[1]
+    source = BINS + match
+    powers = [chances.gather(1, source)]
+    for _ in range(n - 1):
+        powers.append(powers[-1] * powers[0])
+    is_node = ((guesses >= 0) & (match > 0)).cumprod(1) > 0
+    guesses, p = (x.where(is_node, -1) for x in (guesses, torch.cat(powers, dim=1)))  # (B, n)
+    last = column = torch.zeros_like(match)  # depth and column of the deepest shared node, (B, 1)
+    is_candidate = (pool.depths > 0) & (pool.probabilities >= 0)
+    for depth in range(1, min(K, n) + 1):
+        token, power = (x[:, depth - 1:depth] for x in (guesses, p))
+        same = (pool.parents == column) & (pool.tokens == token) & is_candidate  # (B, N)
+        same = same & (last == depth - 1)
+        better = same & (power > pool.probabilities)
         pool = pool._replace(sources=source.where(better, pool.sources),
-                             probabilities=p.where(better, pool.probabilities))
-        depth = torch.full_like(token, column - N + 1)
-        pool = join(pool, Tree(token, parent, depth, depth, source,
-                               p.where(goes_on & ~is_shared, -1)))
-        parent = same.long().argmax(dim=1, keepdim=True).where(is_shared, column)
-        p = p * chance
-    return pool
+                             probabilities=power.where(better, pool.probabilities))
+        is_shared = same.any(dim=1, keepdim=True)
+        last = last + is_shared
+        column = same.long().argmax(dim=1, keepdim=True).where(is_shared, column)
+    step = torch.arange(1, n + 1, device=p.device).expand_as(guesses)
+    parents = torch.where(step == last + 1, column, N + step - 2)
+    return join(pool, Tree(guesses, parents, step, step, source.expand_as(guesses),
+                           p.where(step > last, -1)))
 
 
 def along_path(x, parents, combine, depth):
