@@ -9,7 +9,7 @@ import math
 from contextlib import suppress
 from ctypes import c_int32
 from dataclasses import replace
-from functools import partial, reduce
+from functools import partial
 from types import SimpleNamespace
 
 import torch
@@ -93,7 +93,11 @@ def choose_threads(seconds):
         for n in total:
             torch.set_num_threads(n)
             total[n] += seconds()
-    torch.set_num_threads(reduce(lambda a, b: b if FEWER * total[b] < total[a] else a, total))
+    best = 1
+    for n in total:
+        if FEWER * total[n] < total[best]:
+            best = n
+    torch.set_num_threads(best)
 
 
 def default_dtype(device, stored, packed, rank=0):

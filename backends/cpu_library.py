@@ -130,11 +130,7 @@ def load_cached(pattern, built=None):
             if built:
                 replace_file(folder / built.name, partial(shutil.copyfile, built))
             file = max(folder.glob(pattern), key=os.path.getmtime, default=folder)
-            loaded = ctypes.CDLL(str(file))
-            if folder.name != "clover" and "*" not in pattern:  # else `library` prints the file
-                warn(f"the C kernels are cached in {folder}; set XDG_CACHE_HOME to a folder of "
-                     "your own that is not mounted noexec")
-            return loaded
+            return ctypes.CDLL(str(file))
     return None
 
 

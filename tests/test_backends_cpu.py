@@ -531,23 +531,22 @@ def test_without_a_home_the_library_is_cached_where_nobody_else_can_plant_one(sm
     monkeypatch.delenv("HOME", raising=False)
     folder, other = small / f"clover-{os.getuid()}", small / "other"
 
-    def load(says):
+    def load(warnings):
         warn.cache_clear()
         for _ in range(2):
             assert cpu_library.load_or_build(["cc", "-shared", "-fPIC"]).answer() == 42
-        _, line = capsys.readouterr().err.splitlines()
-        assert says in line
-    load(f"are cached in {folder}")
+        assert capsys.readouterr().err.count("anew") == warnings
+    load(0)
     assert folder.stat().st_mode & 0o777 == 0o700
     (file,) = folder.iterdir()
     file.rename(file.with_suffix(""))  # loaded, so it must not change
     file.write_bytes(b"planted")
     folder.chmod(0o777)
-    load("compiled anew in each run")
+    load(1)
     folder.rename(other).chmod(0o700)
     folder.symlink_to(other)
     monkeypatch.setenv("HOME", str(small / "cpu.h"))  # a file: no folder can be made in it
-    load("compiled anew in each run")
+    load(1)
     assert file.read_bytes() == b"planted"
 
 
@@ -578,7 +577,7 @@ def test_libraries_load_from_where_they_can_and_without_a_compiler(small, monkey
         assert loaded is None or loaded.answer() == 42
         return loaded
     assert load("not mounted noexec", [cache, temporary]) is None
-    assert load(f"cached in {temporary}", [cache]) and load(f"C kernels of {temporary}", [cache], CC="/none")
+    assert load("", [cache]) and load(f"C kernels of {temporary}", [cache], CC="/none")
     assert load("", [temporary]) and load("", CC="") and load("", CFLAGS="-march=nocona -O0")
     assert load(f"with the C kernels of {cache}", CC="/none") and load("No closing quotation", CC="'")
     assert load("without the C kernels", CC="/none", CLOVER_CFLAGS="-DPLAIN") is None

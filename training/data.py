@@ -45,6 +45,7 @@ class Record(NamedTuple):
     "written": by the model, (token ids, in_loss) pairs, a prompt and its answer after the other."""
     parts: tuple
     kind: str = "text"
+    refused: str = ""  # why the chat template refuses it
 
     @property
     def text(self):
@@ -94,18 +95,12 @@ def read_records(paths, template=None, key=None):
     for path in paths:
         found = False
         for file in find_files(path):
-            for where, record in read_file(file, key):
-                if record.kind == "chat":
-                    expect(template, f"{where}: messages need a model with a chat template")
-                    chats += 1
-                    try:
-                        record = Record(chat_parts(*record.parts, template), "chat")
-                    except InputError as error:
-                        refused.append(f"{where}: {error}")
-                        found = True
-                        continue
-                if record.text:
-                    found = True
+            for where, record in read_file(file, template, key):
+                chats += record.kind == "chat"
+                found |= bool(record.text or record.refused)
+                if record.refused:
+                    refused.append(f"{where}: {record.refused}")
+                elif record.text:
                     yield record
                 else:
                     empty.append(where)
@@ -121,12 +116,12 @@ def read_records(paths, template=None, key=None):
         warn(f"{problem}; skipping these")
 
 
-def read_file(file, key=None):
-    """Yields (place, `Record`) for each document of a file; one that is not UTF-8 has no text. The
-    parts of a chat are the first arguments of `chat_parts`."""
+def read_file(file, template=None, key=None):
+    """Yields (place, `Record`) for each document of a file; one that is not UTF-8 has no text."""
     if file.name.endswith(OBJECTS):
         expected = 'an object with "text", "prompt" and "completion", "messages" or "conversations"'
-        for where, record in read_objects(file, partial(parse_record, key), expected):
+        parse = partial(parse_record, template, key)
+        for where, record in read_objects(file, parse, expected):
             yield f"{file}, {where}", record
         return
     try:
@@ -136,7 +131,7 @@ def read_file(file, key=None):
     yield str(file), Record(((text, True),))
 
 
-def parse_record(key, value):
+def parse_record(template, key, value):
     """The Record of an object with "text", else "prompt" and "completion", else chat messages; of
     one that `Writer` wrote, its token ids, if they have the format of this key."""
     if key and value.get("format") == key:
@@ -148,26 +143,35 @@ def parse_record(key, value):
     if text is not None:
         record = Record(((text, True),))
     elif isinstance(prompt, list) and isinstance(completion, list):  # TRL's
-        messages = messages_of(dict(messages=prompt + completion))
-        return Record((messages, tools_of(value), max(len(prompt), 1)), "chat")
+        return chat_record(template, value | dict(messages=prompt + completion), len(prompt))
     elif prompt is not None and completion is not None:
         record = Record(((prompt, False), (completion, True)), "completion")
     else:
-        return Record((messages_of(value), tools_of(value), 1), "chat")
+        return chat_record(template, value)
     valid = all(isinstance(part, str) for part, _ in record.parts)
     expect(valid, f"its {record.kind} is not a string")
     return record
 
 
-def chat_parts(messages, tools, first, template):
-    """The (text, in_loss) pairs of a chat up to the assistant's last turn. The loss covers the
-    assistant's turns from number `first` on: each from where the text leaves the prompt for it.
-    first: at least 1, as many templates refuse the empty chat before an assistant's message. So
-    answers before the first question, as in later parts of a long ShareGPT chat, are left out."""
+def chat_record(template, value, first=0):
+    """The Record of chat messages, with the assistant's turns from number `first` on in the loss.
+    Answers before the first question, as in later parts of a long ShareGPT chat, are left out, as
+    many templates refuse them."""
+    expect(template, "messages need a model with a chat template")
+    messages = messages_of(value)
     asked = next((i for i, turn in enumerate(messages) if turn["role"] == "user"), 0)
     opening = [turn for turn in messages[:asked] if turn["role"] != "assistant"]
-    messages = opening + messages[asked:]
-    first = max(first - asked + len(opening), 1)
+    first = max(first - asked + len(opening), 1)  # at least 1: many refuse an empty chat
+    try:
+        parts = chat_parts(opening + messages[asked:], tools_of(value), first, template)
+        return Record(parts, "chat")
+    except InputError as error:
+        return Record((), "chat", str(error))
+
+
+def chat_parts(messages, tools, first, template):
+    """The (text, in_loss) pairs of a chat up to the assistant's last turn. The loss covers the
+    assistant's turns from number `first` on: each from where the text leaves the prompt for it."""
     turns = [i for i in range(first, len(messages)) if messages[i]["role"] == "assistant"]
     render = partial(template.render, **tools)
     # if the template drops the reasoning of earlier turns, only the last turn is as generated
