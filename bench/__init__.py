@@ -1,7 +1,6 @@
-"""Measurements: `python -m bench`. This file has the sizes of published models, and prints tables
-and the JSON line. It loads no torch, so that flags are checked at once."""
+"""Measurements: `python -m bench`. This file has the sizes of published models, prints tables and
+makes records. It loads no torch, so that flags are checked at once."""
 
-import json
 import os
 import platform
 import re
@@ -46,15 +45,6 @@ class Table(list):
 
 def cell(value):
     return "-" if value is None else str(round(value, 3) if isinstance(value, float) else value)
-
-
-def finish(args, result, file):
-    """Prints the flags, the result and the machine as one line of JSON, and writes it to file."""
-    from common.files import save_lines  # loads torch
-    line = record(args, result)
-    print(json.dumps(line), flush=True)
-    if file:
-        save_lines(file, [line])
 
 
 def record(args, result):

@@ -1,6 +1,7 @@
 """Measures decoding and kernels beside baselines in the same run. Prints tables, then a JSON line
 with results, hardware and versions. docs/cli.md has more."""
 
+import json
 from pathlib import Path
 
 from bench import CODING, MODEL_SIZES
@@ -106,7 +107,8 @@ def add_precision_flags(parser):
 
 
 def main(args):
-    from bench import cpu, draw, finish, gpu
+    from bench import cpu, draw, gpu, record
+    from common.files import save_lines
     from generate import Sampling
     from model import MAX_TREE, check
     if args.command == "decode":  # check all values before measuring any
@@ -115,7 +117,10 @@ def main(args):
         for size in filter(None, args.tree_sizes):
             check("tree size", size, 1, MAX_TREE, whole=True)
     if args.command in ("decode", "precision"):
-        finish(args, cpu.measure(args), args.out)
+        line = record(args, cpu.measure(args))
+        print(json.dumps(line), flush=True)
+        if args.out:
+            save_lines(args.out, [line])
     elif args.command == "cpu":
         cpu.bench(args, parse)
     elif args.command == "gpu":
