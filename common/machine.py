@@ -39,39 +39,33 @@ def check_memory(what, size, device, advice, group=None):
 
 def free_memory(device, root="/"):
     """Bytes that can still be allocated on a device; infinity where the system does not say. Of
-    main memory: MemAvailable, or less where a cgroup around this process has a limit (v1 or v2).
+    main memory: MemAvailable, or less where a cgroup (v2) around this process has a limit.
     root: for tests."""
     device = torch.device(device)
     if device.type == "cuda":
         torch.cuda.empty_cache()  # except what live CUDA graphs reserve
         return torch.cuda.mem_get_info(device)[0]
     free = 1024 * find(Path(root, "proc/meminfo"), r"MemAvailable: *(\d+)", math.inf)
-    for version, limit, used, droppable in (
-            ("", "memory.max", "memory.current", "inactive_file"),
-            ("memory", "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")):
-        for group in cgroups(root, version):
-            kept = find(group / used, r"(\d+)") - find(group / "memory.stat", rf"{droppable} (\d+)")
-            free = min(free, max(find(group / limit, r"(\d+)", math.inf) - kept, 0))
+    for group in cgroups(root):
+        kept = find(group / "memory.current", r"(\d+)")
+        kept -= find(group / "memory.stat", r"inactive_file (\d+)")  # can be dropped
+        free = min(free, max(find(group / "memory.max", r"(\d+)", math.inf) - kept, 0))
     return free
 
 
 def available_cpus(root="/"):
-    """CPUs that the machine, or a cgroup's quota (v1 or v2), leaves this process; at least 1."""
+    """CPUs that the machine, or a cgroup's quota, leaves this process; at least 1."""
     cpus = os.cpu_count() or 1
-    for version, quota, period in (("", "cpu.max", "cpu.max"),
-                                   ("cpu", "cpu.cfs_quota_us", "cpu.cfs_period_us")):
-        for group in cgroups(root, version):
-            limit = find(group / quota, r"(\d+)", math.inf)  # "max" or -1: none
-            cpus = min(cpus, limit / find(group / period, r"(?:\d+ )?(\d+)$", 100_000))
+    for group in cgroups(root):
+        limit = find(group / "cpu.max", r"(\d+)", math.inf)  # "max": none
+        cpus = min(cpus, limit / find(group / "cpu.max", r"\d+ (\d+)$", 100_000))
     return max(int(cpus), 1)
 
 
-def cgroups(root, version):
-    """Paths of this process's cgroup and those above: a container may only see one of these.
-    version: a controller of v1, "" for v2."""
-    pattern = rf"\d+:(?:[^:]+,)?{version}(?:,[^:]+)?:/(.*)"  # such as 4:cpu,cpuacct:/a
-    own = Path(root, "sys/fs/cgroup", version,
-               find(Path(root, "proc/self/cgroup"), pattern, "", str))
+def cgroups(root):
+    """Paths of this process's cgroup and those above: a container may only see one of these."""
+    own = find(Path(root, "proc/self/cgroup"), "0::/(.*)", "", str)
+    own = Path(root, "sys/fs/cgroup", own)
     return own, *own.parents
 
 

@@ -15,23 +15,19 @@ OTHERS = [byte for byte in range(256) if byte not in PRINTABLE]
 # the characters that byte-level tokens are written in, one for each byte (openai/gpt-2, encoder.py)
 BYTES = dict(zip(map(chr, [*PRINTABLE, *range(256, 256 + len(OTHERS))]), PRINTABLE + OTHERS))
 RUN = 50_000  # characters
-NFC_SHRINKS = 4  # NFC makes a text at most 3.5 times shorter, in bytes of UTF-8
 
 
 class ByteLevelBPE:
-    """Encodes text. pattern: a regex of its pieces. ranks: {bytes: id}. added: added_tokens of
-    tokenizer.json. added_ids: {content: id}. normalizer: a package's, or None. missing:
-    bytes without a token. longest: the most bytes of text that a token stands for."""
+    """Encodes text. pattern: a regex of its pieces. ranks: {bytes: id}. added: {id: AddedToken}.
+    normalizer: a package's, or None. missing: bytes without a token."""
 
-    def __init__(self, pattern, ranks, added, added_ids, normalizer):
+    def __init__(self, pattern, ranks, added, normalizer):
         self.missing = bytes(byte for byte in range(256) if bytes([byte]) not in ranks)
         self.bpe = tiktoken.Encoding("", pat_str=pattern, mergeable_ranks=ranks, special_tokens={})
-        self.special = {token["content"] for token in added if token["special"]}
-        self.added = re.compile(any_of(set(added_ids)) if added else "(?!)")
-        self.added_ids = added_ids
+        self.special = {token.content for token in added.values() if token.special}
+        self.added_ids = {token.content: i for i, token in added.items()}
+        self.added = re.compile(any_of(set(self.added_ids)) if added else "(?!)")
         self.normalizer = normalizer
-        self.longest = max(map(len, [*ranks, *map(str.encode, added_ids)]))
-        self.longest *= NFC_SHRINKS if normalizer else 1
 
     def suits(self, text):
         """Whether tiktoken may encode a text: not with bytes that have no token, with characters so
@@ -69,13 +65,13 @@ def any_of(texts):
     return re.escape(prefix) + (f"(?:{'|'.join(branches)}){optional}" if branches else "")
 
 
-def byte_level_bpe(package, spec, added_ids):
+def byte_level_bpe(package, spec, added):
     """The `ByteLevelBPE` of a tokenizer.json (spec) that package has read, or None where it could
-    give other ids than the package."""
-    normalizer, added = spec["normalizer"], spec["added_tokens"]
+    give other ids than the package. added: {id: AddedToken}."""
+    normalizer = spec["normalizer"]
     pattern = piece_pattern(spec["pre_tokenizer"])
-    rounds = {token["normalized"] for token in added}  # matched before and after normalising
-    strips = any(token[flag] for token in added for flag in ("lstrip", "rstrip", "single_word"))
+    rounds = {token.normalized for token in added.values()}  # matched before and after normalising
+    strips = any(token.lstrip or token.rstrip or token.single_word for token in added.values())
     if pattern is None or strips or len(rounds) > 1:
         return None
     if normalizer is not None and (normalizer != dict(type="NFC") or True in rounds):
@@ -83,7 +79,7 @@ def byte_level_bpe(package, spec, added_ids):
     ranks = ranks_of(package.model, spec["model"])
     if ranks is None:
         return None
-    bpe = ByteLevelBPE(pattern, ranks, added, added_ids, package.normalizer)
+    bpe = ByteLevelBPE(pattern, ranks, added, package.normalizer)
     return None if bpe.missing and normalizer else bpe  # NFC may make a missing byte
 
 

@@ -64,7 +64,8 @@ def parse_arguments(message):
     for call in calls:
         with contextlib.suppress(AttributeError, TypeError, ValueError, RecursionError):  # no JSON
             call = call.get("function", call)
-            if isinstance(value := json.loads(call.get("arguments")), dict):
+            arguments = call.get("arguments").strip() or "{}"
+            if isinstance(value := json.loads(arguments), dict):
                 call["arguments"] = value
     return message | dict(tool_calls=calls)
 
@@ -75,20 +76,18 @@ def token_text(token):
     return text if isinstance(text, str) else None
 
 
-def stop_tokens(path, encoding, template=None):
+def stop_tokens(path, encoding):
     """The token ids that end generation: eos_token_id of generation_config.json, else of
-    config.json, else end_of_text. A chat template (or the file `template` in its place) adds the
-    eos_token of tokenizer_config.json and the END_TOKENS that it contains. A GGUF file, and a
-    folder whose generation_config.json names no token, end at all END_TOKENS of the vocabulary.
-    Raises InputError for bad ids."""
+    config.json, else end_of_text. A chat template adds the eos_token of tokenizer_config.json and
+    the END_TOKENS that it contains. A GGUF file, and a folder whose generation_config.json names no
+    token, end at all END_TOKENS of the vocabulary. Raises InputError for bad ids."""
     ids = eos_ids(path, encoding) or [end_of_text(encoding)]
-    templates = find_templates(path, template)
-    written = "".join(source for _, source in templates.values())
+    template = encoding.template
     said = optional_part(path, "generation_config.json").get("eos_token_id")
     # many GGUF files of chat models only name the base model's eos token
     is_open = said is None or is_gguf(find_model(path))
-    ends = [text for text in END_TOKENS if is_open or text in written]
-    if templates:
+    ends = [text for text in END_TOKENS if is_open or template and text in template.sources]
+    if template:
         ends.append(token_text(optional_part(path, "tokenizer_config.json").get("eos_token")))
     ids = ids + [encoding.special_tokens[text] for text in ends if text in encoding.special_tokens]
     return list(dict.fromkeys(ids))
@@ -174,6 +173,10 @@ class ChatTemplate:
     @property
     def takes_tools(self):
         return bool(self.with_tools) or "tools" in self.source
+
+    @property
+    def sources(self):
+        return self.source + (self.with_tools.source if self.with_tools else "")
 
     def render(self, messages, /, **options):
         """Renders messages [{"role", "content", ...}] to text, ignoring None values. Role

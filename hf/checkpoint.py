@@ -54,10 +54,8 @@ def weight_files(path):
             shards = read_json(index).get("weight_map")
             expect(isinstance(shards, dict), f"{index}: expected a weight_map")
             return sorted({index.parent / Path(str(shard)).name for shard in shards.values()})
-    for shard in [*path.glob("*-of-*.safetensors"), *path.glob("*-of-*.bin")]:
-        raise InputError(f"{path}: has shards such as {shard.name}, but not the index that lists "
-                         "them, such as model.safetensors.index.json; download it")
-    raise InputError(f"{path}: expected model.safetensors or pytorch_model.bin; download one")
+    raise InputError(f"{path}: expected model.safetensors or pytorch_model.bin, or the index.json "
+                     "of its shards; download one")
 
 
 def read_headers(path):
@@ -118,7 +116,7 @@ def match_parameters(path, module, family, stored):
     for key, tensor in stored.items():
         if key not in expected and key.endswith(".bias") and not tensor.load().any():
             continue  # AutoGPTQ adds zero biases to every layer
-        expect(key in expected, f"{tensor.file}: a model with this config.json has no {key}; a "
+        expect(key in expected, f"{tensor.file}: a model with this config.json has no {key!r}; a "
                "quantised checkpoint needs its quantization_config")
         name, start, shape = expected.pop(key)
         expect(tensor.dtype in FLOATS, f"{tensor.file}: {key} is stored as {tensor.dtype}, but "

@@ -57,15 +57,15 @@ GPT2_NAMES = {
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
 ROPE_TYPES = ("default", "dynamic", *SCALED)
 LAYER_TYPES = ("full_attention", "sliding_attention")
-DEFAULTS = {  # of transformers' classes, by model_type: what the text_config of LLaVA leaves out
-    "llama": dict(vocab_size=32000, hidden_size=4096, intermediate_size=11008, rms_norm_eps=1e-6,
-                  num_hidden_layers=32, num_attention_heads=32, max_position_embeddings=2048),
-    "mistral": dict(vocab_size=32000, hidden_size=4096, intermediate_size=14336, rms_norm_eps=1e-6,
-                    num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=8,
-                    max_position_embeddings=131072),
-    "qwen2": dict(vocab_size=151936, hidden_size=4096, intermediate_size=22016, rms_norm_eps=1e-6,
-                  num_hidden_layers=32, num_attention_heads=32, num_key_value_heads=32,
-                  max_position_embeddings=32768)}
+# Of transformers' classes, by model_type: what the text_config of LLaVA leaves out
+SIZES_7B = dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, rms_norm_eps=1e-6)
+DEFAULTS = {
+    "llama": SIZES_7B | dict(vocab_size=32000, intermediate_size=11008,
+                             max_position_embeddings=2048),
+    "mistral": SIZES_7B | dict(vocab_size=32000, intermediate_size=14336, num_key_value_heads=8,
+                               max_position_embeddings=131072),
+    "qwen2": SIZES_7B | dict(vocab_size=151936, intermediate_size=22016,
+                             max_position_embeddings=32768)}
 TIED = "gemma3", "mistral3", "internvl", "aya_vision"  # multimodal; others: as their text_config
 UNSUPPORTED = (  # keys of config.json that change attention or logits
     "attn_logit_softcapping", "final_logit_softcapping", "use_bidirectional_attention",

@@ -17,11 +17,7 @@ def read_part(path, name):
     """The contents of JSON file `name` in a model's folder, or their equivalent in a GGUF file."""
     if not is_gguf(path):
         return read_json(path / name)
-    try:
-        from hf import gguf
-    except ModuleNotFoundError as error:
-        expect(error.name != "gguf", f"{path}: GGUF files need the gguf package; pip install gguf")
-        raise
+    from hf import gguf  # takes long to import
     return gguf.read_part(path, name)
 
 

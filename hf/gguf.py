@@ -53,12 +53,6 @@ SPECIAL = dict(bos_token_id="bos_token", eos_token_id="eos_token", unknown_token
                padding_token_id="pad_token")
 # Phi-3's other special tokens strip the white space after them; no key says so.
 KEEP_SPACE = "<unk>", "<s>", "<|endoftext|>"
-NUMBERS = {  # of the metadata, as the module struct calls them
-    GGUFValueType.UINT8: "B", GGUFValueType.UINT16: "H", GGUFValueType.UINT32: "I",
-    GGUFValueType.UINT64: "Q", GGUFValueType.INT8: "b", GGUFValueType.INT16: "h",
-    GGUFValueType.INT32: "i", GGUFValueType.INT64: "q", GGUFValueType.FLOAT32: "f",
-    GGUFValueType.FLOAT64: "d", GGUFValueType.BOOL: "?"}
-
 
 ONE, ZERO = b"\0\x3c", b"\0\0"  # as float16
 UNIT_SCALES = {  # type: where a block's scales are, and those with which its values are integers
@@ -112,7 +106,7 @@ class Reader:
 
     def array(self, dtype, count):
         start = self.position
-        self.position += count * dtype.itemsize
+        self.position += count * np.dtype(dtype).itemsize
         return np.frombuffer(self.bytes[start:self.position], dtype)
 
     def value(self):
@@ -121,11 +115,11 @@ class Reader:
         if kind == GGUFValueType.STRING:
             return self.text()
         if kind != GGUFValueType.ARRAY:
-            return self.numbers(NUMBERS[kind])[0]
+            return self.array(number_type(kind), 1).item()
         kind, count = self.numbers("IQ")
         if kind == GGUFValueType.STRING:
             return [self.text() for _ in range(count)]
-        return self.array(np.dtype(f"<{NUMBERS[kind]}"), count)
+        return self.array(number_type(kind), count)
 
     def header(self):
         """The next tensor's (name, type, shape, offset in the data)."""
@@ -137,7 +131,7 @@ class Reader:
     def tensor(self, first, name, kind, shape, offset):
         self.position = first + offset
         size = gguf.quant_shape_to_byte_shape(shape, kind)
-        data = self.array(np.dtype(np.uint8), math.prod(size)).reshape(size)
+        data = self.array(np.uint8, math.prod(size)).reshape(size)
         return Tensor(name, kind, shape, self.file, data)
 
 
@@ -239,6 +233,7 @@ class GGUFFile:
         added = np.isin(kinds, (*special, TokenType.USER_DEFINED)).nonzero()[0]
         strips = self.architecture == "phi3" and self.meta.get("model") == "llama"  # not Phi-4
         return [dict(id=i, content=self.tokens[i], special=kinds[i] in special, normalized=False,
+                     single_word=False, lstrip=False,
                      rstrip=strips and self.tokens[i] not in KEEP_SPACE) for i in added.tolist()]
 
     def tokenizer(self):
@@ -278,10 +273,8 @@ class GGUFFile:
         weights = {}
         for name, tensor in self.tensors.items():
             stem, _, kind = name.rpartition(".")
-            expect(stem in names or name in ROPE_FACTORS,
-                   f"{name} is not a tensor of {self.architecture} models; use another file")
-            if stem in names:
-                weights[f"{names[stem]}.{kind}"] = self.stored_tensor(tensor)
+            if name not in ROPE_FACTORS:  # an unknown name is refused with those of a folder
+                weights[f"{names.get(stem, stem)}.{kind}"] = self.stored_tensor(tensor)
         return weights
 
     def stored_tensor(self, tensor):
@@ -336,6 +329,11 @@ class GGUFFile:
              f"them; there are kernels for {', '.join(formats)}")
         weight = quantized.round_weight(self.read_values(tensor), 8, 32)
         return quantized.select_rows(weight, order)
+
+
+def number_type(kind):
+    """The name in numpy of a type of numbers in the metadata."""
+    return GGUFValueType(kind).name.lower()
 
 
 @lru_cache(maxsize=2)

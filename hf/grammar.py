@@ -1,6 +1,7 @@
 """Structured output: which tokens a JSON schema, a regular expression or a grammar allows next. The
 package llguidance compiles and matches them; it is imported when the first one is needed."""
 
+import copy
 import json
 import re
 
@@ -150,12 +151,12 @@ class Grammar:
     until it comes, all tokens are allowed. tools: the `hf.calls.Tools` whose calls it describes.
     Raises InputError for a grammar that is wrong or too large."""
 
-    def __init__(self, tokenizer, matcher, begin=None, tools=None):
+    begin = tools = None
+
+    def __init__(self, tokenizer, matcher):
         self.tokenizer = tokenizer
-        self.tools = tools
         self.stop = tokenizer.stop
         self.matcher = matcher
-        self.begin = begin
         self.mask = np.empty(tokenizer.words, np.int32)
         fill_mask(matcher, self.mask)
         expect(not matcher.is_error(), f"the grammar cannot be used: {error_of(matcher)}")
@@ -172,7 +173,9 @@ class Grammar:
         begin = encoding.special_tokens.get("</think>")
         expect(begin is not None, "the prompt ends in <think>, and no token is </think>, after "
                "which structured output could begin; give enable_thinking=False")
-        return Grammar(self.tokenizer, self.matcher, begin, self.tools)
+        later = copy.copy(self)
+        later.begin = begin
+        return later
 
 
 class Matcher:
@@ -181,10 +184,7 @@ class Matcher:
     error: why."""
 
     def __init__(self, grammar):
-        self.tokenizer = grammar.tokenizer
-        self.stop = grammar.stop
-        self.begin = grammar.begin
-        self.first_mask = grammar.mask
+        self.grammar = grammar
         self.waits = grammar.begin is not None  # for that token
         self.mask = np.full_like(grammar.mask, -1) if self.waits else grammar.mask.copy()
         self.matcher = grammar.matcher.deep_copy()
@@ -202,17 +202,18 @@ class Matcher:
             children[parent].append(node)
         if not children[0]:
             return True
+        begin = self.grammar.begin
         probe = self.matcher.deep_copy()  # keeps errors of guesses from the sequence; takes 1 us
 
         def visit(node, waits):
             for child in children[node]:
                 token = tokens[child]
-                if token in self.stop or not out[node, token >> 5] >> (token & 31) & 1:
+                if token in self.grammar.stop or not out[node, token >> 5] >> (token & 31) & 1:
                     continue
                 if waits:
-                    if token == self.begin:
-                        out[child] = self.first_mask
-                    visit(child, token != self.begin)
+                    if token == begin:
+                        out[child] = self.grammar.mask
+                    visit(child, token != begin)
                     continue
                 probe.consume_token(token)
                 fill_mask(probe, out[child])
@@ -229,17 +230,18 @@ class Matcher:
         choice."""
         if self.waits or self.ended:
             return []
+        package = self.grammar.tokenizer.package
         tokens = []
         parts = re.split(SPECIAL, self.matcher.compute_ff_bytes()[:FORCED_BYTES])
         for number, part in enumerate(parts):
-            tokens += [int(part)] if number % 2 else self.tokenizer.package.tokenize_bytes(part)
+            tokens += [int(part)] if number % 2 else package.tokenize_bytes(part)
         return tokens
 
     def take(self, tokens):
         """Appends a step's tokens; returns how many. Fewer than all if the output `ended`."""
         for number, token in enumerate(tokens, start=1):
             if self.waits:
-                self.waits = token != self.begin
+                self.waits = token != self.grammar.begin
                 continue
             self.matcher.consume_token(token)
             if self.matcher.is_stopped():  # also after an error

@@ -5,9 +5,9 @@ from functools import cache
 from glob import glob
 from pathlib import Path
 
-from huggingface_hub import constants, list_repo_files, snapshot_download
+from huggingface_hub import list_repo_files, snapshot_download
 
-from common.values import one_line, warn
+from common.values import one_line
 from model import InputError, expect
 
 PARTS = ["config.json", "generation_config.json", "tokenizer*", "vocab.json", "merges.txt",
@@ -58,18 +58,9 @@ def fetch_gguf(repo, kind):
 
 
 def download(repo, patterns):
-    """The folder of a repository's files of these patterns: the newest, else those in the cache."""
-    try:
-        return Path(snapshot_download(repo, allow_patterns=patterns))
-    except OSError as error:
-        ref = Path(constants.HF_HUB_CACHE, f"models--{repo.replace('/', '--')}", "refs/main")
-        if not ref.exists():
-            raise
-        if not isinstance(error, FileNotFoundError):  # which says that there is no connection
-            warn(f"{repo}: using the version in the cache: {' '.join(str(error).split()):.200}")
-        # huggingface_hub takes a line break at the end of the file for part of the name
-        return Path(snapshot_download(repo, revision=ref.read_text().strip(),
-                                      allow_patterns=patterns, local_files_only=True))
+    """The folder of a repository's files of these patterns; without a connection, of those in the
+    cache."""
+    return Path(snapshot_download(repo, allow_patterns=patterns))
 
 
 def list_files(repo):

@@ -17,7 +17,8 @@ def messages_of(value):
         messages = value["prompt"]
     if messages is None and isinstance(value.get("conversations"), list):
         turns = [{"from": "system", "value": value["system"]}] if value.get("system") else []
-        messages = [turn if "role" in turn else from_sharegpt(turn)
+        messages = [turn if "role" in turn else dict(role=turn.get("from"),
+                                                     content=turn.get("value"))
                     for turn in turns + value["conversations"]]
     expect(isinstance(messages, list), 'its "messages" are not a list')
     messages = [message_of(message, f"messages[{i}]") for i, message in enumerate(messages)]
@@ -34,10 +35,6 @@ def tools_of(value):
     return dict(tools=tools) if tools else {}
 
 
-def from_sharegpt(turn):
-    return dict(role=turn.get("from"), content=turn.get("value"))
-
-
 def message_of(message, name="message"):
     """A message without nulls, with the parts of its content joined. One of the assistant needs no
     content. name: the message's, in errors."""
@@ -46,20 +43,9 @@ def message_of(message, name="message"):
     role = message.get("role")
     expect(isinstance(role, str), f"{name}.role must be a string")
     message["role"] = ROLES.get(role.lower(), role)
-    if isinstance(message.get("tool_calls"), list):
-        message["tool_calls"] = list(map(with_arguments, message["tool_calls"]))
     if "content" in message or message["role"] != "assistant":
         message["content"] = joined(f"{name}.content", message.get("content"))
     return message
-
-
-def with_arguments(call):
-    """A past call, with {} for arguments that are an empty text."""
-    function = call.get("function") if isinstance(call, dict) else None
-    arguments = function.get("arguments") if isinstance(function, dict) else None
-    if not isinstance(arguments, str) or arguments.strip():
-        return call
-    return call | dict(function=function | dict(arguments="{}"))
 
 
 def joined(name, content):

@@ -29,11 +29,6 @@ class Scheme(NamedTuple):
     block: tuple            # (rows, columns) that share a scale; None: all
     zero_offset: int = 0    # to add to the stored zeros
 
-    def __str__(self):
-        rows, columns = (size or "all" for size in self.block)
-        shared = f"groups of {columns}" if rows == 1 else f"blocks of {rows} x {columns}"
-        return f"{self.method}: {self.bits} bits, {shared}"
-
 
 def read_scheme(path, config):
     """Converts config.json's quantization_config to a `Scheme`; None if the model has none."""
@@ -135,8 +130,8 @@ def combine(path, tensors, scheme):
             layers[stem][suffix] = tensor
         elif not suffix.endswith("_scale"):  # those of activations and the KV cache are not used
             combined[name] = tensor
-    expect(layers, f"{path}: quantised according to config.json ({scheme}), but no tensor is "
-           f"called {suffixes[1]}; use another checkpoint")
+    expect(layers, f"{path}: quantised according to config.json ({scheme.method}), but no "
+           f"tensor is called {suffixes[1]}; use another checkpoint")
     return combined | {f"{stem}.weight": combine_layer(stem, layer, scheme)
                        for stem, layer in layers.items()}
 
@@ -147,7 +142,7 @@ def combine_layer(stem, layer, scheme):
     file = layer[scales].file
     what = f"{file}: {stem}"
     missing = {*SUFFIXES[scheme.method]} - {*layer, "g_idx"}
-    expect(not missing, f"{what} lacks {' '.join(missing)}, which {scheme} needs")
+    expect(not missing, f"{what} lacks {' '.join(missing)}, which {scheme.method} needs")
     expect(len(layer[values].shape) == 2, f"{what}.{values} must have two dimensions")
     first, second = layer[values].shape
     fields = 32 // scheme.bits  # values per int32
@@ -163,8 +158,7 @@ def combine_layer(stem, layer, scheme):
     for suffix, tensor in layer.items():
         shape, dtypes = expected[suffix]
         expect(without_ones(tensor.shape) == without_ones(shape) and tensor.dtype in dtypes,
-               f"{what}.{suffix} is {tensor.dtype} {tensor.shape}, not {dtypes[0]} {shape} "
-               f"({scheme})")
+               f"{what}.{suffix} is {tensor.dtype} {tensor.shape}, not {dtypes[0]} {shape}")
     expect(shared_columns(C, columns), f"{what}: {C} inputs in groups of {columns} are not "
            "supported; expected groups of 128, 64 or 32")
     weight = partial(read_layer, what, layer, scheme, (N, C))

@@ -1,6 +1,5 @@
 """Tensors in files: shapes and dtypes from the headers, values when they are needed."""
 
-import re
 import zipfile
 from collections.abc import Callable
 from functools import partial
@@ -17,9 +16,6 @@ from model import InputError, expect
 FP8 = torch.float8_e4m3fn
 DTYPES = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16,
               F8_E4M3=FP8, I32=torch.int32)  # names in a safetensors header
-
-# the parts of names that torch.compile, DistributedDataParallel and peft add
-WRAPPED = re.compile(r"\b(_orig_mod|module|base_model\.model)\.")
 
 
 class StoredTensor(NamedTuple):
@@ -54,14 +50,14 @@ class StoredTensor(NamedTuple):
 
 
 def open_tensors(file):
-    """{name: StoredTensor} of a safetensors or .bin file, without what wrappers add to names.
-    Raises InputError if it is damaged, or holds other objects or a LoRA adapter."""
+    """{name: StoredTensor} of a safetensors or .bin file. Raises InputError if it is damaged, or
+    holds other objects or a LoRA adapter."""
     try:
         check_content(file)
         opened = (open_safetensors if file.suffix == ".safetensors" else open_pickle)(file)
         expect(not any(".lora_" in name for name in opened), f"{file}: holds a LoRA adapter; merge "
                "it into its model, with peft's merge_and_unload")
-        return {WRAPPED.sub("", name): tensor for name, tensor in opened.items()}
+        return opened
     except InputError:
         raise
     except Exception as error:  # safetensors and torch raise many types

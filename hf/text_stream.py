@@ -1,25 +1,6 @@
 """The text of an output while its tokens arrive, in whole characters, up to a stop text."""
 
-from collections import deque
-from functools import lru_cache
-
-
-@lru_cache(maxsize=256)
-def borders(text):
-    """The longest proper prefix of text[:n] that is also its suffix, in characters, for n = 0, 1,
-    ... (Knuth, Morris and Pratt, SIAM Journal on Computing, 1977)."""
-    lengths = [0, 0]
-    for char in text[1:]:
-        lengths.append(matched(text, lengths, lengths[-1], char))
-    return lengths
-
-
-def matched(text, lengths, n, char):
-    """How many characters of the front of text a stream ends in, after one more; n: before it.
-    lengths: the text's `borders`. Takes constant time per character of the stream, on average."""
-    while n and text[n] != char:
-        n = lengths[n]
-    return n + (text[n] == char)
+from itertools import compress
 
 
 class TextStream:
@@ -32,9 +13,9 @@ class TextStream:
 
     def __init__(self, encoding, stop=(), hidden=(), begin=None):
         self.decode = encoding.decode
-        self.stop_texts = [(text, borders(text)) for text in stop]
-        self.matched = [0] * len(stop)  # characters of each in which the text ends
-        self.held = deque()  # (text, whether it is shown)
+        self.stop_texts = stop
+        self.held = ""   # what may be the start of a stop text
+        self.shown = []  # whether each of its characters is shown
         self.hidden = hidden
         self.begin = begin
         self.stopped = False
@@ -57,8 +38,7 @@ class TextStream:
     def finish(self):
         """Returns the rest of the text."""
         rest = self.decode(self.context + self.pending)[self.decoded:]
-        rest = self._release(rest, self.begin is None)
-        return rest + self._take(sum(len(text) for text, _ in self.held))
+        return self._release(rest, self.begin is None) + self._take(len(self.held))
 
     def _feed(self, token):
         is_hidden = token in self.hidden
@@ -86,29 +66,30 @@ class TextStream:
         if self.stopped:
             return ""
         self.length += len(text) * is_shown
-        if not self.stop_texts:
-            return text * is_shown
-        start = max(self.matched)  # characters held so far
-        self.held.append((text, is_shown))
-        for number, char in enumerate(text, start=start + 1):
-            self.matched = [matched(stop, lengths, n, char)
-                            for (stop, lengths), n in zip(self.stop_texts, self.matched)]
-            found = [n for (stop, _), n in zip(self.stop_texts, self.matched) if n == len(stop)]
-            if found:
-                self.stopped = True
-                text = self._take(number - max(found))
-                self.held.clear()
-                return text
-        return self._take(start + len(text) - max(self.matched))
+        self.held += text
+        self.shown += [is_shown] * len(text)
+        ends = [(start + len(stop), -len(stop)) for stop in self.stop_texts
+                if (start := self.held.find(stop)) >= 0]
+        if ends:  # the one that ends first, of several the longest
+            self.stopped = True
+            end, length = min(ends)
+            text = self._take(end + length)
+            self.held = ""
+            return text
+        return self._take(self._start_of_stop())
+
+    def _start_of_stop(self):
+        """Where the longest start of a stop text begins at the end of what is held. What it passes
+        over is never looked at again, so this takes few steps per character of the text."""
+        for start in range(len(self.held)):
+            rest = self.held[start:]
+            if any(stop.startswith(rest) for stop in self.stop_texts):
+                return start
+        return len(self.held)
 
     def _take(self, count):
         """Removes the first `count` characters that are held; returns those that are shown."""
-        taken = []
-        while count:
-            text, is_shown = self.held.popleft()
-            if len(text) > count:
-                self.held.appendleft((text[count:], is_shown))
-                text = text[:count]
-            count -= len(text)
-            taken.append(text * is_shown)
+        taken = compress(self.held[:count], self.shown)
+        self.held = self.held[count:]
+        self.shown = self.shown[count:]
         return "".join(taken)

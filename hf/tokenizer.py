@@ -7,7 +7,7 @@ import json
 import re
 from functools import cached_property
 
-from tokenizers import Tokenizer
+from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 
 from common.files import check_content
@@ -19,38 +19,36 @@ from hf.paths import find_model, is_gguf
 from hf.text_stream import TextStream
 from model import InputError, expect
 
-BPE_FLAGS = ("dropout", "unk_token", "continuing_subword_prefix", "end_of_word_suffix", "fuse_unk",
-             "byte_fallback", "ignore_merges")
+ADDED_FLAGS = "single_word", "lstrip", "rstrip", "normalized", "special"  # of an AddedToken
 NAMED = "bos", "eos", "unk", "sep", "pad", "cls", "mask"  # special tokens, in transformers' order
 
 
 class Encoding:
-    """A tokenizer made of the contents of a tokenizer.json (spec). special_tokens: {text: id} of
-    all added tokens. control_ids: those marked special, but <think> or [THINK]: no answer has them.
-    prefix: ids to put before a prompt."""
+    """A tokenizer made of the contents of a tokenizer.json (spec), and more `AddedToken`s.
+    special_tokens: {text: id} of all added tokens. control_ids: those marked special, but <think>
+    or [THINK]: no answer has them. prefix: ids to put before a prompt."""
 
-    def __init__(self, file, spec):
-        flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "special"), False)
-        added = [flags | {"normalized": not token.get("special")} | token
-                 for token in spec.get("added_tokens") or [] if token["content"]]
-        spec = {"version": "1.0", "normalizer": None, "pre_tokenizer": None} | spec
-        spec |= {"truncation": None, "padding": None, "added_tokens": added}
+    def __init__(self, file, spec, more=()):
+        spec = {"normalizer": None, "pre_tokenizer": None} | spec | {
+            "truncation": None, "padding": None, "added_tokens": spec.get("added_tokens") or []}
         self.file = file
         self.path = file.parent if file.name == "tokenizer.json" else file
-        self.package, self.vocab = read_package(spec)
-        vocab = self.vocab
-        self.special_tokens = {token["content"]: vocab[token["content"]] for token in added}
-        self.control_ids = {vocab[token["content"]] for token in added
-                            if token["special"] and "think" not in token["content"].lower()}
-        self.ids = set(vocab.values())
+        self.package, vocab = read_package(spec)
+        self.package.add_tokens(list(more))
+        added = self.package.get_added_tokens_decoder()
+        self.special_tokens = {token.content: i for i, token in added.items()}
+        self.vocab = vocab | self.special_tokens
+        self.control_ids = {i for i, token in added.items()
+                            if token.special and "think" not in token.content.lower()}
+        self.ids = set(self.vocab.values())
         self.n_vocab = max(self.ids) + 1
         self.decoder = json.dumps(spec.get("decoder"), ensure_ascii=False)
         encoded = self.package.encode("a")
         self.prefix = encoded.ids[:(encoded.special_tokens_mask + [0]).index(0)]
         expect(not spec["model"].get("dropout"), f"{file}: BPE dropout is not supported; remove it")
-        expect(len(self.ids) == len(vocab) and self.ids.issuperset(self.prefix),
+        expect(len(self.ids) == len(self.vocab) and self.ids.issuperset(self.prefix),
                f"{file}: two tokens share an id, or no token has the prefix's ids {self.prefix}")
-        self.bpe = byte_level_bpe(self.package, spec, self.special_tokens)
+        self.bpe = byte_level_bpe(self.package, spec, added)
         self.context = self.encode("a", allowed_special="all")  # of streams, before their first id
 
     @cached_property
@@ -79,13 +77,6 @@ class Encoding:
             return package.encode_batch_fast([text], add_special_tokens=False)[0].ids
         except Exception as error:  # a character without a token, where no unknown token exists
             raise InputError(f"{self.file}: cannot encode this text ({error})") from error
-
-    def least_tokens(self, text):
-        """A lower bound of the number of tokens of a text, from its bytes; 0 if none is known."""
-        if not self.bpe:
-            return 0
-        data = text.encode(errors="ignore").translate(None, self.bpe.missing)  # these are dropped
-        return len(data) // self.bpe.longest
 
     def decode(self, ids):
         """Decodes token ids to text, skipping unknown ids. Some decoders drop a leading space."""
@@ -138,16 +129,17 @@ def read_package(spec):
         return package, package.get_vocab(with_added_tokens=True)
     small = model | dict(vocab=added, merges=[])
     package = Tokenizer.from_str(json.dumps(spec | dict(model=small)))
-    flags = {name: model[name] for name in BPE_FLAGS if model.get(name) is not None}
+    flags = {name: value for name, value in model.items()
+             if name not in ("type", "vocab", "merges") and value is not None}
     package.model = BPE(model["vocab"], [*map(tuple, merges)], **flags)
     return package, model["vocab"]
 
 
-def add_tokens(spec, path):
-    """A tokenizer.json with the tokens that only tokenizer_config.json or added_tokens.json in the
-    folder have, as transformers adds them: those with ids, then the special ones without."""
+def more_tokens(spec, path):
+    """[AddedToken] that tokenizer_config.json or added_tokens.json in the folder have, but not its
+    tokenizer.json (spec), as transformers adds them: those with ids, then special ones without."""
     if is_gguf(path):
-        return spec
+        return []
     config = optional_part(path, "tokenizer_config.json")
     extra = config.get("additional_special_tokens") or config.get("extra_special_tokens") or []
     named = [config.get(f"{name}_token") for name in NAMED]
@@ -155,21 +147,17 @@ def add_tokens(spec, path):
     special = [text for text in map(token_text, named) if text]
     numbered = config.get("added_tokens_decoder")
     if numbered is None:
-        numbered = {i: dict(content=text, special=text in special)
+        numbered = {i: dict(content=text)
                     for text, i in optional_part(path, "added_tokens.json").items()}
-    added = list(spec.get("added_tokens") or [])
-    known = {token["content"]: token["id"] for token in added}
-    vocab = (spec.get("model") or {}).get("vocab") or {}
-    ids = vocab if isinstance(vocab, dict) else {text: i for i, (text, _) in enumerate(vocab)}
-    tokens = [numbered[i] | dict(id=int(i)) for i in sorted(numbered, key=int)]
-    for token in tokens + [dict(content=text, special=True) for text in special]:
-        text = token["content"]
-        if text not in known:
-            free = max([*ids.values(), *known.values()], default=-1) + 1
-            known[text] = ids.get(text, token.get("id", free))
-            is_special = token.get("special") or text in special
-            added.append(token | dict(id=known[text], special=is_special))
-    return spec | dict(added_tokens=added)
+    tokens = [numbered[i] for i in sorted(numbered, key=int)]
+    found = {}
+    for token in tokens + [dict(content=text) for text in special]:
+        flags = {name: token[name] for name in ADDED_FLAGS if name in token}
+        if token["content"] in special:
+            flags["special"] = True
+        found.setdefault(token["content"], AddedToken(token["content"], **flags))
+    known = {token["content"] for token in spec.get("added_tokens") or []}
+    return [token for text, token in found.items() if text not in known]
 
 
 def load_encoding(path):
@@ -179,7 +167,8 @@ def load_encoding(path):
     older = [name for name in ("merges.txt", "tokenizer.model") if file.with_name(name).exists()]
     try:
         if file.exists() or not older:
-            return Encoding(file, add_tokens(read_part(path, "tokenizer.json"), path))
+            spec = read_part(path, "tokenizer.json")
+            return Encoding(file, spec, more_tokens(spec, path))
         check_content(file.with_name(older[0]))
         import transformers
         reader = transformers.AutoTokenizer

@@ -219,7 +219,8 @@ def folder(checkpoint, tmp_path_factory):
 def write_tokenizer(path, added=()):
     """added: {text: whether it is special}; their ids are from 258 on."""
     tokens = {"<|endoftext|>": True, **dict(added)}.items()
-    added = [dict(id=257 + i, content=text, special=special) for i, (text, special) in enumerate(tokens)]
+    flags = dict.fromkeys(("single_word", "lstrip", "rstrip", "normalized"), False)
+    added = [dict(id=257 + i, content=text, special=special, **flags) for i, (text, special) in enumerate(tokens)]
     symbols = sorted(tokenizers.pre_tokenizers.ByteLevel.alphabet())
     byte_level = dict(type="ByteLevel", add_prefix_space=False, trim_offsets=True, use_regex=True)
     model = dict(type="BPE", vocab={symbol: i for i, symbol in enumerate(symbols)} | {"ab": 256}, merges=["a b"])

@@ -18,15 +18,12 @@ def test_devices_without_a_backend_are_refused(name):
         pick_device(name)
 
 
-FILES = {True: ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"),  # of cgroups v1
-         False: ("memory.max", "memory.current", "inactive_file")}
 LIMITS = {  # case: (/proc/self/cgroup, {group: (limit, use, use that can be dropped)}, free), in GB
-    "v2": ("0::/a/b", {"a/b": (2, 1, 0.5), "a": ("max", 9, 0)}, 1.5),
+    "a limit above": ("0::/a/b", {"a/b": (2, 1, 0.5), "a": ("max", 9, 0)}, 1.5),
     "the least of several": ("0::/a/b", {"a/b": (9, 1, 0), "a": (2, 1.75, 0.5), ".": (4, 2, 0)}, 0.75),
     "more than the machine's": ("0::/a", {"a": (100, 1, 0)}, 8),
     "full": ("0::/a", {"a": (1, 2, 0)}, 0),
-    "v1": ("5:cpu:/x\n4:memory:/a\n0::/", {"memory/a": (2, 1, 0.5), "memory": (2**33, 9, 0)}, 1.5),
-    "the path is the host's": ("4:memory:/docker/0123", {"memory": (2, 1, 0.5)}, 1.5),
+    "the path is the host's": ("0::/docker/0123", {".": (2, 1, 0.5)}, 1.5),
     "not Linux": ("", {}, math.inf)}
 
 
@@ -36,19 +33,16 @@ def test_a_containers_limit_bounds_the_free_memory(case, tmp_path):
     own, groups, free = LIMITS[case]
     files = {"proc/self/cgroup": own, "proc/meminfo": "MemFree: 1 kB\nMemAvailable:  7812500 kB\n"} if own else {}
     for group, sizes in groups.items():
-        limit, used, droppable = FILES["memory" in group]
         sizes = [size if size == "max" else int(size * 10**9) for size in sizes]
-        values = {limit: sizes[0], used: sizes[1], "memory.stat": f"inactive_file_x 1\n{droppable} {sizes[2]}\n"}
+        values = {"memory.max": sizes[0], "memory.current": sizes[1],
+                  "memory.stat": f"inactive_file_x 1\ninactive_file {sizes[2]}\n"}
         files |= {f"sys/fs/cgroup/{group}/{name}": str(value) for name, value in values.items()}
     assert free_memory("cpu", write(tmp_path, files)) == free * 10**9
 
 
 @pytest.mark.parametrize("own, files, cpus", [
     ("0::/a/b", {"a/b/cpu.max": "max 100000", "a/cpu.max": "250000 100000"}, 2),
-    ("0::/", {"cpu.max": "20000 40000"}, 1), ("", {}, 8),
-    ("4:cpu,cpuacct:/a\n0::/", {"cpu/a/cpu.cfs_quota_us": "150000", "cpu/a/cpu.cfs_period_us": "50000"}, 3),
-    ("4:cpuset,cpu:/docker/0\n2:cpuacct:/x", {"cpu/cpu.cfs_quota_us": "200000"}, 2),
-    ("1:cpu:/", {"cpu/cpu.cfs_quota_us": "-1", "cpu/cpu.cfs_period_us": "100000"}, 8)])
+    ("0::/", {"cpu.max": "20000 40000"}, 1), ("", {}, 8), ("0::/docker/0", {"cpu.max": "150000 50000"}, 3)])
 def test_a_containers_quota_bounds_the_cpus(own, files, cpus, tmp_path, monkeypatch):
     """Bug: a thread for each CPU of the machine, which wait for one another."""
     monkeypatch.setattr("os.cpu_count", lambda: 8)

@@ -43,12 +43,11 @@ def test_hidden_tokens_are_part_of_stop_texts(encoding):
 def test_held_text_costs_constant_time_per_character(encoding):
     """Bug: each token looks at all of the text that is held back, so a long stop text stops the server."""
     class Counted(str):
-        def __getitem__(self, index):
+        def startswith(self, text):
             steps.append(1)
-            return super().__getitem__(index)
+            return super().startswith(text)
     steps = []
     stream = encoding.stream([Counted("a" * 2000 + "b")])
-    del steps[:]
     tokens = encoding.encode("a") * 1000
     assert stream.feed(tokens) == "" and len(steps) <= 2000 and len(stream.held) == 1000
     assert stream.feed(encoding.encode("c")) == "a" * 1000 + "c" and not stream.held

@@ -48,7 +48,7 @@ FAMILIES = {  # name: (added tokens, a template that treats reasoning as the mod
 
 def save(folder, added, special_thoughts=False):
     """A tokenizer of GPT-2's 256 bytes, five merges, and added tokens, {text: id}, all special but perhaps <think>s."""
-    special = [dict(id=index, content=text, special=special_thoughts or "think" not in text)
+    special = [tk.added(index, text, special=special_thoughts or "think" not in text)
                for text, index in added.items()]
     return load_encoding(tk.save(folder, tk.tiny_spec() | dict(added_tokens=special)))
 

@@ -6,8 +6,6 @@ import re
 import sys
 from functools import partial
 
-import torch
-
 from common.files import decode
 from generate import check_prompt
 from model import InputError
@@ -31,7 +29,7 @@ def converse(args, loaded):
     engine = make_engine(args, loaded, 1, min(CONTEXT, config.block_size), guided=is_guided)
     if sys.stdin.isatty():
         prepare_terminal()
-        print(banner(args, engine), file=sys.stderr)
+        print(f"{banner(args, engine.policy)}\n{HELP}", file=sys.stderr)
     read = partial(read_message, args.chat or sys.stdin.isatty(), loaded.group.size == 1)
     messages = opening(args)
     while (text := loaded.group.on_first(read)) is not None:
@@ -66,17 +64,13 @@ def converse(args, loaded):
             messages = [*turn, dict(role="assistant", content=reply)]
 
 
-def banner(args, engine):
-    """What runs, and the colours of its drafters."""
-    device = engine.decoder.device
-    where = f"CPU threads: {torch.get_num_threads()}" if device.type == "cpu" else str(device)
-    policy = engine.policy
+def banner(args, policy):
+    """The model, and its drafters in their colours."""
     names = [f"head {i + 1}" for i in range(policy.depth)]
     names += ["lookup"] * policy.lookup + ["schema"] * policy.schema
     if has_colours(sys.stderr):
         names = [painted(name, name) for name in names]
-    by = f"tokens guessed by {', '.join(names)}" if names else "no guesses"
-    return f"{model_name(args)}; {where}; {by}\n{HELP}"
+    return f"{model_name(args)}; tokens guessed by {', '.join(names) or 'nothing'}"
 
 
 def prepare_terminal():

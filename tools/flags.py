@@ -153,6 +153,7 @@ def parse_serve(argv=None):
     add_sampling_flags(parser, "1024", "drawn for each request", new_tokens=1024)
     add_drafting_flags(parser)
     add_machine_flags(parser, "sequences decoded together; default: 8", batch_size=8)
+    parser.set_defaults(chat=False)  # sampled as the model's files say
     args = parser.parse_args(argv)
     check_drafting_flags(parser, args)
     if not (find_spec("starlette") and find_spec("uvicorn")):

@@ -80,9 +80,12 @@ class Job:
             if self.chat:
                 value = encoding.template.render(value, **self.template_kwargs)
             if isinstance(value, str):
-                check_length(encoding.least_tokens(value), capacity, " or more")
                 value = encode(value)
-            check_length(len(value), capacity)
+            if len(value) >= capacity:
+                # begins with OpenAI's sentence, by which clients know that they must shorten it
+                raise TooLong(f"This model's maximum context length is {capacity} tokens. However, "
+                              f"your messages resulted in {len(value)} tokens; shorten them to "
+                              f"{capacity - 1}, or start the server with a larger --context")
             own = grammar and grammar.for_prompt(value)
             limit = min(self.limit, capacity - len(value))
             for _ in range(self.body["n"]):
@@ -155,12 +158,3 @@ class Job:
         return dict(usage=usage, speculation=dict(
             steps=counted.steps, guessed=guessed,
             tokens_per_step=round(emitted / max(counted.steps, 1), 3)))
-
-
-def check_length(tokens, capacity, or_more=""):
-    """Raises TooLong for a prompt of so many tokens that none could follow."""
-    if tokens >= capacity:
-        # begins with OpenAI's sentence, by which clients know that they must shorten a prompt
-        raise TooLong(f"This model's maximum context length is {capacity} tokens. However, your "
-                      f"messages resulted in {tokens} tokens{or_more}; shorten them to "
-                      f"{capacity - 1}, or start the server with a larger --context")

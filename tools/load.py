@@ -29,6 +29,7 @@ from model import GPT, InputError, check, expect
 CONTEXT = 4096    # with their prompt, up to the model's context
 REPLY = 1024      # after a longer prompt
 NEW_TOKENS = 128  # of other texts
+CHAT_SAMPLING = dict(temperature=0.7, top_p=0.95)  # where the model's files have no advice
 
 
 def load_model(args, group=None, packed=None, dtype=None, template=None):
@@ -81,21 +82,20 @@ class Loaded:
         return stream.feed(tokens) + stream.finish()
 
 
-def load(args, group, sampling=None):
-    """Loads a `Loaded` on every rank, and checks that all ranks have read the same files. sampling:
-    as in `sampling_flags`."""
-    loaded = group.raise_together(lambda: load_alone(args, group, sampling))
+def load(args, group):
+    """Loads a `Loaded` on every rank, and checks that all ranks have read the same files."""
+    loaded = group.raise_together(lambda: load_alone(args, group))
     heads = loaded.heads and (loaded.heads.hash, loaded.heads.info)
     group.check_same([loaded.model.hash, loaded.model.dtype, heads, loaded.encoding.hash,
                       loaded.sampling, loaded.stop], "have read different files")
     return loaded
 
 
-def load_alone(args, group, sampling):
+def load_alone(args, group):
     """`load` on one rank, which does not wait for the others."""
     if args.threads:
         check("threads", args.threads, 1, os.cpu_count() or 1, whole=True)
-    sampling = sampling_flags(args, sampling)
+    sampling = sampling_flags(args)
     if ignored := not_applied(args.model):
         settings = ", ".join(f"{name} {value}" for name, value in ignored.items())
         warn(f"{args.model}: generation_config.json: not applied: {settings:.200}")
@@ -108,7 +108,7 @@ def load_alone(args, group, sampling):
         raise InputError(f"{args.model}: has no draft heads, but --draft "
                          f"{'+'.join(sorted(args.draft))} needs them; train them with "
                          "train_heads.py, give --heads, or use --draft lookup")
-    stop = [*stop_tokens(args.model, encoding, args.chat_template), *filter(None, args.stop)]
+    stop = [*stop_tokens(args.model, encoding), *filter(None, args.stop)]
     return Loaded(model, encoding, heads, sampling, stop, group)
 
 
@@ -149,14 +149,14 @@ def plain_seconds(decoder):
         return seconds_between(start, timestamp(decoder.device))
 
 
-def sampling_flags(args, unsaid=None):
+def sampling_flags(args):
     """The fields of a `Sampling` from the flags, or else from the model's generation_config.json,
-    whose values it prints. unsaid: as in `sampling_defaults`."""
+    whose values it prints."""
     flags = {name: value for name in (*SAMPLING_KEYS, "seed")
              if (value := getattr(args, name)) is not None}
     # raises an error for a bad flag before the model is loaded
     is_greedy = Sampling(**dict(temperature=1) | flags).temperature == 0
-    defaults = sampling_defaults(args.model, unsaid)
+    defaults = sampling_defaults(args.model, CHAT_SAMPLING if args.chat else None)
     defaults = {name: x for name, x in defaults.items() if name not in flags}
     if is_greedy or defaults.get("temperature") == 0:
         given = [name for name in SAMPLING_KEYS if flags.get(name)]

@@ -1,7 +1,6 @@
 """The server's statistics in the Prometheus text format."""
 
 from bisect import bisect_left
-from collections import Counter
 from itertools import accumulate
 
 from tools.statistics import Statistics
@@ -26,37 +25,32 @@ class Metrics:
     def text(self, model_name, running, waiting):
         """All metrics, by vLLM's names, which dashboards know. running, waiting: numbers of
         sequences."""
-        # copies, as the worker's thread goes on counting
         counted = self.statistics
-        counted = Statistics(counted.shapes.copy(), counted.guesses.copy())
-        drafted = {T: steps for T, (steps, _) in counted.sizes.items() if T > 1}
-        positions = Counter()
-        for (depth, _), accepted in counted.guesses.items():
-            positions[depth - 1] += accepted
+        sizes = counted.sizes.copy()  # as the worker's thread goes on counting
+        positions = counted.positions.copy()
+        drafted = {T: steps for T, (steps, _) in sizes.items() if T > 1}
         first_tokens = [*accumulate(self.first_tokens)]
-        times = dict(_sum=self.first_token_seconds, _count=first_tokens[-1])
-        model = f'model_name="{escaped(model_name)}"'
+        own = f'model_name="{escaped(model_name)}"'
         bounds = zip((*BUCKETS, "+Inf"), first_tokens)
-        buckets = {f'_bucket{{le="{bound}",{model}}}': n for bound, n in bounds}
-        labelled = lambda values: {f"{suffix}{{{model}}}": n for suffix, n in values.items()}
-        vllm = lambda name, kind, value: family(f"vllm:{name}", kind, labelled({"": value}))
-        lines = [
-            *vllm("num_requests_running", "gauge", running),
-            *vllm("num_requests_waiting", "gauge", waiting),
-            *vllm("generation_tokens_total", "counter", counted.emitted),
-            *family("vllm:time_to_first_token_seconds", "histogram", buckets | labelled(times)),
-            *vllm("spec_decode_num_drafts_total", "counter", sum(drafted.values())),
-            *vllm("spec_decode_num_draft_tokens_total", "counter",
-                  sum((T - 1) * steps for T, steps in drafted.items())),
-            *vllm("spec_decode_num_accepted_tokens_total", "counter", positions.total()),
-            *family("vllm:spec_decode_num_accepted_tokens_per_pos_total", "counter",
-                    {f'{{position="{i}",{model}}}': n for i, n in sorted(positions.items())})]
-        return "\n".join(lines) + "\n"
-
-
-def family(name, kind, samples):
-    """The lines of a metric. samples: {what follows its name, such as labels: value}."""
-    return [f"# TYPE {name} {kind}", *(f"{name}{rest} {value}" for rest, value in samples.items())]
+        seconds = {f'_bucket{{le="{bound}",{own}}}': n for bound, n in bounds} | {
+            f"_sum{{{own}}}": self.first_token_seconds, f"_count{{{own}}}": first_tokens[-1]}
+        one = lambda value: {f"{{{own}}}": value}
+        metrics = [  # name, kind, {what follows the name, such as labels: value}
+            ("num_requests_running", "gauge", one(running)),
+            ("num_requests_waiting", "gauge", one(waiting)),
+            ("generation_tokens_total", "counter", one(sum(n for _, n in sizes.values()))),
+            ("time_to_first_token_seconds", "histogram", seconds),
+            ("spec_decode_num_drafts_total", "counter", one(sum(drafted.values()))),
+            ("spec_decode_num_draft_tokens_total", "counter",
+             one(sum((T - 1) * steps for T, steps in drafted.items()))),
+            ("spec_decode_num_accepted_tokens_total", "counter", one(positions.total())),
+            ("spec_decode_num_accepted_tokens_per_pos_total", "counter",
+             {f'{{position="{i}",{own}}}': n for i, n in sorted(positions.items())})]
+        lines = []
+        for name, kind, samples in metrics:
+            lines.append(f"# TYPE vllm:{name} {kind}\n")
+            lines += [f"vllm:{name}{rest} {value}\n" for rest, value in samples.items()]
+        return "".join(lines)
 
 
 def escaped(label):

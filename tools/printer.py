@@ -126,6 +126,7 @@ def painted(text, drafter):
 
 
 def model_name(args):
+    """The name of --model's folder or file, as it was given: links are not followed."""
     return os.path.basename(os.path.abspath(args.model))
 
 

@@ -25,15 +25,9 @@ def list_of(kind, what):
     return must_be(what, lambda value: type(value) is list and {*map(type, value)} <= {kind})
 
 
-def integer(name, value):
-    """Returns a whole float, as JavaScript may write an integer, as an int; others unchanged."""
-    return int(value) if type(value) is float and value.is_integer() else value
-
-
 def whole(low, high):
-    read = must_be(f"a whole number from {low} to {high}",
+    return must_be(f"a whole number from {low} to {high}",
                    lambda value: type(value) is int and low <= value <= high)
-    return lambda name, value: read(name, integer(name, value))
 
 
 def limit(name, value):
@@ -110,63 +104,46 @@ def tool_choice(name, value):
 # --------------------------------------------------------------------------------------------------
 # Structured output: readers return the arguments of `GrammarTokenizer.compile`
 
-def json_schema(name, value):
-    expect(isinstance(value, dict | str), f"{name} must be a JSON schema, an object or its text")
-    return "json_schema", value
-
-
-def any_object(name, value):
-    expect(value is True, f"{name} must be true or left out")
-    return ANY_OBJECT
-
-
-def source_of(kind, read=text):
-    return lambda name, value: (kind, read(name, value))
-
-
-def one_of(readers):
-    """Reads an object with one of the fields in {field: reader}."""
-    def read(name, value):
-        values = object_of(readers)(name, value)
-        expect(len(values) == 1, f"{name} takes one of {', '.join(readers)}")
-        return next(iter(values.values()))
-    return read
-
-
-def grammar(name, value):
-    """Reads a grammar: its text in llama.cpp's notation, or {"lark" or "gbnf": text}."""
-    read = one_of(dict(lark=source_of("lark"), gbnf=source_of("gbnf")))
-    return read(name, value if isinstance(value, dict) else dict(gbnf=value))
-
-
+ANY_OBJECT = "json_schema", dict(type="object")
+schema = must_be("a JSON schema, an object or its text", lambda value: type(value) in (dict, str))
 choice = must_be("a list of at least one string",
                  lambda value: type(value) is list and {*map(type, value)} == {str})
-ANY_OBJECT = "json_schema", dict(type="object")
-STRUCTURED = dict(json=json_schema, json_object=any_object, regex=source_of("regex"),
-                  choice=source_of("choice", choice), grammar=grammar)
-structured_outputs = one_of(STRUCTURED)  # vLLM's
+is_true = must_be("true or left out", lambda value: value is True)
+STRUCTURED = dict(json=schema, json_object=is_true, regex=text, choice=choice, grammar=any_value)
+NOTATIONS = dict(lark=text, gbnf=text)
+WRAPPER = dict(name=text, description=text, strict=flag, schema=schema)
+FORMATS = dict(text={}, json_object=dict(schema=schema),  # the second as in llama.cpp
+               json_schema=dict(json_schema=object_of(WRAPPER)))
 
 
-def misplaced(name, value):
-    raise InputError(f"{name} is not supported; a schema belongs into "
-                     "response_format.json_schema.schema, and others are left out")
+def single(name, value, readers):
+    """Reads an object with one of the fields in {field: reader}. Returns the field and its value"""
+    values = object_of(readers)(name, value)
+    expect(len(values) == 1, f"{name} takes one of {', '.join(readers)}")
+    return next(iter(values.items()))
 
 
-WRAPPER = dict(name=text, description=text, strict=flag, schema=json_schema)
-FORMATS = dict(text={}, json_object=dict(schema=json_schema),  # the second as in llama.cpp
-               json_schema=dict(json_schema=object_of(WRAPPER, misplaced)))
+def structured_outputs(name, value):
+    """Reads vLLM's structured_outputs. Of a grammar, the text in llama.cpp's notation is enough."""
+    kind, source = single(name, value, STRUCTURED)
+    if kind == "json_object":
+        return ANY_OBJECT
+    if kind == "grammar":
+        source = source if isinstance(source, dict) else dict(gbnf=source)
+        return single(f"{name}.grammar", source, NOTATIONS)
+    return "json_schema" if kind == "json" else kind, source
 
 
 def response_format(name, value):
     """Reads OpenAI's response_format; None for plain text."""
     kind = variables(name, value).get("type")
     expect(kind in [*FORMATS], f"{name}.type must be {', '.join(FORMATS)}, not {kind!r}")
-    values = object_of(dict(type=text) | FORMATS[kind], misplaced)(name, value)
+    values = object_of(dict(type=text) | FORMATS[kind])(name, value)
     if kind == "text":
         return None
     if kind == "json_schema":
         values = variables(f"{name}.json_schema", values.get("json_schema"))
-    return values.get("schema", ANY_OBJECT)
+    return ("json_schema", values["schema"]) if "schema" in values else ANY_OBJECT
 
 
 GRAMMARS = dict(response_format=response_format, structured_outputs=structured_outputs)
@@ -204,7 +181,7 @@ COMMON = GRAMMARS | dict(
     model=any_value, stream=flag, stream_options=object_of(STREAM_OPTIONS), show_steps=flag,
     n=whole(1, 128), max_tokens=limit, max_completion_tokens=limit,
     stop=stop_strings, stop_token_ids=token_ids, draft=only("none"),
-    **dict.fromkeys(SAMPLING_FIELDS, integer), **dict.fromkeys(IGNORED, any_value))
+    **dict.fromkeys((*SAMPLING_FIELDS, *IGNORED), any_value))
 for names, reader in NEUTRAL.items():
     COMMON |= dict.fromkeys(names.split(), reader)
 CHAT = COMMON | dict(messages=messages, chat_template_kwargs=variables, reasoning_effort=text,

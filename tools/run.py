@@ -13,15 +13,13 @@ from tools.load import drafts, load, make_engine, new_tokens
 from tools.printer import Printer
 from tools.prompts import encode, read_prompts
 
-CHAT_SAMPLING = dict(temperature=0.7, top_p=0.95)  # where the model's files have no advice
-
 
 @errors.command()
 def main(args):
     """Continues the prompts that the flags name, or without any starts a conversation."""
     group = tensor_parallel.start(args.device)
     given = group.on_first(lambda: read_prompts(args))
-    loaded = load(args, group, CHAT_SAMPLING if args.chat else None)
+    loaded = load(args, group)
     sampling = loaded.sampling
     if sampling["seed"] == -1 and Sampling(**sampling).temperature:
         sampling["seed"] = group.on_first(lambda: random.getrandbits(31))

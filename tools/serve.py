@@ -19,7 +19,6 @@ import socket
 import sys
 import traceback
 from functools import partial
-from importlib.util import find_spec
 from pathlib import Path
 
 import uvicorn
@@ -40,6 +39,7 @@ from tools import request_fields
 from tools.errors import command, error_line
 from tools.job import Job
 from tools.load import load, make_engine
+from tools.printer import model_name
 from tools.worker import Worker
 
 PATIENCE = 30         # seconds for a body to arrive, a client to read, sequences to end on SIGTERM
@@ -50,7 +50,6 @@ MAX_BODY = 4 * 2**20  # bytes of a request
 # h11: httptools loses the body of a request with `Upgrade: h2c`, as Java's HttpClient sends it
 HTTP = dict(http="h11", ws="none", lifespan="off", timeout_keep_alive=KEEP_ALIVE,
             timeout_graceful_shutdown=PATIENCE)
-PATHS = "/v1/chat/completions, /v1/completions, /v1/models, /health, /metrics and /, the chat page"
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not buffer
 
 
@@ -79,25 +78,22 @@ class App:
 
     def __init__(self, args, loaded, context):
         """context: the most tokens of a sequence, prompt included."""
-        file = Path(args.model)
         self.args = args
         self.loaded = loaded
         grammars = []
-        if find_spec("llguidance"):
-            try:
-                grammars = [loaded.grammars]  # else requests would wait for this
-            except InputError as error:
-                warn(f"no structured output: {error}")
+        try:
+            grammars = [loaded.grammars]  # else requests would wait for this
+        except InputError as error:  # such as without llguidance
+            warn(f"no structured output: {error}")
         self.engine = make_engine(args, loaded, args.batch_size, context, guided=bool(grammars))
         if self.engine.decoder.pool is not None:  # else requests would wait for captures
             for guided in (False, True)[:1 + len(grammars)]:
                 progress = partial(tqdm, desc="capturing steps", leave=False)
                 capture_all(self.engine, progress, guided)
-        name = os.path.basename(os.path.abspath(file))  # as it was given: links are not followed
-        self.name = args.name or ("smollm2" if file.name == SMOLLM2 else name)
+        name = model_name(args)
+        self.name = args.name or ("smollm2" if name == SMOLLM2 else name)
         self.max_active = args.batch_size + args.queue
         self.active = 0  # sequences running or waiting
-        self.other_name = None  # the first that a request had for the model
         self.worker = Worker(self.engine)
         self.worker.start()
         route = lambda method, path, handler: Route(path, partial(self.guard, handler),
@@ -109,15 +105,11 @@ class App:
                     route("POST", "/chat/completions", partial(self.complete, True)),
                     route("POST", "/completions", partial(self.complete, False))],
             exception_handlers=dict.fromkeys((InputError, HTTPException, Exception), self.refuse))
-        starlette.router.default = self.no_path
         # all paths with or without /v1, since clients differ in what they call the base URL
         short = lambda path: re.sub(r"^/v1(?=/|$)", "", path.rstrip("/")) or "/"
         asgi = lambda scope, *rest: starlette(scope | dict(path=short(scope["path"])), *rest)
         self.asgi = CORSMiddleware(asgi, args.allow_origin, ("GET", "POST"), ("*",),
                                    allow_private_network=True)
-
-    async def no_path(self, *asgi):
-        raise HTTPException(404, f"there is no such path; there are {PATHS}")
 
     async def guard(self, handler, request):
         """Calls a handler if the request has the API key or, without one, is of no other site."""
@@ -175,9 +167,6 @@ class App:
             body = await asyncio.wait_for(read_object(request), PATIENCE)
         except (asyncio.TimeoutError, ClientDisconnect):
             raise HTTPException(408, "the request body did not arrive in time") from None
-        if self.other_name is None and body.get("model") not in (None, self.name):
-            self.other_name = body["model"]
-            warn(f"a request is for the model {self.other_name!r:.200}; all get {self.name}")
         # a thread, as a large body takes long to check
         job = Job(await asyncio.to_thread(request_fields.read, body, chat), chat, self)
         if not self.worker.is_alive():

@@ -1,7 +1,6 @@
 """Statistics of decoding: steps by size, accepted guesses by drafter."""
 
 from collections import Counter
-from dataclasses import dataclass, field
 
 from clover import BINS, SCHEMA
 
@@ -19,52 +18,33 @@ def guessed_by(result):
     return [*drafters, "model"][:len(result.tokens)]
 
 
-@dataclass
 class Statistics:
-    """Counts of `StepResult`s."""
-    shapes: Counter = field(default_factory=Counter)   # (T, emitted tokens) -> verify steps
-    guesses: Counter = field(default_factory=Counter)  # (depth, source) -> accepted guesses
+    """Counts of `StepResult`s. sizes: {T: [verify steps, emitted tokens]}. step_lengths: {n: steps
+    that emitted n tokens}. accepted: {drafter: accepted guesses}. positions: {index in the path,
+    without the root: accepted guesses}."""
+
+    def __init__(self):
+        self.sizes = {}
+        self.step_lengths = Counter()
+        self.accepted = Counter()
+        self.positions = Counter()
 
     def count(self, result):
-        self.shapes[result.tree_size, len(result.tokens)] += 1
-        guessed = result.sources[1:len(result.tokens) + 1]  # a sequence may end inside the path
-        self.guesses.update(enumerate(guessed, start=1))
+        n = len(result.tokens)
+        size = self.sizes.setdefault(result.tree_size, [0, 0])
+        size[0] += 1
+        size[1] += n
+        self.step_lengths[n] += 1
+        guesses = [name for name in guessed_by(result) if name != "model"]
+        self.accepted.update(guesses)
+        self.positions.update(range(len(guesses)))
 
     @property
     def steps(self):
         """Verify steps, summed over the sequences."""
-        return self.shapes.total()
-
-    @property
-    def emitted(self):
-        return sum(emitted * steps for (_, emitted), steps in self.shapes.items())
-
-    @property
-    def step_lengths(self):
-        """n -> steps that emitted n tokens."""
-        lengths = Counter()
-        for (_, emitted), steps in self.shapes.items():
-            lengths[emitted] += steps
-        return lengths
-
-    @property
-    def sizes(self):
-        """T -> [steps, tokens]."""
-        sizes = {}
-        for (T, emitted), steps in self.shapes.items():
-            so_far = sizes.get(T, (0, 0))
-            sizes[T] = [so_far[0] + steps, so_far[1] + steps * emitted]
-        return sizes
-
-    @property
-    def accepted(self):
-        """Drafter -> accepted guesses."""
-        accepted = Counter()
-        for (depth, source), number in self.guesses.items():
-            accepted[drafter(source, depth)] += number
-        return accepted
+        return self.step_lengths.total()
 
     @property
     def tree_size(self):
         """Mean T over the steps."""
-        return sum(T * steps for (T, _), steps in self.shapes.items()) / max(self.steps, 1)
+        return sum(T * steps for T, (steps, _) in self.sizes.items()) / max(self.steps, 1)
