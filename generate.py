@@ -41,7 +41,7 @@ from clover import (
     root_tree,
 )
 from kernels import HAS_TRITON, commit_path
-from model import GPT, MAX_TREE, InputError, KVCache, check, expect
+from model import GPT, MAX_TREE, KVCache, check, expect
 
 DEFAULT_BATCH = 8    # sequences
 DEFAULT_TREE = 8     # T, where nothing chooses it
