@@ -31,10 +31,11 @@ from clover import SOURCES, Candidates, CloverHeads, Tree
 from engine.policy import Policy
 from generate import Accepted, Plan
 from model import GPT, InputError
+from recurrent import delta
 from tools.flags import DEMO
 
 FP32, FP16, BF16 = torch.float32, torch.float16, torch.bfloat16
-MODULES = kernels, linear, sampling, tree  # that have kernels
+MODULES = kernels, delta, linear, sampling, tree  # that have kernels
 FREE = {"empty", "empty_like", "empty_strided", "new_empty", "new_empty_strided", "detach", "alias", "_unsafe_view"}
 
 
@@ -150,9 +151,17 @@ TENSORS = dict(
     prompt_chain=dict(history="N S int32", lengths="N int32", ends="N int32", chain="B 1+m int64 ?", **SLOTS),
     advance=dict(lengths="N int32", root="N int64", history="N S int32 ?", states="B P C real ?",
                  state="N C real ?", **SLOTS),
-    filtered_sample=dict(logits="M V float32") | PLACE | MASKS)
-DIMENSIONS = dict(B=2, L=2, M=3, T=3, H=12, Hq=8, Hkv=2, S=4096, C=4096, V=32000, n=32000, k=8, n_head=8,
-                  temperature=0.8, seed=0, top_k=0, top_p=0.9, min_p=0.0, m=15, modes=2, SOURCES=SOURCES)
+    filtered_sample=dict(logits="M V float32") | PLACE | MASKS,
+    tree_conv=dict(x="B T C real", history="N n-1 C real", weight="C n real", inputs="B T C real",
+                   ancestors="B T int64", **SLOTS),
+    tree_delta=dict(qkv="B T C real", a="B T H real", b="B T H real", A="H float32", dt_bias="H float32",
+                    state="N H Dk Dv float32", keys="B T Hk Dk real", u="B T H Dv float32", G="B T H float32",
+                    ancestors="B T int64", **SLOTS),
+    commit_delta=dict(state="L N H Dk Dv float32", history="L N n-1 C real", inputs="L B T C real",
+                      keys="L B T Hk Dk real", u="L B T H Dv float32", G="L B T H float32", path="B P int64",
+                      count="B int64", **SLOTS))
+DIMENSIONS = dict(B=2, L=2, M=3, T=3, H=12, Hq=8, Hkv=2, Hk=4, Dk=128, Dv=128, S=4096, C=4096, V=32000, n=32000, k=8,
+                  n_head=8, temperature=0.8, seed=0, top_k=0, top_p=0.9, min_p=0.0, m=15, modes=2, SOURCES=SOURCES)
 
 
 def quantized_weight(N, K, kind, group, minimums=None, device="meta"):
@@ -168,7 +177,9 @@ def arguments(name, dtype=BF16, present="", aligned=True, device="meta", quantiz
     function = getattr(module_of(name), name)
     scope = DIMENSIONS | given
     scope["2N"] = scope.get("N", 0) * (2 if scope.get("activation") else 1)
-    scope |= {"2C": 2 * scope["C"], "1+m": 1 + scope["m"], "words": -(-scope["V"] // 32)}
+    scope |= {"2C": 2 * scope["C"], "n-1": scope["n"] - 1, "1+m": 1 + scope["m"], "words": -(-scope["V"] // 32)}
+    if name == "tree_delta":
+        scope["C"] = 2 * scope["Hk"] * scope["Dk"] + scope["H"] * scope["Dv"]
     scope.setdefault("N", scope["B"])
     made = {key: scope[key] for key in inspect.signature(function).parameters.keys() & scope}
     for argument, spec in TENSORS[name].items():
@@ -244,6 +255,12 @@ GATE = dict(  # every shape class that kernels.py chooses; lists are alternative
     add_norm=[dict(C=[16, 1000, 16384], present=["", "delta weight bias"], dtype=[BF16, FP32])],
     rope_cache=[dict(D=21, present="q_weight k_weight", dtype=[BF16, FP32]),
                 dict(D=[16, 256], present=["rope", "rope q_weight k_weight", "rope slots"])],
+    tree_conv=[dict(n=4, present=["", "slots"], dtype=[FP32, BF16])],
+    tree_delta=[  # tiles of 16 to 128 columns
+        dict(T=[1, 9, 32, 64, 16], dtype=[FP32, BF16]), dict(T=[1, 16, 64], Dk=[16, 80, 256], dtype=[BF16, FP32]),
+        dict(T=[16, 64], Dv=[16, 80, 256], present="slots")],
+    commit_delta=[dict(n=4, P=16, present=["", "slots"], dtype=[FP32, BF16]),
+                  dict(n=4, P=16, Dk=[16, 80, 256], Dv=[16, 80, 256])],
     glu=[dict(C=2 * 11008, activation=["silu", "gelu"])],
     cosine_mix=[dict(C=16384, n_head=1)],
     extend_candidates=[dict(w=32, W=32, n=63, K=32, depth=31)], ngram_lookup=[dict(n=[1, 63], present=["", "slots"])],

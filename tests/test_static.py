@@ -53,8 +53,8 @@ def test_every_choice_compiles_without_spills(combine):
 @pytest.mark.slow
 @pytest.mark.parametrize("target", ["cuda:80", "cuda:89"])
 def test_products_compile_for_older_gpus(target):
-    """Bug: unpacked weights that spill, FP8 that only a newer GPU converts."""
-    launches = [(name, *rest) for name, *rest in static.all_launches() if any(
+    """Bug: unpacked weights that spill, FP8 that only a newer GPU converts; products of three TF32 products."""
+    launches = [(name, *rest) for name, *rest in static.all_launches() if "delta" in name or any(
         getattr(static.module_of(name), name).arg_names[i] == "FORMAT" and (value or "linear" in name)
         for (i, *_), value in rest[1])]
     check_figures(launches, static.compile_all(target, launches))
