@@ -9,6 +9,7 @@ from safetensors import SafetensorError
 
 from clover import BINS, CloverConfig, CloverHeads, norm_hash, sizes_of
 from common.files import check_content, files_hash
+from common.values import one_line
 from hf.paths import is_gguf, is_repository
 from hf.published_heads import load_published
 from model import InputError, expect
@@ -49,7 +50,7 @@ def load_heads(path, model, tokenizer="", packed=True):
     except (OSError, SafetensorError, RuntimeError, TypeError) as error:
         raise InputError(
             f"{path}/heads.safetensors: missing, truncated, or not the weights of these heads "
-            f"({' '.join(str(error).split()):.300}); fetch or train them again") from None
+            f"({one_line(error)}); fetch or train them again") from None
     heads.hash = files_hash([Path(path, "heads.safetensors")])
     return heads
 

@@ -43,9 +43,7 @@ class StoredTensor(NamedTuple):
         return self.read_quantized(self.order)
 
     def rows(self, order):
-        """The tensor with its rows in this order, int64 [N]; None: as they are."""
-        if order is None:
-            return self
+        """The tensor with its rows in this order, int64 [N]."""
         return self._replace(order=order if self.order is None else self.order[order])
 
 

@@ -101,7 +101,6 @@ class App:
         starlette = Starlette(
             routes=[route("GET", "/", self.page), route("GET", "/health", self.health),
                     route("GET", "/metrics", self.metrics), route("GET", "/models", self.models),
-                    route("GET", "/models/{name:path}", self.models),
                     route("POST", "/chat/completions", partial(self.complete, True)),
                     route("POST", "/completions", partial(self.complete, False))],
             exception_handlers=dict.fromkeys((InputError, HTTPException, Exception), self.refuse))
@@ -231,13 +230,10 @@ class App:
         return JSONResponse(dict(status="ok" if alive else "failed"), 200 if alive else 503)
 
     async def models(self, request):
-        name = request.path_params.get("name")
-        if name not in (None, self.name):
-            raise HTTPException(404, f"this server's model is {self.name!r}, not {name!r}")
         model = dict(id=self.name, object="model", created=0, owned_by="clover",
                      max_model_len=self.engine.decoder.capacity,
                      chat=self.loaded.encoding.template is not None)
-        return JSONResponse(dict(object="list", data=[model]) if name is None else model)
+        return JSONResponse(dict(object="list", data=[model]))
 
     async def metrics(self, request):
         running = len(self.engine.running) + bool(self.engine.prefilling)
