@@ -152,14 +152,14 @@ TENSORS = dict(
     advance=dict(lengths="N int32", root="N int64", history="N S int32 ?", states="B P C real ?",
                  state="N C real ?", **SLOTS),
     filtered_sample=dict(logits="M V float32") | PLACE | MASKS,
-    tree_conv=dict(x="B T C real", history="N n-1 C real", weight="C n real", inputs="B T C real",
+    tree_conv=dict(x="B T C real", history="N n-1 C real", weight="C n real", inputs="R nodes C real",
                    ancestors="B T int64", **SLOTS),
     tree_delta=dict(qkv="B T C real", a="B T H real", b="B T H real", A="H float32", dt_bias="H float32",
-                    state="N H Dk Dv float32", keys="B T Hk Dk real", u="B T H Dv float32", G="B T H float32",
-                    ancestors="B T int64", **SLOTS),
-    commit_delta=dict(state="L N H Dk Dv float32", history="L N n-1 C real", inputs="L B T C real",
-                      keys="L B T Hk Dk real", u="L B T H Dv float32", G="L B T H float32", path="B P int64",
-                      count="B int64", **SLOTS))
+                    state="N H Dk Dv float32", keys="R nodes Hk Dk real", u="R nodes H Dv float32",
+                    G="R nodes H float32", ancestors="B T int64", **SLOTS),
+    commit_delta=dict(state="L N H Dk Dv float32", history="L N n-1 C real", inputs="L R nodes C real",
+                      keys="L R nodes Hk Dk real", u="L R nodes H Dv float32", G="L R nodes H float32",
+                      path="B P int64", count="B int64", **SLOTS))
 DIMENSIONS = dict(B=2, L=2, M=3, T=3, H=12, Hq=8, Hkv=2, Hk=4, Dk=128, Dv=128, S=4096, C=4096, V=32000, n=32000, k=8,
                   n_head=8, temperature=0.8, seed=0, top_k=0, top_p=0.9, min_p=0.0, m=15, modes=2, SOURCES=SOURCES)
 
@@ -180,7 +180,7 @@ def arguments(name, dtype=BF16, present="", aligned=True, device="meta", quantiz
     scope |= {"2C": 2 * scope["C"], "n-1": scope["n"] - 1, "1+m": 1 + scope["m"], "words": -(-scope["V"] // 32)}
     if name == "tree_delta":
         scope["C"] = 2 * scope["Hk"] * scope["Dk"] + scope["H"] * scope["Dv"]
-    scope.setdefault("N", scope["B"])
+    scope = dict(N=scope["B"], R=scope["B"], nodes=scope["T"]) | scope
     made = {key: scope[key] for key in inspect.signature(function).parameters.keys() & scope}
     for argument, spec in TENSORS[name].items():
         *sizes, kind = spec.removesuffix(" ?").split()

@@ -25,7 +25,9 @@ GIVEN = dict(  # arguments of each function, optional tensors included
     build_tree=dict(K=3, n=5, tree_size=6, present="chain"), prompt_chain=dict(N=4, S=8, T=3, present="chain slots"),
     accept_path=dict(N=4, S=8, T=3, max_path=3, present="chain prompts slots"),
     advance=dict(N=4, S=8, P=3, C=8, present="history states state slots"),
-    filtered_sample=dict(M=2, V=8, present="masks"))
+    filtered_sample=dict(M=2, V=8, present="masks"), tree_conv=dict(N=4, T=3, C=8, n=4, present="slots"),
+    tree_delta=dict(N=4, T=3, H=4, Hk=2, Dk=16, Dv=16, present="slots"),
+    commit_delta=dict(N=4, T=3, H=4, Hk=2, Dk=16, Dv=16, C=8, n=4, P=3, present="slots"))
 NAMES = [*GIVEN]
 TORCH = dict(  # what runs without Triton, if it is not called name_reference
     extend_candidates=clover.extend_candidates, build_tree=clover.build_tree, ngram_lookup=generate.ngram_lookup,
@@ -78,7 +80,10 @@ FURTHER = dict(  # more invalid arguments: changed sizes, or functions of the va
     commit_path=[dict(P=65), lambda made: dict(kv=made["kv"][:, :1])],
     add_norm=[dict(C=16385)], glu=[dict(C=7), dict(activation="relu")],
     cosine_mix=[dict(n_head=3), dict(n_head=0), dict(C=16386, n_head=1)],
-    rope_cache=[dict(Hkv=2), dict(S=2), dict(D=15), dict(present="rope q_weight")])
+    rope_cache=[dict(Hkv=2), dict(S=2), dict(D=15), dict(present="rope q_weight")],
+    tree_conv=[dict(T=65), dict(n=1), dict(R=1), dict(nodes=2)],
+    tree_delta=[dict(T=65), dict(Dk=257), dict(Dv=257), dict(Hk=3), dict(R=1), dict(nodes=2)],
+    commit_delta=[dict(P=65), dict(Dk=257), dict(Dv=257), dict(Hk=3), dict(R=1)])
 
 
 @plain
@@ -110,7 +115,9 @@ def far_apart(x, dim):
     ("linear_rows", "x", dict(M=4), 1), ("linear_rows", "weight", {}, 1),
     ("project_sample", "hidden", dict(M=4), 1), ("commit_path", "kv", dict(L=3, B=3, Hkv=3), 5),
     ("rope_cache", "qkv", dict(B=3), 3), ("rope_cache", "kv", dict(B=3, H=8, Hkv=3), 4),
-    ("extend_candidates", "logprobs", dict(B=3, W=3, w=3), 2)], ids=str)
+    ("extend_candidates", "logprobs", dict(B=3, W=3, w=3), 2), ("tree_conv", "x", dict(B=3), 3),
+    ("tree_conv", "history", {}, 3), ("tree_delta", "state", {}, 4), ("commit_delta", "state", {}, 5),
+    ("commit_delta", "history", {}, 4)], ids=str)
 def test_offsets_have_64_bits(name, changed, given, dims):
     """Bug: an offset computed in 32 bits, wrong from 2^31 elements on (8 GB in float32)."""
     made = valid(name, **given)

@@ -148,6 +148,26 @@ def test_a_tree_is_every_path_decoded_alone(case, strides, device):
                 assert torch.equal(history[layer, slot].cpu(), rows[len(nodes):])
 
 
+@pytest.mark.parametrize("T", [13, 40])
+def test_a_node_does_not_feel_other_branches(T, device):
+    """Bug: sums of what a node sees and what it does not, which make its bits depend on its tree."""
+    generator = torch.Generator().manual_seed(T)
+    normal = lambda *shape: torch.randn(*shape, generator=generator).to(device)
+    row, = tree_masks(1, T, False, generator)
+    node = max(range(T), key=lambda i: len(chain_of(row[i])))
+    A, dt_bias, state = -normal(4).exp(), normal(4), normal(1, 4, 32, 48)
+    given = [normal(1, T, n) for n in (2 * 2 * 32 + 4 * 48, 4, 4)]
+    results = []
+    for _ in range(2):
+        kept = [torch.zeros(1, T, *shape, device=device) for shape in ((2, 32), (4, 48), (4,))]
+        out = delta.tree_delta(*given, A, dt_bias, state, *kept, as_int64([row]).to(device))
+        results.append([x[0, node] for x in (out, *kept)])
+        others = [i for i in range(T) if i not in chain_of(row[node])]
+        given = [x.index_copy(1, torch.tensor(others, device=device), normal(1, len(others), x.shape[2]))
+                 for x in given]
+    assert all(map(torch.equal, *results))
+
+
 @records
 def test_the_order_of_sums_does_not_depend_on_the_number_of_nodes():
     """Bug: a tl.dot of another kind for trees of one size, on Hopper, where the first operand has 64 rows."""
