@@ -315,37 +315,26 @@ def test_a_grammar_that_explodes_fails_alone(thinker):
 FUNCTION = dict(name="sum", arguments='{"a": 1}')
 CALL = dict(role="assistant", tool_calls=[dict(id="c1", type="function", function=FUNCTION)])
 ask = lambda **fields: dict(prompt="a", max_tokens=4) | fields
-form = lambda **fields: (ask(response_format=fields), 400)
 say = lambda *messages, **more: ("/v1/chat/completions", dict(messages=list(messages), max_tokens=4) | more)
 BAD = {
     "broken JSON": ('{"prompt": "a"', 400, "not valid JSON"), "no UTF-8": (b'{"prompt": "\xff"}', 400, "not valid"),
     "NaN": ('{"prompt": "a", "temperature": NaN}', 400, "not valid JSON: NaN"), "a list": ([], 400, "a JSON object"),
     "depth": ("[" * 10**5, 400, "not valid JSON"),
-    "a negative number": (ask(temperature=-1), 400, "temperature must be a number from 0"),
     "choices": (ask(n=9), 400, "expected up to 8 sequences (this server's --batch-size plus --queue), not 9"),
-    "stream": (ask(stream="yes"), 400, "stream must be true or false"), "stops": (ask(stop=["a"] * 33), 400, "32"),
-    "a long stop": (ask(stop=["a", "b" * 257]), 400, "256 c"),
-    "infinity": ('{"prompt": "a", "n": 1e999}', 400, "n must be"), "no tokens": (ask(max_tokens=0), 400, "max_tokens"),
+    "infinity": ('{"prompt": "a", "n": 1e999}', 400, "n must be"),
     "prompts": (ask(prompt=["a", 3]), 400, "prompt must be"), "no prompt": ({}, 400, "prompt is missing"),
-    "draft": (ask(draft="all"), 400, 'draft must be "none"'), "another path": (("/v1/responses", {}), 404, "Not Found"),
-    "another page": (("/nothing", None), 404, "Not Found"), "a method": (("/v1/completions", None), 405, "Method"),
+    "another path": (("/v1/responses", {}), 404, "Not Found"), "another page": (("/nothing", None), 404, "Not Found"),
+    "a method": (("/v1/completions", None), 405, "Method"),
     "an unknown id": (ask(prompt=[[1], [258]], stream=True), 400, "prompt 1 has token ids outside 0..257"),
     "a large body": (b" " * (4 * 2**20 + 1), 413, "4194304 bytes"),
     "no messages": (say(), 400, "messages must be"),
     "an image": (say(SAID, dict(role="user", content=[dict(type="image_url")])), 400,
                  "messages[1].content: a part of type 'image_url' is not supported"),
-
     "calls": (say(SAID | dict(tool_calls=["f"])), 400, "messages[0].tool_calls must be a list of objects"),
     "no content": (say(dict(role="user", content=None)), 400, "messages[0].content must be a string"),
     "nothing to continue": (("/v1/chat/completions", dict(messages=[CALL], continue_final_message=True)), 400,
                             "continue_final_message needs a text"),
-    "top_logprobs": (say(SAID, logprobs=True, top_logprobs=21), 400, "top_logprobs must be a whole number from 0 to 2"),
     "top_logprobs alone": (say(SAID, top_logprobs=2), 400, "top_logprobs needs logprobs: true"),
-    "logprobs": (ask(logprobs=6), 400, "logprobs must be a whole number from 0 to 5"),
-    "a schema without a name": (*form(type="json_schema", json_schema=PAIR), "response_format.json_schema.type is"),
-
-    "a schema of a text": (*form(type="text", schema=PAIR), "response_format.schema is"),
-    "a format's type": (*form(type=["text"]), "response_format.type must be"),
     "roles": (say(dict(role="dog", content="w")), 400, "toy/chat_template.jinja: cannot render messages: no dogs")}
 
 
@@ -382,13 +371,16 @@ def test_a_large_body_is_refused_before_it_is_encoded_or_checked_on_the_event_lo
     assert len(threads) == 1 and served.thread not in threads
 
 
-REFUSED = dict(
+REFUSED = [*dict(
     ignore_eos=True, min_tokens=3, repetition_penalty=1.1, guided_json=dict(type="object"), bad_words=["a"],
     structured_outputs=dict(structural_tag="a"), response_format=dict(type="xml"),
     prompt_logprobs=0, logprobs="5", tool_choice="required", best_of=2,
     skip_special_tokens=False, include_stop_str_in_output=True, typical_p=0.9,
     tools=[dict(type="function")], logit_bias={"1": 5}, presence_penalty=0.5, suffix="a", echo=True, x="é",
-    continue_final_message="yes", top_logprobs=False, stop_token_ids="a", stream_options=dict(include=True))
+    continue_final_message="yes", top_logprobs=False, stop_token_ids="a", stream_options=dict(include=True),
+    temperature=-1, stream="yes", stop=["a"] * 33, max_tokens=0, draft="all", n=129).items(),
+    ("top_logprobs", 21), ("logprobs", 6), ("stop", ["b" * 257]), ("response_format", dict(type=["text"])),
+    *(("response_format", dict(type=kind, json_schema=PAIR)) for kind in ("text", "json_object", "json_schema"))]
 NEUTRAL = dict(
     ignore_eos=False, min_tokens=0, repetition_penalty=1.0, tools=[], response_format=dict(type="text"), best_of=1,
     tool_choice="auto", echo=False, logit_bias={}, presence_penalty=0, frequency_penalty=0.0, suffix="", stop="",
@@ -402,7 +394,7 @@ def test_unsupported_fields_are_ignored_or_refused_by_name(served, path):
     body = dict(prompt="abc") if path == "/v1/completions" else dict(messages=[SAID])
     text = lambda body: str(served.post(body | dict(max_tokens=9), path).json()["choices"])
     assert text(body | NEUTRAL) == text(body)
-    for name, value in REFUSED.items():
+    for name, value in REFUSED:
         answer = served.post(body | {name: value}, path)
         assert answer.status_code == 400 and answer.json()["error"]["message"].startswith(name), name
 
