@@ -12,6 +12,7 @@ import subprocess
 import sys
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
+from importlib.util import find_spec
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -86,24 +87,6 @@ def test_product_is_the_sum_of_products(kind, n, k, group):
         torch.set_num_threads(2)
         assert torch.equal(torch.cat([packed.multiply(row[None]) for row in x]), got)
         torch.set_num_threads(1)
-
-
-@pytest.mark.parametrize("name, size, groups", [
-    ("Q4_0", 18, 1), ("Q4_1", 20, 1), ("Q5_1", 24, 1), ("Q6_K", 210, 8), ("Q8_0", 34, 1)])
-def test_sums_of_integers_in_a_product_are_exact(name, size, groups):
-    """Bug: a partial sum that overflows 16 bits, or a sign lost. Scales are 1, so all sums are exact in float32."""
-    rows = torch.randint(0, 256, (40, 16 // groups, size), dtype=torch.uint8).numpy()
-    one = torch.ones(2, dtype=torch.float16).numpy().view("uint8")
-    if name == "Q6_K":
-        rows[..., 192:208], rows[..., 208:] = 1, one[:2]
-    else:
-        scales = 4 if name.endswith("_1") else 2
-        rows[..., :scales] = one[:scales]
-    packed = cpu_layers.pack_blocks(name, getattr(header, name), rows.reshape(40, -1), 512)
-    x = torch.randint(-127, 128, (9, 512)).float()
-    x[:, ::32] = 127  # so that a group's scale is 1
-    want = x.double() @ packed.unpack(torch.arange(40)).double().T
-    assert torch.equal(packed.multiply(x).double(), want)
 
 
 @pytest.mark.parametrize("k", [20, 512, 551, 1090])
@@ -639,7 +622,7 @@ def test_compilers_multiply_to_the_same_bits(flags, tmp_path):
     assert all(done.stderr.count("\n") == 1 and "compiling" in done.stderr for done in (gcc, clang))
 
 
-FUNCTIONS = "product or rounded or attention or argmax or same_bits or in_c or states_in or threads"
+FUNCTIONS = "product or blocks_are or rounded or attention or argmax or same_bits or in_c or states_in or threads"
 SANITIZED = "-fsanitize=address,undefined -fno-sanitize-recover=all -g"
 
 
@@ -653,6 +636,7 @@ def test_other_processors_compute_the_same(flags, tmp_path):
                      for name in ("asan", "ubsan")]
         environment |= dict(LD_PRELOAD=" ".join(map(str.strip, libraries)), ASAN_OPTIONS="detect_leaks=0")
     code = "import pytest, sys; sys.exit(pytest.main(['-q', '-x', '-n', '0', *sys.argv[1:]]))"
-    functions = "product or rounded" if "PLAIN" in flags else FUNCTIONS  # only these differ
-    done = run_with(environment, code, "tests/test_backends_cpu.py", "-k", functions)
+    functions = "product or blocks_are or rounded" if "PLAIN" in flags else FUNCTIONS  # only these differ
+    files = ["tests/test_backends_cpu.py", *["tests/test_hf_gguf.py"] * bool(find_spec("gguf"))]
+    done = run_with(environment, code, *files, "-k", functions)
     assert "passed" in done.stdout and "skipped" not in done.stdout
