@@ -42,18 +42,14 @@ def test_stop_tokens_that_are_no_tokens_are_refused(ids, corpus, tmp_path):
 
 
 HEADERS = """{{- bos_token }}
-{%- set ns = namespace(count=0, system='') %}
-{%- if messages[0]['role'] == 'system' %}
-    {%- set ns.system = messages[0]['content'] | trim %}
-    {%- set messages = messages[1:] %}
-{%- endif %}
+{%- set ns = namespace(count=0) %}
 <|head|>system<|/head|>
 
 Today: {{ strftime_now("%d %b %Y") }}
 {% if tools is not none %}
 Tools: {{ tools | tojson(indent=2) }}
 {% endif %}
-{{ ns.system }}{{ eos_token }}{{ nothing }}{{ unk_token if unk_token is defined else 'no unk' }}
+{{ eos_token }}{{ nothing }}{{ unk_token if unk_token is defined else 'no unk' }}
 {% for message in messages %}
     {% if message.content is not string %}
 {{ raise_exception('text only') }}
