@@ -226,23 +226,20 @@ def test_log_probabilities(served, chat, top):
     for choice, parts in zip(whole["choices"], stream):
         said = choice["logprobs"]
         assert parts == {name: values or [] for name, values in said.items()}
+        entries = said["content" if chat else "tokens"]
         if chat:
-            text, entries = choice["message"]["content"], said["content"]
-            values = [entry["logprob"] for entry in entries]
-            assert all(len(entry["top_logprobs"]) == top for entry in entries) and said["refusal"] is None
             raw = b"".join(bytes(entry["bytes"]) for entry in entries)
-            best = [[one["logprob"] for one in entry["top_logprobs"]] for entry in entries]
+            assert raw.decode(errors="replace").startswith(choice["message"]["content"]) and said["refusal"] is None
+            for entry in entries:
+                best = [one["logprob"] for one in entry["top_logprobs"]]
+                assert len(best) == top and best == sorted(best, reverse=True)
+                assert entry["logprob"] <= max(best, default=0) < 1e-9
         else:
-            text, values, entries = choice["text"], said["token_logprobs"], said["tokens"]
-            raw = b"".join(bytes.fromhex(token[6:].replace("\\x", "")) if token.startswith("bytes:") else token.encode()
-                           for token in entries)
             assert {len(column) for column in said.values()} == {len(entries)}
-            begins += [text.startswith(token, offset) for token, offset in zip(entries, said["text_offset"])
-                       if "\ufffd" not in text[:offset + 1] and not re.match("q|<.+|bytes:", token)]
-            assert all(found[token] == value for found, token, value in zip(said["top_logprobs"], entries, values))
-            best = [[*found.values()][:top] for found in said["top_logprobs"]]
-        assert raw.decode(errors="replace").startswith(text) and max(values) < 0
-        assert all(row == sorted(row, reverse=True) and (not row or row[0] >= x) for row, x in zip(best, values))
+            begins += [choice["text"].startswith(token, offset) for token, offset in zip(entries, said["text_offset"])
+                       if "\ufffd" not in choice["text"][:offset + 1] and not re.match("q|<.+|bytes:", token)]
+            columns = zip(said["top_logprobs"], entries, said["token_logprobs"])
+            assert all(found[token] == value < 0 for found, token, value in columns)
         count += len(entries)
     assert count == whole["usage"]["completion_tokens"] and all(begins) and (chat or sum(begins) > 3)
     assert served.post({name: body[name] for name in body if "logprobs" not in name}, path).json()["choices"] == [
