@@ -6,23 +6,18 @@ import torch
 
 from backends import cpu, cpu_library, gpu
 from backends.quantized import pack_nibbles
-from clover import CloverHeads
-from conftest import SHAPES, edit_weights, random_prompts, refusal, slow, toy_model
-from generate import Sampling, generate
+from conftest import SHAPES, edit_weights, random_prompts, refusal, toy_model
 from hf import checkpoint
 from hf.quantization import unpack_int32
 from test_backends_cpu import run_with
-from test_clover import random_heads
 from test_hf_checkpoint import theirs_of
 from test_hf_gguf import Type, random_blocks, write  # needs gguf, else this file is skipped
 from test_hf_quantization import KINDS, write_quantised
 from test_kernels import BF16, FP32, records
-from test_lossless import without_ties
 
 LLAMA_CPP = {  # the types that it gives the tensors of a file
     "Q4_0": {}, "Q4_1": {}, "Q5_0": {}, "Q5_1": {}, "Q8_0": {}, "Q5_K": {"blk.0.attn_v": "Q6_K"},
     "Q4_K": {"blk.0.attn_v": "Q6_K", "blk.0.ffn_down": "Q6_K", "token_embd": "Q6_K"}, "Q3_K": {}}
-SAMPLED, FILTERED = dict(temperature=0.9, seed=3), dict(temperature=0.7, top_p=0.8)
 
 
 @pytest.fixture(autouse=True)
@@ -141,23 +136,6 @@ def test_act_order_permutes_the_inputs(tmp_path, monkeypatch):
         attn = checkpoint.load(path, BF16, "cpu").blocks[0].attn
         assert torch.equal(attn.qkv.embedding(torch.arange(256)), weight[:, order].bfloat16().float())
         assert attn.qkv.packed.linear.kind < cpu_library.header.INT8 <= attn.proj.packed.linear.kind
-
-
-@pytest.mark.parametrize("kind, options", [
-    ("awq", SAMPLED), ("fp8", FILTERED), ("Q4_K", SAMPLED), ("int4", FILTERED), slow("awq", {})], ids=str)
-def test_output_is_that_of_plain_decoding(kind, options, tmp_path):
-    """Bug: draft heads or a draft vocabulary that a quantised LM head refuses, a wrong guess accepted."""
-    model, plain = loaded(kind, tmp_path)
-    made = random_heads(plain).to(BF16)
-    made.set_vocabulary(range(96, 0, -3))
-    made.save_pretrained(tmp_path / "heads")
-    heads = CloverHeads.from_pretrained(tmp_path / "heads", model)
-    gpu.apply(heads)
-    prompts, samplings = random_prompts([5, 30, 2]), [Sampling(**options)] * 3
-    want = generate(model, prompts, 12, **options).tokens
-    for T in (5, 17):
-        got = generate(model, prompts, 12, heads=heads, lookup=True, tree_size=T, batch_size=2, **options).tokens
-        assert without_ties(model, prompts, got, want, samplings) == want
 
 
 CODE = """

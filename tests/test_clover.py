@@ -145,15 +145,6 @@ def test_presets_start_where_the_papers_start(toy):
 # ---------------------------------------------------------------------------------------------------------------------
 # Folders
 
-@pytest.mark.parametrize("name", PRESETS)
-def test_save_and_load(toy, name, tmp_path):
-    """Catches a weight or a switch that is not saved."""
-    heads = random_heads(toy, name, n_draft=3)
-    heads.save_pretrained(tmp_path, tokenizer="abc", accuracy=[0.5], training=dict(steps=7))
-    same = CloverHeads.from_pretrained(tmp_path, toy, tokenizer="abc")
-    assert same.config == heads.config and same.info["accuracy"] == [0.5] and same.info["training"] == dict(steps=7)
-    assert all(torch.equal(a, b) for a, b in zip(heads.state_dict().values(), same.state_dict().values(), strict=True))
-
 
 def test_heads_serve_their_model_in_any_format_and_no_other_one(toy, tmp_path, capsys):
     """Catches heads that load for a model of other sizes, or fail to load for a quantised one."""

@@ -254,7 +254,7 @@ def test_broken_files_are_refused(tmp_path):
     assert changed(lambda x: x, **other).hidden_layers == (0, 1, 2)
     refused(lambda x: x.pop("layers.0.hidden_norm.weight"), "'LlamaForCausalLM' is not supported", **other)
     refused(lambda x: x.pop("fc.weight"), "the weights lack fc.weight")
-    refused(lambda x: x.update(extra=torch.ones(2)), "no extra")
+    refused(lambda x: x.update(extra=torch.ones(2)), "no 'extra'")
     refused(lambda x: x.update({"norm.weight": torch.ones(63)}), "norm.weight", "(64,)", "(63,)")
     refused(lambda x: x.pop("d2t"), "expected the 96 tokens of a draft vocabulary", "got 0 in d2t")
     refused(lambda x: x, "a value is missing or has the wrong type", speculators_config=[1])

@@ -19,6 +19,7 @@ from hf.tokenizer import load_encoding
 from model import GPT, InputError
 from test_hf_checkpoint import theirs_of
 from test_hf_gguf import random_blocks, write
+from test_hf_tokenizer import write as write_files
 from tools.flags import parse_generate, parse_serve
 from tools.load import load_model, sampling_flags
 from training.flags import parse_heads
@@ -27,6 +28,7 @@ from training.runs import run_config
 SHA = "0123456789abcdef0123456789abcdef01234567"
 READ = ["chat_template.jinja", "config.json", "generation_config.json", "model.safetensors", "tokenizer.json",
         "tokenizer_config.json"]
+fill = lambda root, names: write_files(root, {name: name for name in names})  # which contain their names
 OTHERS = ("README.md", "model.fp16.safetensors", "pytorch_model.bin", "original/params.json", "onnx/model.onnx")
 FULL = "Qwen-0.5B-Q4_K_M.gguf", "Qwen-0.5B-Q4_K_S.gguf", "q/Qwen-0.5B-Q8_0-00001-of-00002.gguf", \
     "q/Qwen-0.5B-Q8_0-00002-of-00002.gguf", "mmproj.f16.gguf", "mmproj-Q4_K_M.gguf", "Q-imatrix.gguf", "README.md"
@@ -58,14 +60,6 @@ class Hub:
             link.symlink_to(blob)
             (home / "refs/main").write_text(SHA)
         return str(home / "snapshots" / SHA)
-
-
-def fill(root, names):
-    """Adds files that contain their names to a folder."""
-    for name in names:
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_text(name)
-    return root
 
 
 @pytest.fixture

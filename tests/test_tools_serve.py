@@ -671,13 +671,6 @@ def test_sigterm_lets_requests_end_and_a_second_one_does_not():
             assert process.wait(60) == code
 
 
-def test_a_model_has_the_name_that_was_given(folder, served, tmp_path):
-    """Bug: a link has the name of what it leads to, in a cache the hash of a blob."""
-    (tmp_path / "link").symlink_to(folder)
-    args = parse_serve(["--model", f"{tmp_path}/link", "--device", "cpu", "--threads", "1"])
-    assert serve.App(args, served.loaded, context=128).name == "link"
-
-
 def test_startup_errors_are_one_line(monkeypatch, capsys):
     """Bug: a traceback, or an error only after loading the model."""
     with socket.create_server(("127.0.0.1", 0)) as taken, pytest.raises(SystemExit, match="2"):
