@@ -165,10 +165,10 @@ def tree_conv_reference(x, history, weight, inputs, ancestors, slots=None):
 #   u_i = beta_i (v_i - exp(G_i) S^T k_i - sum_{j != i} exp(G_i - G_j) (k_i . k_j) u_j)
 #   out_i = exp(G_i) S^T q_i + sum_j exp(G_i - G_j) (q_i . k_j) u_j
 #
-# Bytes: Dk * Dv floats of S per sequence and head, read once. FLOPs: 4 * T * Dk per float of S, and
-# 4 * T^2 * (Dk + Dv) per head. The rows u_j are solved for one after the other, parents first; all
-# that a node does not see is multiplied by 0. So a node's bits depend neither on other branches nor
-# on T. Products are of tiles that tensor cores multiply alike for every T.
+# Bytes: Dk * Dv floats of S per sequence and head, read once. FLOPs: 4 * T per float of S, and
+# 4 * T^2 * (Dk + Dv) per head. The u_j are solved for one after the other, parents first; what a
+# node does not see counts 0 times. The other sums are by tensor cores, in the same tiles for all T.
+# So a node's bits depend neither on other branches nor on T.
 
 @triton.jit
 def _dot(a, b, acc):
@@ -245,7 +245,7 @@ def _tree_delta_kernel(
                 other=0.0)  # [BLOCK_V, 2 * BLOCK_T]
     x -= v.to(tl.float32) * factor[None, :]
 
-    # row j of weights: what u_j is multiplied by in each column; it is final after the rows before
+    # weights [j, column]: how u_j counts there. u_j is final once all before it are added.
     for start_j in range(0, T, BLOCK_J):
         j = start_j + tl.arange(0, BLOCK_J)
         weights = tl.zeros([BLOCK_J, 2 * BLOCK_T], tl.float32)

@@ -388,7 +388,7 @@ def test_kernels_under_the_interpreter(cases):
     triton, numpy = (tuple(map(int, version(name).split(".")[:2])) for name in ("triton", "numpy"))
     if triton < (3, 7) and numpy >= (2, 4):
         pytest.skip("the interpreter of triton 3.6 converts arrays to numbers in a way that numpy 2.4 rejects")
-    files = [file for name in ("kernels", "backends_linear", "backends_sampling", "backends_tree", "recurrent")
+    files = [file for name in ("kernels", "backends_linear", "backends_sampling", "backends_tree", "recurrent_delta")
              for file in ROOT.glob(f"tests/test_{name}*.py")]
     command = [sys.executable, "-m", "pytest", "-q", "-n", "0", "-p", "no:cacheprovider", "-m", cases, *files]
     variables = dict(TRITON_INTERPRET="1", OMP_NUM_THREADS="1", OPENBLAS_NUM_THREADS="1")  # numpy's threads compete
