@@ -151,18 +151,16 @@ def test_an_answer_beside_tools_matches_its_schema(marked, are_tokens, template)
     *_, encoding, tokenizer = (None, *marked) if are_tokens else load()
     answer = CITY | dict(properties=dict(name=dict(type="string")), required=["name"], additionalProperties=False)
     write = {HERMES: hermes, MISTRAL: listed}.get(template, lambda call: llama(*call))
-    for required in (False, True):
-        tools = Tools(encoding := templated(encoding, template), TOOLS, required, answer=json.dumps(answer))
-        grammar = tokenizer.compile("tools", tools)
-        assert written(grammar, encoding, write(GET))[2] and not written(grammar, encoding, "text")[2]
-        for text in ('{"name": "Oslo"}', '{"name": "<tool_call>[TOOL_CALLS]"}'):
-            tokens = [token for char in text for token in encoding.encode(char)]
-            assert (grammar.start().take(tokens) == len(tokens)) != required
-            stream, reader, parts = encoding.stream([], tools.tokens.values()), CallReader(tools), []
-            for token in [] if required else tokens:
-                parts += reader.feed(stream.feed([token]), token)
-            said = message_of(parts + reader.feed(stream.finish()) + reader.finish())
-            assert required or said == dict(content=text)
+    tools = Tools(encoding := templated(encoding, template), TOOLS, answer=json.dumps(answer))
+    grammar = tokenizer.compile("tools", tools)
+    assert written(grammar, encoding, write(GET))[2] and not written(grammar, encoding, "text")[2]
+    for text in ('{"name": "Oslo"}', '{"name": "<tool_call>[TOOL_CALLS]"}'):
+        tokens = [token for char in text for token in encoding.encode(char)]
+        assert grammar.start().take(tokens) == len(tokens)
+        stream, reader, parts = encoding.stream([], tools.tokens.values()), CallReader(tools), []
+        for token in tokens:
+            parts += reader.feed(stream.feed([token]), token)
+        assert message_of(parts + reader.feed(stream.finish()) + reader.finish()) == dict(content=text)
     refusal(lambda: tokenizer.compile("tools", Tools(encoding, TOOLS, answer="{")), "not a json_schema")
 
 
