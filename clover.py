@@ -365,7 +365,7 @@ class CloverHeads(nn.Module):
         self.heads = DraftHeads(Head(config, base) for _ in range(n_weights))
         mixes_before = config.mix_before and config.mix != "none"
         self.mix_in = MIXERS[config.mix](base) if mixes_before else None
-        self.augment_blocks = Blocks(Block(base, base.n_layer - 1)
+        self.augment_blocks = Blocks(Block(base, model.blocks.last_attention)
                                      for _ in range(config.augment_layers))
         if not next(self.parameters()).is_meta:  # on meta: weights and scale come from a folder
             self.embedding_scale = unit_scale(model)

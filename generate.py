@@ -244,7 +244,7 @@ class Slots:
     def __init__(self, model, heads, batch_size, capacity, max_tree, max_path):
         zeros = partial(torch.zeros, device=model.device)
         model.reserve(capacity + max_tree)
-        self.cache = model.new_cache(batch_size, capacity + max_path + max_tree)
+        self.cache = model.new_cache(batch_size, capacity + max_path + max_tree, nodes=max_tree)
         heads_kv = self.cache.kv[:0]
         if heads:  # they write drafts or paths, which on a CPU have up to MAX_CHAIN + 1 rows
             rows = capacity + max_path + max(max_path, MAX_CHAIN + 1, heads.draft_rows)
@@ -491,18 +491,17 @@ class Decoder:
         return accepted
 
     def commit(self, plan, draft, hidden, accepted):
-        """Keeps the path's cache rows, feeds its tokens to lookup, and to heads with its hidden
-        states of [B, T, C], and makes the bonus token the next root. Cache rows from the new length
-        on are junk, which no node sees until a later step has overwritten it."""
+        """Keeps the path's part of the cache, feeds its tokens to lookup, and to heads with hidden
+        [B, T, C], and makes the bonus token the next root. Later cache rows are junk."""
         slots = self.slots
         batch = draft.batch
         states = None
+        slots.cache.commit_states(accepted.path, accepted.count, batch.slots)
         if self.heads:  # without heads a tree is a chain, whose path is in place
             if plan.tree_size > 1:
                 commit_path(slots.cache.kv, slots.cache.lengths, accepted.path, accepted.count,
                             batch.slots)
-                index = accepted.path[:, :, None].expand(-1, -1, hidden.shape[2])
-                hidden = hidden.gather(1, index)  # (B, P, C)
+                hidden = hidden.take_along_dim(accepted.path[:, :, None], 1)  # (B, P, C)
             P = accepted.path.shape[1]
             positions = batch.lengths[:, None] + self.offsets[:P]  # (B, P)
             ancestors = self.path_ancestors[:P].expand_as(positions)
@@ -563,8 +562,9 @@ class Decoder:
         prompt = sequence.prompt
         tokens = pinned(prompt, self.device, torch.int32)
         self.slots.history[slot, :len(prompt)].copy_(tokens, non_blocking=True)
-        if len(prompt) == 1:  # no token before it gives a state
+        if start == 0:  # no token before it gives a state
             self.slots.state[slot].zero_()
+            self.slots.cache.one(slot).clear_states()
         self.slots.set(slot, root=prompt[start], sequence=sequence.index, length=start,
                        active=sequence.activity, **vars(sequence.sampling))
 

@@ -77,8 +77,10 @@ class GPTConfig:
     qkv_bias: bool = False
     proj_bias: bool = False    # bias of the attention's output projection
     mlp_bias: bool = False
+    attn_gate: bool = False    # attention's output times the sigmoid of a gate (Qwen 3.5)
     qk_norm: str | None = None # RMSNorm of queries and keys before RoPE, per "head" or over "all"
     norm_at: str = "before"    # attention and MLP: "before", "after" (OLMo 2) or "both" (Gemma 3)
+    mixers: tuple = ()         # what makes each layer's mixer, see `Block`; None: `Attention`
     windows: tuple = ()        # tokens that each layer attends to, 0: all; (): all in all layers
     window_theta: float | None = None  # rope_theta of windowed layers, unscaled; None: as others
     unrotated: tuple = ()      # indices of layers without RoPE, e.g. every fourth (SmolLM3)
@@ -99,14 +101,32 @@ class GPTConfig:
 
 @dataclass(eq=False)
 class KVCache:
-    """Keys and values of sequences, one per slot."""
-    kv: torch.Tensor       # [L, 2, slots, Hkv, S, D]
+    """Keys and values of sequences, one per slot, and the states of recurrent layers."""
+    kv: torch.Tensor       # [L, 2, slots, Hkv, S, D], of the layers with `Attention`
     lengths: torch.Tensor  # int32 [slots]: committed rows
     slots: torch.Tensor | None = None  # int64 [B]: the sequences of a batch; None: all
+    states: tuple | None = None  # of the other layers, see `Block`
 
     def one(self, slot):
         """A view of one sequence."""
-        return KVCache(self.kv[:, :, slot:slot + 1], self.lengths[slot:slot + 1])
+        states = self.states and self.states.one(slot)
+        return KVCache(self.kv[:, :, slot:slot + 1], self.lengths[slot:slot + 1], None, states)
+
+    def layers(self, blocks):
+        """The cache of each block, without the first dimension."""
+        kv = iter(self.kv)
+        states = iter(self.states.layers() if self.states else ())
+        return [replace(self, kv=next(kv), states=None) if isinstance(block.attn, Attention)
+                else replace(self, kv=None, states=next(states)) for block in blocks]
+
+    def clear_states(self):
+        if self.states:
+            self.states.clear()
+
+    def commit_states(self, path, count, slots):
+        """What `kernels.commit_path` does for rows."""
+        if self.states:
+            self.states.commit(path, count, slots)
 
 
 class TreeMask(NamedTuple):
@@ -242,7 +262,8 @@ class Attention(nn.Module):
         self.window = c.windows[layer] if c.windows else 0
         rope = "window" if self.window and c.window_theta is not None else "global"
         self.rope = None if layer in c.unrotated else rope
-        self.qkv = nn.Linear(c.n_embd, (c.n_head + 2 * c.n_kv_head) * c.head_size, bias=c.qkv_bias)
+        n_heads = (1 + c.attn_gate) * c.n_head + 2 * c.n_kv_head  # gates come first
+        self.qkv = nn.Linear(c.n_embd, n_heads * c.head_size, bias=c.qkv_bias)
         self.proj = nn.Linear(c.n_head * c.head_size, c.n_embd, bias=c.proj_bias)
         if c.qk_norm:
             n_query, n_key = (c.n_head, c.n_kv_head) if c.qk_norm == "all" else (1, 1)
@@ -254,9 +275,12 @@ class Attention(nn.Module):
         return self.proj(self.attend(self.qkv(x), rope, mask, cache))
 
     def attend(self, qkv, rope, mask, cache=None):
-        """Queries, keys and values [B, T, (Hq + 2 Hkv) D] -> [B, T, Hq D]. rope: as in
-        `kernels.rotate`, or None. mask: a `TreeMask`, or from `causal_mask`. cache: this layer's,
-        kv [2, B, Hkv, S, D]; keys and values are written to rows lengths, lengths + 1, ..."""
+        """Queries, keys and values [B, T, (Hq + 2 Hkv) D], after gates if there are any, -> [B, T,
+        Hq D]. rope: as in `kernels.rotate`, or None. mask: a `TreeMask`, or from `causal_mask`.
+        cache: this layer's, kv [2, B, Hkv, S, D]; keys and values are written to rows lengths,
+        lengths + 1, ..."""
+        if self.config.attn_gate:
+            gate, qkv = qkv.tensor_split((self.proj.in_features,), dim=-1)
         q, k, v = self.split(qkv, rope, cache)
         scale = self.config.attn_scale
         if isinstance(mask, TreeMask):
@@ -264,7 +288,8 @@ class Attention(nn.Module):
                                self.window, cache.slots)
         else:
             y = causal_attention(q, k, v, mask, scale)
-        return y.flatten(2)  # (B, T, Hq D)
+        y = y.flatten(2)  # (B, T, Hq D)
+        return y * gate.sigmoid() if self.config.attn_gate else y
 
     def split(self, qkv, rope, cache):
         """Queries [B, T, Hq, D] of the tokens; keys and values [B, Hkv, S, D] of the whole cache,
@@ -304,14 +329,17 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Transformer block number `layer` of a model."""
+    """Transformer block number `layer` of a model. In place of `Attention` it may have another
+    mixer, which keeps a state of the text: with `forward`, `config`, window = None, rope = None and
+    new_states, see recurrent/layers.py. Its mask is a `TreeMask`, or `documents`."""
 
     def __init__(self, c, layer):
         super().__init__()
+        mixer = c.mixers[layer] if c.mixers else None
         size = c.n_embd
         norm = lambda at: Norm(c.norm, size, c.norm_eps) if c.norm_at in (at, "both") else NoNorm()
         self.attn_norm = norm("before")
-        self.attn = Attention(c, layer)
+        self.attn = (mixer or Attention)(c, layer)
         self.attn_post_norm = norm("after")
         self.mlp_norm = norm("before")
         self.mlp = MLP(c)
@@ -373,16 +401,20 @@ class Blocks(nn.ModuleList):
             slopes = slopes[self[0].attn.query_heads]
         masks = {block.attn.window: TreeMask(ancestors, slopes) for block in self}
         if ancestors is None:
-            masks = {w: causal_mask(hidden, start, w, documents, slopes) for w in masks}
+            masks = {w: documents if w is None else
+                     causal_mask(hidden, start, w, documents, slopes) for w in masks}
             if cache is not None:  # only the rows up to the last token, which follow `start` rows
                 lengths = cache.lengths.new_full(hidden.shape[:1], start)
-                cache = KVCache(cache.kv[..., :start + hidden.shape[1], :], lengths)
+                cache = replace(cache, kv=cache.kv[..., :start + hidden.shape[1], :],
+                                lengths=lengths)
+                if start == 0:
+                    cache.clear_states()
         residual = None
         states = {0: hidden}  # by the number of blocks before
         with sdpa_kernel(CUDA_ATTENTION) if hidden.is_cuda else contextlib.nullcontext():
-            for layer, block in enumerate(self):
+            caches = cache.layers(self) if cache else [None] * len(self)
+            for layer, (block, own_cache) in enumerate(zip(self, caches)):
                 attn = block.attn
-                own_cache = cache and KVCache(cache.kv[layer], cache.lengths, cache.slots)
                 hidden, residual = block(hidden, residual, ropes.get(attn.rope),
                                          masks[attn.window], own_cache)
                 if layer + 1 in layers:
@@ -390,9 +422,14 @@ class Blocks(nn.ModuleList):
         states = torch.cat([states[n] for n in layers], dim=-1) if layers else None
         return hidden, residual, states
 
+    @property
+    def last_attention(self):
+        """The number of the last block with `Attention`."""
+        return max(layer for layer, block in enumerate(self) if isinstance(block.attn, Attention))
+
     def last_state(self):
-        """The state dict of the last block, in floats."""
-        return self[-1].state_dict()
+        """The state dict of that block, in floats."""
+        return self[self.last_attention].state_dict()
 
     def prepare(self, module):
         """Applies the backend of these blocks to another module, such as draft heads."""
@@ -483,16 +520,18 @@ class GPT(nn.Module):
         parts = *self.parameters(), *self.tables, *self.modules()
         return sum(getattr(x, "nbytes", 0) for x in parts)
 
-    def new_cache(self, batch, capacity, blocks=None, device=None):
+    def new_cache(self, batch, capacity, blocks=None, device=None, nodes=0):
         """An empty `KVCache` for blocks, default the model's. device: default the model's; "meta"
-        gives the sizes of a cache without allocating it."""
+        gives the sizes of a cache without allocating it. nodes: of the largest tree."""
         blocks = self.blocks if blocks is None else blocks
         config = blocks[0].attn.config if len(blocks) else self.config
-        shape = len(blocks), 2, batch, config.n_kv_head, capacity, config.head_size
-        device = device or self.device
+        others = [block.attn for block in blocks if not isinstance(block.attn, Attention)]
+        shape = (len(blocks) - len(others), 2, batch, config.n_kv_head, capacity, config.head_size)
         # not torch.empty: torch's masked products read unwritten rows too, and 0 * NaN is NaN
-        return KVCache(torch.zeros(shape, dtype=self.dtype, device=device),
-                       torch.zeros(batch, dtype=torch.int32, device=device))
+        zeros = partial(torch.zeros, device=device or self.device)
+        states = others[0].new_states(zeros, len(others), batch, nodes) if others else None
+        return KVCache(zeros(shape, dtype=self.dtype), zeros(batch, dtype=torch.int32), None,
+                       states)
 
     def forward(self, tokens, positions=None, cache=None, ancestors=None, start=0, documents=None,
                 layers=()):
@@ -551,7 +590,8 @@ def needs_folders():
         yield
     except ModuleNotFoundError as error:
         name = str(error.name).split(".")[0]
-        if name not in ("backends", "common", "drafters", "engine", "hf", "tools", "training"):
+        if name not in ("backends", "common", "drafters", "engine", "hf", "recurrent", "tools",
+                        "training"):
             raise
         raise InputError(f"this needs the folder {name}/, which is not beside model.py: copy it "
                          "here too") from None

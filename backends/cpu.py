@@ -52,6 +52,8 @@ def apply(model, heads=None):
         pack(heads)
     if isinstance(model.blocks, PackedBlocks):
         model.decoder = CompiledDecoder
+    elif model.config.mixers:
+        warn("recurrent layers run in torch, around the products in C: slower than other models")
     if model.config.tied and isinstance(model.head, PackedLMHead):
         model.embed = PackedEmbedding(model.head, model.dtype)
 

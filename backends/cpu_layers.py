@@ -42,7 +42,11 @@ def pack(module):
             packed = pack_weight(layer.weight.detach(), layer.bias)
             module.set_submodule(name, LAYERS[type(layer)](packed))
     for name, blocks in list(module.named_modules()):
-        if type(blocks) is Blocks and all(map(can_run_block, blocks)):
+        if type(blocks) is not Blocks:
+            continue
+        if not all(isinstance(block.attn, models.Attention) for block in blocks):
+            module.set_submodule(name, TorchBlocks(blocks))
+        elif all(map(can_run_block, blocks)):
             packed = PackedBlocks(blocks)
             if not (is_heads and blocks) or keeps(packed.is_as_written(module.model)):
                 module.set_submodule(name, packed)
@@ -71,6 +75,8 @@ def are_close(got, want, size):
 def can_run_block(block):
     """Whether cpu.c can run a block: all its layers are packed, unlike a tensor-parallel part's."""
     attn, mlp = block.attn, block.mlp
+    if not isinstance(attn, models.Attention) or attn.config.attn_gate:
+        return False
     return attn.config.head_size <= MAX_HEAD and all(
         isinstance(layer, PackedLinear) for layer in (attn.qkv, attn.proj, mlp.up, mlp.down))
 
@@ -333,11 +339,29 @@ def argmax(logits, temperature, seed, sequence, position):
 # --------------------------------------------------------------------------------------------------
 # Blocks
 
-class PackedBlocks(Packed, Blocks):
-    """The blocks of a model or of heads. With a cache one call of cpu.c runs them all; without a
-    cache torch does."""
+class TorchBlocks(Blocks):
+    """Blocks whose layers are packed, and which torch runs: cpu.c has no recurrent ones."""
     is_packed = True
     decoding_context = staticmethod(kernel_threads)
+
+    def last_state(self):
+        state = {}
+        for name, layer in self[self.last_attention].named_modules():
+            if isinstance(layer, PackedLinear):
+                state[f"{name}.weight"] = layer.embedding()
+                if (bias := layer.packed.whole_bias()) is not None:
+                    state[f"{name}.bias"] = bias
+            else:
+                state |= {f"{name}.{key}": x for key, x in layer.named_parameters(recurse=False)}
+        return state
+
+    def prepare(self, module):
+        pack(module)
+
+
+class PackedBlocks(Packed, TorchBlocks):
+    """The blocks of a model or of heads. With a cache one call of cpu.c runs them all; without a
+    cache torch does."""
 
     def __init__(self, blocks):
         super().__init__(blocks)
@@ -376,20 +400,6 @@ class PackedBlocks(Packed, Blocks):
             states[last] = x.to(hidden.dtype, copy=last < len(self))
         joined = torch.cat([states[n] for n in layers], -1) if layers else None
         return states[last], normed, joined
-
-    def last_state(self):
-        state = {}
-        for name, layer in self[-1].named_modules():
-            if isinstance(layer, PackedLinear):
-                state[f"{name}.weight"] = layer.embedding()
-                if (bias := layer.packed.whole_bias()) is not None:
-                    state[f"{name}.bias"] = bias
-            else:
-                state |= {f"{name}.{key}": x for key, x in layer.named_parameters(recurse=False)}
-        return state
-
-    def prepare(self, module):
-        pack(module)
 
     @torch.inference_mode()
     def is_as_written(self, model):

@@ -14,7 +14,7 @@ from backends.quantized import select_rows, stack
 from backends.slots import SomeSlots
 from generate import FILTERED, GREEDY, NOISE, set_number
 from kernels import HAS_TRITON, INTERPRETED, float_logits, runs_triton
-from model import Block, Blocks, InputError, LMHead, NoNorm, TreeMask
+from model import Attention, Block, Blocks, InputError, LMHead, NoNorm, TreeMask
 
 # The most that linear_rows runs; beyond, cuBLAS is faster (bench/results/gpu-h100-linear.jsonl)
 MAX_ROWS = 16            # of a product with float weights
@@ -81,8 +81,9 @@ def can_fuse(block):
     attn, mlp = block.attn, block.mlp
     norms = block.attn_norm, block.mlp_norm
     no_norms = block.attn_post_norm, block.mlp_post_norm
-    return (all(type(layer) in (nn.Linear, QuantizedLinear)
-                for layer in (attn.qkv, attn.proj, mlp.up, mlp.down))
+    return (isinstance(attn, Attention)
+            and all(type(layer) in (nn.Linear, QuantizedLinear)
+                    for layer in (attn.qkv, attn.proj, mlp.up, mlp.down))
             and not any(isinstance(norm, NoNorm) or norm.bias is not None for norm in norms)
             and all(isinstance(norm, NoNorm) for norm in no_norms)
             and mlp.config.gated and block.attn_norm.weight.dtype != torch.float16)

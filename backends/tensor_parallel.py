@@ -128,6 +128,8 @@ class Group:
         """The GPTConfig of this rank's shard of a block. With more ranks than key/value heads,
         several ranks hold the same one. Raises InputError if sizes are not divisible."""
         c, N = config, self.size
+        expect(not c.mixers and not c.attn_gate, "a model with recurrent layers is not divided "
+               "over processes; run one process")
         divides = not (c.n_head % N or c.n_inner % N or (c.n_kv_head % N and N % c.n_kv_head))
         expect(divides and N <= c.vocab_size, f"{N} processes do not divide {c.n_head} heads, "
                f"{c.n_kv_head} key/value heads, an MLP of {c.n_inner} and {c.vocab_size} tokens; "
@@ -138,6 +140,8 @@ class Group:
     def shard_slices(self, name, config):
         """This rank's shard of a parameter: (sharded dimension, slices of it); None if the
         parameter is not sharded."""
+        if self.size == 1:
+            return None
         c, D = config, config.head_size
         queries = self.own_slice(c.n_head * D)
         first_key = self.rank * c.n_kv_head // self.size * D

@@ -12,6 +12,7 @@ from clover import Tree
 from common import machine
 from engine.clock import seconds_between, timestamp
 from engine.guide import Guide, GuidedSequence
+from engine.kept import PROMPT, SHARED, KeptStates
 from engine.logprobs import LogProbs
 from engine.policy import PERIOD, Policy
 from engine.times import long_prompt
@@ -61,6 +62,8 @@ class Engine(FifoEngine):
         full = model.config.block_size
         check_memory(model, policy, batch_size, full if capacity is None else capacity)
         super().__init__(model, policy=policy, batch_size=batch_size, capacity=capacity, **options)
+        states = self.decoder.slots.cache.states
+        self.kept = KeptStates(states.committed) if states else None
         self.long_prompt = long_prompt(model)
         self.launches = 0
 
@@ -71,7 +74,8 @@ class Engine(FifoEngine):
 
     def clear(self):
         super().clear()
-        self.prefilling = None  # (slot, sequence, next token, end) of the prefill in progress
+        # (slot, sequence, next token, end, shared prefix) of the prefill in progress
+        self.prefilling = None
 
     @property
     def busy(self):
@@ -107,17 +111,23 @@ class Engine(FifoEngine):
         while budget > 0 and (self.prefilling or (self.waiting and self.idle)):
             if not self.prefilling:
                 sequence = self.waiting.popleft()
-                slot, start = best_slot(self.idle, sequence.prompt)
+                slot, start, shared = best_slot(self.idle, sequence.prompt, self.kept)
+                if self.kept:
+                    self.kept.restore(slot, start, shared)
                 del self.idle[slot]
                 sequence.cached = start
                 end = self.prefill_end(len(sequence.prompt), start)
-                self.prefilling = slot, sequence, start, end
-            slot, sequence, start, end = self.prefilling
+                self.prefilling = slot, sequence, start, end, shared
+            slot, sequence, start, end, shared = self.prefilling
             stop = min(start + PREFILL_CHUNK, end)
+            if self.kept and start < shared < stop:
+                stop = shared
             if start < stop:
                 decoder.prefill(slot, sequence.prompt, start, stop)
                 budget -= stop - start
-            self.prefilling = slot, sequence, stop, end
+                if self.kept and stop in (shared, end):
+                    self.kept.keep(slot, PROMPT if stop == end else SHARED, stop)
+            self.prefilling = slot, sequence, stop, end, shared
             if stop == end:
                 sequence.unread = len(sequence.prompt) - 1 - end
                 decoder.begin(slot, sequence, end)
@@ -205,6 +215,8 @@ class Engine(FifoEngine):
         new = engine.decoder
         for mine, theirs in zip(caches(new), caches(old)):
             mine[..., :theirs.shape[-2], :] = theirs
+        if self.kept:
+            engine.kept.copies, engine.kept.lengths = self.kept.copies, self.kept.lengths
         # else the heads would read these rows again
         new.slots.heads_cache.lengths.copy_(old.slots.heads_cache.lengths)
         engine.idle = self.idle
@@ -246,10 +258,12 @@ def check_memory(model, policy, batch_size, capacity):
     check("capacity", capacity, 1, model.config.block_size, whole=True)
     largest = max(policy.largest, *decoder_class(model, policy.heads).read_sizes, 1)
     rows = capacity + 2 * largest  # a path and a tree
-    parts = filter(None, (model, policy.heads))
-    caches = (part.new_cache(batch_size, rows, device="meta").kv for part in parts)
-    size = bytes_beside(model, policy.heads, batch_size, rows, largest)
-    size += sum(cache.nbytes for cache in caches)
+    cache = model.new_cache(batch_size, rows, device="meta", nodes=largest)
+    size = bytes_beside(model, policy.heads, batch_size, rows, largest) + cache.kv.nbytes
+    if cache.states:
+        size += sum(x.nbytes for x in (*cache.states, *2 * cache.states.committed))  # two are kept
+    if policy.heads:
+        size += policy.heads.new_cache(batch_size, rows, device="meta").kv.nbytes
     machine.check_memory(f"a cache of {batch_size} sequences of {rows} tokens takes", size,
                          model.device, "use a smaller batch size or fewer new tokens",
                          getattr(model.head, "group", None))
@@ -267,17 +281,18 @@ def bytes_beside(model, heads, batch_size, rows, nodes):
     return masks + tables + states
 
 
-def best_slot(idle, prompt):
-    """The free slot whose cache shares the longest prefix with a prompt (ties: the one free for
-    longest), and the index of the first token that must be read. idle: {slot: tokens in its
-    cache}."""
+def best_slot(idle, prompt, kept=None):
+    """The free slot whose cache has the most of a prompt (ties: the one free for longest), the
+    index of the first token that must be read, and the length of the shared prefix. idle: {slot:
+    tokens in its cache}. kept: `KeptStates`, of which the read tokens must follow one."""
     starts = {}
     for slot, tokens in idle.items():
         same = common_prefix(tokens, prompt)
         # a heads' row needs the next token to match, too; reading the last row gives their state
-        starts[slot] = max(min(same - 1, len(prompt) - 2), 0)
+        shared = max(min(same - 1, len(prompt) - 2), 0)
+        starts[slot] = kept.longest(slot, shared) if kept else shared, shared
     slot = max(starts, key=starts.get)
-    return slot, starts[slot]
+    return slot, *starts[slot]
 
 
 def common_prefix(a, b):

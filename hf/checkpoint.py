@@ -68,6 +68,7 @@ def read_headers(path):
         for file in weight_files(path):
             tensors |= open_tensors(file)
     if any("language_model." in name for name in tensors):  # a multimodal model
+        warn(f"{path}: the parts of this model that see or hear are left out; it reads text only")
         tensors = {name.rpartition("language_model.")[2]: tensor for name, tensor in tensors.items()
                    if "language_model." in name or name == "lm_head.weight"}
     scheme = read_scheme(path, family.quantization)
@@ -90,7 +91,8 @@ def short(name):
 def match_tensors(path, model, family, tensors):
     """Maps {name: StoredTensor} to {parameter name: Source}. Unties the LM head if the checkpoint
     stores one that differs from the embeddings."""
-    stored = {short(name): tensor for name, tensor in tensors.items() if not name.endswith(BUFFERS)}
+    stored = {short(name): tensor for name, tensor in tensors.items()
+              if not name.endswith(BUFFERS) and not name.startswith("mtp.")}  # MTP heads
     if model.config.tied and "lm_head.weight" in stored:  # alone, or beside the embeddings
         head = stored["lm_head.weight"]
         table = stored.setdefault(short(f"{family.names['embed'][0]}.weight"), head)

@@ -12,6 +12,7 @@ import torch
 from common.values import one_of
 from hf.rope import SCALED, scale
 from model import GPTConfig, check, expect
+from recurrent.layers import DeltaConfig
 
 # Our parameter names -> the checkpoint's tensor names, without .weight or .bias. N is the layer
 # number. Several tensors are stacked into one, in this order.
@@ -42,6 +43,14 @@ OLMO_NAMES = LLAMA_NAMES | {
     "blocks.N.mlp_post_norm": ("model.layers.N.post_feedforward_layernorm",)}
 GEMMA_NAMES = OLMO_NAMES | {
     "blocks.N.mlp_norm": ("model.layers.N.pre_feedforward_layernorm",)}
+QWEN3_5_NAMES = LLAMA_NAMES | {
+    "blocks.N.attn.qkvz": tuple(f"model.layers.N.linear_attn.in_proj_{x}" for x in ("qkv", "z")),
+    "blocks.N.attn.ab": tuple(f"model.layers.N.linear_attn.in_proj_{x}" for x in "ab"),
+    "blocks.N.attn.conv1d": ("model.layers.N.linear_attn.conv1d",),
+    "blocks.N.attn.norm": ("model.layers.N.linear_attn.norm",),
+    "blocks.N.attn.out_proj": ("model.layers.N.linear_attn.out_proj",),
+    "blocks.N.attn.A": ("model.layers.N.linear_attn.A_log",),  # whole names
+    "blocks.N.attn.dt_bias": ("model.layers.N.linear_attn.dt_bias",)}
 GPT2_NAMES = {
     "embed": ("transformer.wte",),
     "embed_positions": ("transformer.wpe",),
@@ -57,6 +66,7 @@ GPT2_NAMES = {
 ACTIVATIONS = {"silu": "silu", "swish": "silu", "gelu_new": "gelu", "gelu_pytorch_tanh": "gelu"}
 ROPE_TYPES = ("default", "dynamic", *SCALED)
 LAYER_TYPES = ("full_attention", "sliding_attention")
+HYBRID_TYPES = ("full_attention", "linear_attention")
 # Of transformers' classes, by model_type: what the text_config of LLaVA leaves out
 SIZES_7B = dict(hidden_size=4096, num_hidden_layers=32, num_attention_heads=32, rms_norm_eps=1e-6)
 DEFAULTS = {
@@ -168,6 +178,30 @@ def baichuan(raw):
     return values | dict(unit_head=has_unit_head, names=BAICHUAN_NAMES)
 
 
+def qwen3_5(raw):
+    """Qwen 3.5, 3.6 and 3.8: three gated delta layers to one of full attention, whose output has a
+    gate. The positions of text are the same in all parts of their multimodal RoPE."""
+    raw = with_defaults(raw, partial_rotary_factor=0.25, head_dim=256)
+    one_of("hidden_act", raw.get("hidden_act") or "silu", ("silu",))
+    one_of("attn_output_gate", raw.get("attn_output_gate", True), (True,))
+    values = common(raw, rotates_part=True) | attention_biases(raw)
+    n_layer = values["n_layer"]
+    period = value_of(raw, "full_attention_interval", int, 4)
+    kinds = by_layer(raw, "layer_types", HYBRID_TYPES, n_layer) or [
+        HYBRID_TYPES[(layer + 1) % period > 0] for layer in range(n_layer)]
+    expect("full_attention" in kinds, "a model without full_attention layers is not supported")
+    get = lambda key, default: value_of(raw, f"linear_{key}", int, default)
+    delta = DeltaConfig(get("num_value_heads", 32), get("num_key_heads", 16),
+                        get("key_head_dim", 128), get("value_head_dim", 128),
+                        get("conv_kernel_dim", 4))
+    expect(delta.n_head % delta.n_key_head == 0 and delta.window > 1,
+           f"expected a multiple of {delta.n_key_head} value heads and a convolution of more than "
+           f"one input, got {delta.n_head} and {delta.window}")
+    mixers = tuple(delta if kind == "linear_attention" else None for kind in kinds)
+    return values | dict(qk_norm="head", attn_gate=True, mixers=mixers, names=QWEN3_5_NAMES,
+                         norm_offset=1.0, tiled_heads=raw.get("tiled_heads", False))
+
+
 def gpt2(raw):
     one_of("scale_attn_weights", raw.get("scale_attn_weights", True), (True,))
     get = partial(value_of, raw)
@@ -193,7 +227,8 @@ FAMILIES = dict(  # by model_type
     phi3=lambda raw: common(raw, rotates_part=True) | dict(windows=windows(raw), names=PHI3_NAMES),
     smollm3=smollm3, olmo2=olmo2, olmo3=olmo3, gemma3_text=gemma3_text, glm=glm,
     glm4=lambda raw: glm(raw) | dict(norm_at="both", names=GLM4_NAMES),
-    baichuan=baichuan, gpt2=gpt2, granite=granite, granitemoehybrid=granitemoehybrid)
+    baichuan=baichuan, gpt2=gpt2, granite=granite, granitemoehybrid=granitemoehybrid,
+    qwen3_5_text=qwen3_5)
 
 
 @dataclass
@@ -203,7 +238,8 @@ class Family:
     names: dict                       # the tensors of each parameter
     pairs_neighbours: bool = False    # RoPE pairs dimensions 2i and 2i + 1 instead of two halves
     transposed: tuple = ()            # ends of names of ours, stored as [inputs, outputs]
-    norm_offset: float = 0.0          # to add to stored norm weights
+    norm_offset: float = 0.0          # to add to stored norm weights, not of gated delta layers
+    tiled_heads: bool = False         # value heads of gated delta layers are stored in our order
     logits_divisor: float = 1.0       # of the logits; we divide the final norm's weight
     quantization: dict | None = None  # config.json's quantization_config
 
@@ -213,11 +249,17 @@ class Family:
         c = self.config
         stem, _, kind = name.rpartition(".")
         layer = re.search(r"(?<=\.)\d+|$", stem).group()
-        stored = [f"{pattern}.{kind}".replace(".N.", f".{layer}.")
-                  for pattern in self.names[re.sub(r"(?<=\.)\d+", "N", stem)]]
+        numbered = lambda x: re.sub(r"(?<=\.)\d+", "N", x)
+        patterns = self.names.get(numbered(name)) or [
+            f"{pattern}.{kind}" for pattern in self.names[numbered(stem)]]
+        stored = [pattern.replace(".N.", f".{layer}.") for pattern in patterns]
         counts = [rows // len(stored)] * len(stored)
         if len(stored) == 3:
-            counts = [n * c.head_size for n in (c.n_head, c.n_kv_head, c.n_kv_head)]
+            n_query = (1 + c.attn_gate) * c.n_head
+            counts = [n * c.head_size for n in (n_query, c.n_kv_head, c.n_kv_head)]
+        if stem.endswith(".qkvz"):
+            channels = sum(c.mixers[int(layer)].parts)
+            counts = [channels, rows - channels]
         return list(zip(stored, itertools.accumulate(counts, initial=0), counts))
 
     def convert(self, name, start, tensor):
@@ -226,28 +268,66 @@ class Family:
             return tensor._replace(shape=tensor.shape[::-1], read=lambda: tensor.read().T)
         if name == "norm.weight" and self.logits_divisor != 1:
             return tensor._replace(read=lambda: tensor.read().float() / self.logits_divisor)
+        layer = re.match(r"blocks\.(\d+)\.attn\.", name)
+        if layer and self.config.mixers and (delta := self.config.mixers[int(layer[1])]):
+            return self.convert_delta(name, delta, tensor)
+        if self.config.qk_norm == "head" and ".attn." in name and name.endswith("_norm.weight"):
+            tensor = tensor.rows(self.head_order())
         if self.norm_offset and name.endswith("norm.weight"):
-            return tensor._replace(read=lambda: tensor.read().float() + self.norm_offset)
+            read = tensor.read
+            return tensor._replace(read=lambda: read().float() + self.norm_offset)
         if ".attn.qkv." in name:
             order = self.qkv_order()
             return tensor if order is None else tensor.rows(order[start:][:tensor.shape[0]] - start)
         return tensor
 
-    def qkv_order(self):
-        """The stored row of each row of attn.qkv, int64; None: the same. `rope_table` needs in each
-        head: first dimensions of the pairs, half of the unrotated ones, second ones, the rest."""
-        c = self.config
-        D = c.head_size
-        R = c.rotary_size or D
+    def head_order(self):
+        """The stored dimension of each of a head's, int64 [D]; None: the same. `rope_table` needs:
+        first dimensions of the pairs, half of the unrotated ones, second ones, the rest."""
+        D = self.config.head_size
+        R = self.config.rotary_size or D
         pairs = torch.arange(R).view(2, -1)
         if self.pairs_neighbours:
             pairs = torch.arange(R).view(-1, 2).T
         elif R == D:
             return None
-        order = torch.cat((pairs, torch.arange(R, D).view(2, -1)), dim=1).flatten()  # (D,)
-        rows = torch.arange((c.n_head + 2 * c.n_kv_head) * D).view(-1, D)
-        rows[:-c.n_kv_head] = rows[:-c.n_kv_head, order]  # value heads are not rotated
+        return torch.cat((pairs, torch.arange(R, D).view(2, -1)), dim=1).flatten()
+
+    def qkv_order(self):
+        """The stored row of each row of attn.qkv, int64; None: the same."""
+        c = self.config
+        order = self.head_order()
+        if order is None and not c.attn_gate:
+            return None
+        n_gates = c.attn_gate * c.n_head
+        rows = torch.arange((n_gates + c.n_head + 2 * c.n_kv_head) * c.head_size)
+        rows = rows.view(-1, c.head_size)
+        if n_gates:  # stored: query, gate, query, gate, ...
+            pairs = rows[:2 * n_gates]
+            rows = torch.cat((pairs[1::2], pairs[::2], rows[2 * n_gates:]))
+        if order is not None:  # value heads are not rotated
+            rows[n_gates:-c.n_kv_head] = rows[n_gates:-c.n_kv_head, order]
         return rows.flatten()
+
+    def convert_delta(self, name, delta, tensor):
+        """`convert` for gated delta layers, of a `DeltaConfig`. Folders store a key head's value
+        heads side by side, GGUF files and we the first one of each key head, then the second."""
+        if name.endswith(".A"):
+            read = tensor.read
+            tensor = tensor._replace(read=lambda: -read().float().exp())
+        is_output = name.endswith(".out_proj.weight")
+        if self.tiled_heads or delta.n_head == delta.n_key_head or ".norm." in name:
+            return tensor
+        size = 1 if name.endswith((".ab.weight", ".A", ".dt_bias")) else delta.value_size
+        heads = torch.arange(delta.n_head).view(delta.n_key_head, -1).T.flatten()
+        values = (heads[:, None] * size + torch.arange(size)).flatten()
+        others = tensor.shape[is_output] - len(values)  # of the queries and keys
+        order = torch.cat((torch.arange(others), values + others))
+        if not is_output:
+            return tensor.rows(order)
+        load = tensor.load  # quantised columns cannot be moved: they share scales
+        return tensor._replace(read=lambda: load()[:, order], order=None, read_packed=None,
+                               read_quantized=None)
 
 
 def family_of(raw):

@@ -26,8 +26,9 @@ from model import InputError, expect
 
 FAMILY_OF = {  # general.architecture -> model_type in config.json
     **{name: name for name in ("llama", "qwen2", "qwen3", "phi3", "smollm3", "granite")},
-    "gemma3": "gemma3_text", "mistral3": "mistral"}
+    "gemma3": "gemma3_text", "mistral3": "mistral", "qwen35": "qwen3_5_text"}
 INTERLEAVED = "llama", "smollm3", "granite", "mistral3"  # whose RoPE pairs neighbours in a file
+ADDED_TO_NORMS = "gemma3", "qwen35"  # 1 is added to their norms in a file
 KEYS = {  # metadata key after the architecture's prefix -> config.json
     "context_length": "max_position_embeddings", "embedding_length": "hidden_size",
     "block_count": "num_hidden_layers", "feed_forward_length": "intermediate_size",
@@ -36,7 +37,9 @@ KEYS = {  # metadata key after the architecture's prefix -> config.json
     "rope.freq_base_swa": "rope_local_base_freq", "attention.sliding_window": "sliding_window",
     "final_logit_softcapping": "final_logit_softcapping", "attention.scale": "attention_multiplier",
     "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
-    "logit_scale": "logits_scaling"}
+    "logit_scale": "logits_scaling", "full_attention_interval": "full_attention_interval",
+    "ssm.time_step_rank": "linear_num_value_heads", "ssm.group_count": "linear_num_key_heads",
+    "ssm.state_size": "linear_key_head_dim", "ssm.conv_kernel": "linear_conv_kernel_dim"}
 SCALING = {  # metadata key after rope.scaling. -> rope_scaling in config.json
     "type": "rope_type", "factor": "factor", "attn_factor": "attn_factor",
     "original_context_length": "original_max_position_embeddings", "yarn_beta_fast": "beta_fast",
@@ -170,6 +173,7 @@ class GGUFFile:
     def config(self):
         tensors = self.tensors
         raw = {name: self.meta.get(key) or None for key, name in KEYS.items()}
+        raw["num_hidden_layers"] = self.n_layer
         size = value_of(raw, "hidden_size", int) // value_of(raw, "num_attention_heads", int)
         head_size = value_of(self.meta, "attention.key_length", int, size)
         rotary_size = value_of(self.meta, "rope.dimension_count", int, head_size)
@@ -186,7 +190,13 @@ class GGUFFile:
             tie_word_embeddings="output.weight" not in tensors,
             attention_bias="blk.0.attn_q.bias" in tensors, mlp_bias="blk.0.ffn_up.bias" in tensors,
             attention_output_bias="blk.0.attn_output.bias" in tensors,
-            attention_multiplier=raw["attention_multiplier"] or head_size ** -0.5)
+            attention_multiplier=raw["attention_multiplier"] or head_size ** -0.5,
+            linear_value_head_dim=raw["linear_key_head_dim"], tiled_heads=True)
+
+    @property
+    def n_layer(self):
+        """The layers, without those of MTP heads, which come last."""
+        return self.meta["block_count"] - self.meta.get("nextn_predict_layers", 0)
 
     def rope_scaling(self):
         """rope_scaling in config.json, None without. Its attn_factor multiplies cos and sin of any
@@ -263,26 +273,35 @@ class GGUFFile:
 
     def weights(self):
         """{name as in a folder: `StoredTensor`}. All claim bfloat16, the model's default dtype."""
-        n_layer = min(self.meta["block_count"], len(self.tensors))  # the count may be hostile
+        n_layer = min(self.n_layer, len(self.tensors))  # the count may be hostile
         names_of = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.architecture.upper()], n_layer)
         names = {}  # in the file -> in a folder
         patterns = itertools.chain(*family_of(self.config()).names.values())
         for pattern, i in itertools.product(patterns, range(n_layer)):
             name = pattern.replace(".N.", f".{i}.")
-            names[names_of.get_name(name)] = name
+            if name.endswith(".dt_bias"):  # a whole name, as that of A_log
+                names[f"{names_of.get_name(name.replace('dt_bias', 'dt_proj'))}.bias"] = name
+            else:
+                names[names_of.get_name(name)] = name
+        mtp = tuple(f"blk.{i}." for i in range(self.n_layer, self.meta["block_count"]))
         weights = {}
         for name, tensor in self.tensors.items():
             stem, _, kind = name.rpartition(".")
-            if name not in ROPE_FACTORS:  # an unknown name is refused with those of a folder
-                weights[f"{names.get(stem, stem)}.{kind}"] = self.stored_tensor(tensor)
+            if name not in ROPE_FACTORS and not name.startswith(mtp):
+                # an unknown name is refused with those of a folder
+                folder_name = names.get(name, f"{names.get(stem, stem)}.{kind}")
+                weights[folder_name] = self.stored_tensor(tensor)
         return weights
 
     def stored_tensor(self, tensor):
         kind = tensor.kind
         per_block, size = gguf.GGML_QUANT_SIZES[kind]
-        stored = StoredTensor(self.path, tensor.shape, torch.bfloat16,
+        shape = tensor.shape
+        if tensor.name.endswith("ssm_conv1d.weight"):
+            shape = shape[0], 1, shape[1]
+        stored = StoredTensor(self.path, shape, torch.bfloat16,
                               partial(self.read_values, tensor), order=self.row_order(tensor))
-        if per_block == 1 or len(tensor.shape) != 2:
+        if per_block == 1 or len(shape) != 2:
             return stored
         bits = 8 * size / per_block if kind.name in cpu_layers.FORMATS else 8
         return stored._replace(bits=bits, read_packed=partial(self.read_packed, tensor),
@@ -292,8 +311,14 @@ class GGUFFile:
     def read_values(self, tensor):
         """A tensor's values as a folder stores them, but for the order of rows, float32."""
         values = dequantized(tensor)
-        if self.architecture == "gemma3" and tensor.name.endswith("norm.weight"):
+        name = tensor.name
+        if self.architecture in ADDED_TO_NORMS and name.endswith("norm.weight") and (
+                not name.endswith("ssm_norm.weight")):
             values -= 1
+        if name.endswith("ssm_a"):
+            values = (-values).log()
+        if name.endswith("ssm_conv1d.weight"):
+            values = values[:, None]
         release(tensor)
         return values
 

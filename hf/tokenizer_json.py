@@ -10,6 +10,8 @@ LLAMA3_PATTERN = (
     r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}|"
     r" ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+")
 QWEN_PATTERN = LLAMA3_PATTERN.replace("{1,3}", "")
+QWEN35_PATTERN = QWEN_PATTERN.replace(r"?\p{L}+", r"?[\p{L}\p{M}]+").replace(
+    r"[^\s\p{L}", r"[^\s\p{L}\p{M}")
 # GPT-4o and Mistral's tekken also split between a lower-case and an upper-case letter.
 UPPER = r"[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]"
 LOWER = r"[\p{Ll}\p{Lm}\p{Lo}\p{M}]"
@@ -23,13 +25,13 @@ LLAMA_CPP_PATTERNS = (  # its default: each splits the pieces of the one before
     r"[\p{P}$+<=>^~|]+", GPT2_PATTERN, r"\p{N}+", "[0-9][0-9][0-9]")
 CODE_PATTERN = (  # demo/'s: newlines are not joined to punctuation, as prompts end with a colon
     r"[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+")
-PATTERNS = LLAMA3_PATTERN, QWEN_PATTERN, GPT4O_PATTERN, TEKKEN_PATTERN, CODE_PATTERN
+PATTERNS = LLAMA3_PATTERN, QWEN_PATTERN, QWEN35_PATTERN, GPT4O_PATTERN, TEKKEN_PATTERN, CODE_PATTERN
 DIGITS = dict(type="Digits", individual_digits=True)
 PIECE_IS_TOKEN = "llama-bpe", "llama-v3", "llama3", "tekken"  # pieces that are tokens skip merges
-NORMALISED = "qwen2", "deepseek-r1-qwen"  # to NFC first, as in their tokenizer.json
+NORMALISED = "qwen2", "deepseek-r1-qwen", "qwen35"  # to NFC first, as in their tokenizer.json
 SPLITS = {  # tokenizer.ggml.pre -> pattern, patterns, or a step before ByteLevel
     "default": LLAMA_CPP_PATTERNS, "gpt-2": None, "smollm": DIGITS, "gpt-4o": GPT4O_PATTERN,
-    **dict.fromkeys(NORMALISED, QWEN_PATTERN),
+    **dict.fromkeys(NORMALISED, QWEN_PATTERN), "qwen35": QWEN35_PATTERN,
     **dict.fromkeys((*PIECE_IS_TOKEN, "dbrx", "smaug-bpe"), LLAMA3_PATTERN),
     "tekken": TEKKEN_PATTERN}
 END_TOKENS = (  # those that end generation in llama.cpp, whatever a file says about them

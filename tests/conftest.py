@@ -23,6 +23,7 @@ from backends import cpu_library
 from clover import PRESETS, CloverHeads
 from common.files import read_json
 from model import GPT, GPTConfig, InputError
+from recurrent.layers import DeltaConfig
 from training.data import builtin_corpus
 
 slow = partial(pytest.param, marks=pytest.mark.slow)
@@ -54,6 +55,11 @@ SHAPES = {
     "olmo": dict(norm_at="after", qk_norm="all", n_layer=3, windows=(7, 1, 0)),
     "partial": dict(rotary_size=12, n_layer=3, unrotated=(1,), windows=(0, 0, 8)),
 }
+
+
+DELTA = DeltaConfig(n_head=6, n_key_head=2, key_size=16, value_size=24)
+MODELS = SHAPES | {  # and those that C does not run
+    "hybrid": dict(mixers=(DELTA, None, DELTA), n_layer=3, attn_gate=True, qk_norm="head", rotary_size=8)}
 
 
 def toy_model(seed=0, scale=4.0, **flags):

@@ -31,7 +31,7 @@ try:
 except ValueError as error:
     assert "must be a GPT of model.py, not Linear" in str(error)
 """, r"\[\[\d+.*\]\]"),
-    "folder": ([*FOUR, "common", "engine", "backends", "hf"], """
+    "folder": ([*FOUR, "common", "engine", "recurrent", "backends", "hf"], """
 import torch
 from model import GPT, GPTConfig
 original = GPT(GPTConfig(vocab_size=50, n_layer=2, n_embd=64))

@@ -10,7 +10,7 @@ import torch
 from safetensors.torch import load_file, save_file
 
 from clover import CloverHeads, preset
-from conftest import SHAPES, convert_llama, edit_json, edit_weights, random_prompts, refusal, toy_model
+from conftest import MODELS, convert_llama, edit_json, edit_weights, random_prompts, refusal, toy_model
 from drafters.base import BlockConfig, Eagle3Config
 from drafters.block import BlockHeads
 from drafters.eagle3 import Eagle3Heads
@@ -40,10 +40,14 @@ SEES = dict(hidden_size=16, intermediate_size=32, num_hidden_layers=1, num_atten
             patch_size=4)
 VISION = {"gemma3": dict(vision_config=SEES, mm_tokens_per_image=4),
           "mistral3": dict(vision_config=SEES | dict(head_dim=8)),
-          "llava": dict(vision_config=SEES | dict(model_type="clip_vision_model", projection_dim=16))}
+          "llava": dict(vision_config=SEES | dict(model_type="clip_vision_model", projection_dim=16)),
+          "qwen3_5": dict(vision_config=dict(depth=1, hidden_size=16, intermediate_size=32, num_heads=2, patch_size=4,
+                                             out_hidden_size=64, num_position_embeddings=16))}
 MULTIPLIERS = dict(embedding_multiplier=12.0, residual_multiplier=0.22, attention_multiplier=0.1, logits_scaling=8.0)
 DENSE = MULTIPLIERS | dict(num_local_experts=0, shared_intermediate_size=96, intermediate_size=1,
                            layer_types=["full_attention"] * 2)
+HYBRID = dict(num_hidden_layers=4, head_dim=32, linear_num_value_heads=4, linear_num_key_heads=2,
+              linear_key_head_dim=16, linear_value_head_dim=24)
 # Windows are at most a third of the tokens.
 FOLDERS = {  # name: (family in transformers, fields of its config)
     "gpt2": ("GPT2", GPT2),
@@ -81,6 +85,11 @@ FOLDERS = {  # name: (family in transformers, fields of its config)
     "granite-4-nope": ("GraniteMoeHybrid", DENSE),
     "glm": ("Glm", dict(head_dim=32, rope_parameters=PARTIAL, attention_bias=True)),
     "glm4": ("Glm4", dict(head_dim=16, rope_parameters=PARTIAL)),
+    "qwen3_5": ("Qwen3_5", HYBRID),
+    "qwen3_5-1": ("Qwen3_5", HYBRID | dict(linear_num_key_heads=4, tie_word_embeddings=True, attention_bias=True)),
+    "qwen3_5-3": ("Qwen3_5", HYBRID | dict(linear_num_value_heads=6, linear_conv_kernel_dim=3, layer_types=[
+        "full_attention", *["linear_attention"] * 3])),
+    "qwen3_5-vision": ("Qwen3_5", HYBRID),
     **{f"baichuan{kind}": ("Llama", {}) for kind in ("-7b", "2-7b", "-13b", "2-13b")},
 }
 LIKE_LLAMA = *(name for name in FOLDERS if "llama" in name), "mistral3-vision", "phi3-longrope", "baichuan-7b"
@@ -94,7 +103,8 @@ def theirs_of(name, **changes):
     flags = flags | changes
     torch.manual_seed(0)
     model = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
-    config = getattr(transformers, f"{kind}TextConfig" if kind == "Gemma3" else f"{kind}Config")(**flags)
+    config = getattr(transformers, f"{kind}TextConfig" if kind in ("Gemma3", "Qwen3_5") else f"{kind}Config")(
+        **flags)
     if name.endswith("vision"):  # the text model of a multimodal one
         outer = name.split("-")[0]
         model = getattr(transformers, f"{outer.capitalize()}ForConditionalGeneration")
@@ -185,6 +195,10 @@ def with_a_head(tensors):
     return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
 
 
+def with_mtp(tensors):
+    return tensors | {"mtp.fc.weight": torch.ones(64, 128), "mtp.layers.0.mlp.gate_proj.weight": torch.ones(96, 64)}
+
+
 def with_a_head_alone(tensors):
     return {key.replace("model.embed_tokens", "lm_head"): value for key, value in tensors.items()}
 
@@ -192,6 +206,7 @@ def with_a_head_alone(tensors):
 @pytest.mark.parametrize("name, rename, zipped", [
     ("gpt2", dict, True), ("gpt2", dict, False),  # torch's current and legacy formats
     ("gpt2", without_prefix, None), ("gemma3-vision", as_version_4, None), ("mistral3-vision", as_version_4, None),
+    ("qwen3_5-vision", as_version_4, None), ("qwen3_5", with_mtp, None),
     ("llama-tied", with_a_head, None), ("llama-tied", with_a_head_alone, None)])
 def test_other_names_and_files_of_the_same_weights(name, rename, zipped, tmp_path):
     """Catches .bin files or renamed tensors that load as other weights."""
@@ -383,6 +398,10 @@ BROKEN = {  # case: (changes to config.json or a function that breaks the folder
         {"base_model.model.model.layers.0.self_attn.q_proj.lora_A.weight": torch.ones(2, 64)})), "a LoRA adapter"),
     "experts": (dict(model_type="granitemoehybrid"), "num_local_experts 8 is not supported; supported: 0"),
     "recurrent": (dict(model_type="granitemoehybrid", num_local_experts=0, layer_types=["mamba"]), "type 'mamba'"),
+    "a mixture": (dict(model_type="qwen3_5_moe"), "'qwen3_5_moe' is not supported"),
+    "value heads that share no key": (dict(model_type="qwen3_5_text", head_dim=64, linear_num_value_heads=24,
+                                           full_attention_interval=2),
+                                      "a multiple of 16 value heads"),
     "pickle with code": (lambda p: pickled(p, dict(a=Code())), "or contains more than tensors"),
     "pickle of a huge view": (lambda p: pickled(p, {"a.bias": torch.ones(1).expand(10**9, 10**6)}), "not store"),
 }
@@ -399,9 +418,9 @@ def test_broken_and_harmful_folders_are_refused_at_once_in_one_line(case, tmp_pa
     assert "code ran" not in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("shape", sorted({*SHAPES} - {"llama", "untied-biased"}))
+@pytest.mark.parametrize("shape", sorted({*MODELS} - {"llama", "untied-biased"}))
 def test_what_llama_cannot_say_is_not_written(shape, tmp_path):
     """Catches a folder that loads as another model."""
-    said = next(iter(SHAPES[shape]))
-    refusal(lambda: toy_model(**SHAPES[shape]).save_pretrained(tmp_path / "out"), "has no way to say", f"{said}=")
+    said = next(iter(MODELS[shape]))
+    refusal(lambda: toy_model(**MODELS[shape]).save_pretrained(tmp_path / "out"), "has no way to say", f"{said}=")
     assert not (tmp_path / "out").exists()

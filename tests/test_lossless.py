@@ -13,7 +13,7 @@ import torch
 
 from backends import cpu, cpu_library
 from clover import BINS, PRESETS, CloverHeads
-from conftest import SHAPES, ToyGrammar, random_prompts, toy_model
+from conftest import MODELS, SHAPES, ToyGrammar, random_prompts, toy_model
 from engine.policy import Policy
 from generate import Sampling
 from hf import checkpoint
@@ -46,6 +46,10 @@ SAMPLING_MODES = {"greedy": [Sampling()], "sampled": [Sampling(0.9, seed=3)],
 TOYS = [(*draft, *rest, *others) for (draft, *rest), *others in zip(
     product(DRAFTS, (1, 3, 8), SAMPLING_MODES, DTYPES), cycle((*SHAPES, "long")), cycle((0, 0, 1)),
     cycle((0, 1, 0, 1, 0)))]
+# recurrent layers run in torch, float32 beside packed products
+HYBRIDS = [(*draft, *rest, "hybrid", ahead, ahead) for draft, *rest, ahead in product(
+    [("plain", 1), ("lookup", 17), *product(("clover", "clover+lookup"), (1, 5, 17, None))], (1, 8),
+    ("greedy", "filtered"), ("float32", "float32-torch", "bfloat16-torch"), (0, 1))]
 # heads in other projects' formats: every combination of the first columns with some kind and dtype
 PUBLISHED = [(f"{kind}+lookup" if mode == "filtered" else kind, T, B, mode, dtype, "deep", 0, mode == "sampled")
              for (B, T, mode), kind, dtype in zip(
@@ -55,8 +59,10 @@ TRAINED = [(*draft, *rest, "demo", 0, 0) for draft, *rest in product(
     [("clover", 17), ("medusa", 5), ("clover+lookup", 17), ("clover+lookup", None)], (1, 3), ("greedy", "filtered"),
     ("bfloat16", "int8", "int4"))]
 TRAINED += [("clover+lookup", 17, 3, way, "stored", "smollm2", 0, 0) for way in SAMPLING_MODES]
-SAMPLE = {*TOYS[8::43], *PUBLISHED, *TRAINED[::7]}  # covers three quarters of the pairs of values of two columns
-ROWS = [pytest.param(*row, marks=[] if row in SAMPLE else pytest.mark.slow) for row in TOYS + PUBLISHED + TRAINED]
+# covers three quarters of the pairs of values of two columns
+SAMPLE = {*TOYS[8::43], *HYBRIDS[5::17], *PUBLISHED, *TRAINED[::7]}
+ROWS = [pytest.param(*row, marks=[] if row in SAMPLE else pytest.mark.slow)
+        for row in TOYS + HYBRIDS + PUBLISHED + TRAINED]
 heldout = cache(lambda: prompts(load_tokens(None, load_encoding(DEMO), "heldout"), 4, 48, seed=1))
 
 
@@ -79,7 +85,7 @@ def load(preset, dtype, name):
         return model, CloverHeads.from_pretrained(folder, model) if preset else None, given
     if name == "deep":
         return *load_published(preset, dtype), DEEP_PROMPTS
-    model = toy_model(**SHAPES.get(name, dict(block_size=1024))).to(getattr(torch, dtype.removesuffix("-torch")))
+    model = toy_model(**MODELS.get(name, dict(block_size=1024))).to(getattr(torch, dtype.removesuffix("-torch")))
     heads = random_heads(model, preset if preset in PRESETS else "clover").to(model.dtype) if preset else None
     if preset == "broken":
         heads.heads[0].project.linear.bias.fill_(math.nan)
@@ -157,7 +163,8 @@ def test_output_is_that_of_plain_decoding(drafter, tree_size, batch_size, sampli
     want, samplings = [sequence.tokens for sequence in plain], [sequence.sampling for sequence in plain]
     counted = Statistics()
     out = engine.generate(given, N, sampling=samplings, on_step=counted.count, grammars=grammars_of(given, guide))
-    got = without_ties(model, given, out.tokens, want, samplings) if dtype in BY_TORCH else out.tokens
+    has_ties = dtype in BY_TORCH or name == "hybrid"
+    got = without_ties(model, given, out.tokens, want, samplings) if has_ties else out.tokens
     assert got == want
     assert counted.steps == out.steps and sum(n for _, n in counted.sizes.values()) == out.emitted
     assert out.emitted - out.steps <= sum(counted.accepted.values())  # a sequence may end inside its last path

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 import model as models
-from conftest import SHAPES, needs_cuda, random_prompts, toy_model
+from conftest import MODELS, SHAPES, needs_cuda, random_prompts, toy_model
 
 
 def chain(n):
@@ -16,19 +16,21 @@ def chain(n):
 # Forward passes agree
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", MODELS)
 def test_prefill_and_steps_agree(shape, device):
     """Catches a wrong position, cache row or mask in a plain pass, in chunked prefill or in single steps."""
-    model = toy_model(**SHAPES[shape]).to(device)
+    model = toy_model(**MODELS[shape]).to(device)
     tokens = torch.tensor(random_prompts([23, 23]), device=device)
     want = model(tokens)  # no cache
-    chunked, single = model.new_cache(2, 40), model.new_cache(1, 40)
+    chunked, single = model.new_cache(2, 40), model.new_cache(1, 40, nodes=1)
     got = torch.cat([model.prefill(tokens[:, i:i + 5], chunked, i) for i in range(0, 23, 5)], dim=1)
     torch.testing.assert_close(got, want, atol=1e-4, rtol=1e-4)
     assert chunked.lengths.tolist() == [23, 23]
     for i in range(23):
         step = model(tokens[:1, i:i + 1], torch.tensor([[i]], device=device), single, chain(1).to(device))
         torch.testing.assert_close(step[0, 0], want[0, i], atol=1e-4, rtol=1e-4)
+        if single.states:
+            single.states.commit(torch.zeros_like(tokens[:1, :1]), torch.ones_like(tokens[0, :1]))
         single.lengths += 1
     torch.testing.assert_close(single.kv[:, :, :, :, :23], chunked.kv[:, :, :1, :, :23], atol=1e-4, rtol=1e-4)
 
@@ -46,15 +48,15 @@ def test_prefill_in_bfloat16_comes_near_float32(shape):
     assert (got - want).norm() < 0.03 * want.norm()
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", MODELS)
 def test_tree_nodes_see_their_own_path(shape):
     """Catches siblings that attend to each other, and a sequence that uses another's length."""
-    model = toy_model(**SHAPES[shape])
+    model = toy_model(**MODELS[shape])
     prompts = [torch.tensor(p) for p in random_prompts([9, 1, 20])]
     ancestors = [0b1, 0b11, 0b101, 0b1011, 0b10011, 0b101011]
     depths = torch.tensor([mask.bit_count() - 1 for mask in ancestors])
     nodes = torch.tensor(random_prompts([6, 6, 6], seed=1))
-    cache = model.new_cache(3, 40)
+    cache = model.new_cache(3, 40, nodes=6)
     for b, prompt in enumerate(prompts):
         model.prefill(prompt[None], cache.one(b))
     assert cache.lengths.tolist() == [9, 1, 20]
@@ -111,10 +113,10 @@ def test_alibi_is_exact_in_half_precision():
     assert half.dtype == torch.bfloat16 and (half - exact).abs().mean() < 0.005
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", MODELS)
 def test_documents_in_one_window_do_not_see_one_another(shape):
     """Catches attention across a document border, and positions that do not restart there."""
-    model = toy_model(**SHAPES[shape])
+    model = toy_model(**MODELS[shape])
     parts = [random_prompts([n], seed=n)[0] for n in (5, 9, 4)]
     documents = torch.tensor([[i for i, part in enumerate(parts) for _ in part], [0] * 18])
     tokens = torch.tensor([sum(parts, []), random_prompts([18], seed=1)[0]])

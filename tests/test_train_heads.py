@@ -17,11 +17,12 @@ from backends import cpu
 from backends.tensor_parallel import Group
 from clover import BINS, PRESETS, CloverHeads
 from common.files import save_lines
-from conftest import Operations, edit_json, needs_cuda, random_prompts, refusal, slow, toy_model
+from conftest import Operations, edit_json, needs_cuda, random_prompts, refusal, slow, toy_model, write_tokenizer
 from hf.tokenizer import load_encoding
 from model import GPT
 from test_backends_tensor_parallel import run_ranks
 from test_clover import random_heads
+from test_hf_checkpoint import theirs_of
 from test_training_data import save_family
 from tools.errors import command
 from training import data, evaluate, program, runs, writing
@@ -99,6 +100,13 @@ def learned(checkpoint, texts, out, name, *flags):
     found = run(checkpoint, texts, out, "--preset", name, "--steps", "60", *flags)
     assert all(b > a + 0.1 for a, b in zip(start, found["accuracy"])), (start, found["accuracy"])
     return found
+
+
+def test_heads_of_a_hybrid_learn(texts, tmp_path):
+    """Catches states that cross documents, and a program that cannot load, train or decode a hybrid."""
+    theirs_of("qwen3_5", vocab_size=258, linear_num_value_heads=6).save_pretrained(tmp_path / "model")
+    write_tokenizer(tmp_path / "model")
+    assert learned(tmp_path / "model", texts, tmp_path / "heads", "clover")["tokens_per_step"] >= 1
 
 
 @pytest.mark.parametrize("name", ["clover2", *map(slow, ("medusa", "hydra", "clover"))])

@@ -1,0 +1,160 @@
+"""recurrent/layers.py and engine/kept.py: the states of hybrid models, from prompts, pieces of them, trees and kept
+prefixes."""
+
+import pytest
+import torch
+
+from backends.tensor_parallel import Group
+from clover import CloverHeads, preset
+from common import machine
+from conftest import MODELS, random_prompts, refusal, toy_model
+from engine import batching
+from engine.policy import Policy
+from generate import generate
+from model import GPT
+from recurrent.layers import CHUNK
+from test_generate import load, new_engine
+from test_hf_checkpoint import theirs_of
+from test_kernels import as_int64, random_forest
+
+HYBRID = MODELS["hybrid"]
+
+
+def same(got, want):
+    torch.testing.assert_close(got, want, atol=1e-9, rtol=1e-9)
+
+
+def states_after(model, tokens):
+    """The states after a prompt, read at once."""
+    cache = model.new_cache(1, len(tokens))
+    model.prefill(torch.tensor([tokens]), cache)
+    return cache.states.committed
+
+
+@pytest.mark.parametrize("n", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
+def test_pieces_of_a_prompt_leave_what_the_whole_leaves(n):
+    """Bug: a chunk's last token that is padding, a window or a state cut at the border of a piece or a chunk, the state
+    of the sequence that had the cache before."""
+    model = toy_model(**HYBRID).double()
+    tokens = torch.tensor(random_prompts([n, n]))
+    want = model(tokens)
+    cache = model.new_cache(2, n)
+    for size in (n, 3, 70):
+        pieces = [model.prefill(tokens[:, i:i + size], cache, i) for i in range(0, n, size)]
+        same(torch.cat(pieces, dim=1), want)
+    for x, y in zip(cache.states.committed, states_after(model, tokens[1].tolist())):
+        same(x[:, 1:], y)
+
+
+@pytest.mark.parametrize("T", [1, 7, 64])
+def test_a_committed_path_leaves_what_a_prompt_leaves(T):
+    """Bug: a state of another branch, row, slot or layer; a slot that accepts nothing and changes; nodes of the tree
+    before."""
+    generator = torch.Generator().manual_seed(T)
+    model = toy_model(**HYBRID).double()
+    prompts = random_prompts([9, 2, 70, 30])
+    cache = model.new_cache(4, 200, nodes=64)
+    for slot, prompt in enumerate(prompts):
+        model.prefill(torch.tensor([prompt]), cache.one(slot))
+    slots = torch.tensor([3, 0, 2])
+    for _ in range(2):
+        nodes = torch.randint(97, (3, T), generator=generator)
+        masks = [random_forest(T, set(), generator) for _ in slots]
+        paths = [[j for j in range(T) if masks[0][T - 1] >> j & 1], [0], []]
+        count = torch.tensor(list(map(len, paths)))
+        path = torch.tensor([(nodes_of + [0] * T)[:T] for nodes_of in paths])
+        own = cache.lengths[slots][:, None] + torch.tensor([[m.bit_count() - 1 for m in row] for row in masks])
+        batch = type(cache)(cache.kv, cache.lengths, slots, cache.states)
+        model(nodes, own.clamp(min=0), batch, as_int64(masks))
+        cache.states.commit(path, count, slots)
+        for row, slot in enumerate(slots.tolist()):
+            prompts[slot] = prompts[slot] + nodes[row, paths[row]].tolist()
+        for slot, prompt in enumerate(prompts):
+            for x, y in zip(cache.states.committed, states_after(model, prompt)):
+                same(x[:, slot], y[:, 0])
+            model.prefill(torch.tensor([prompt]), cache.one(slot))  # `commit_path` for the other layers
+
+
+def test_logits_in_bfloat16_are_as_near_as_those_of_transformers(tmp_path):
+    """Bug: rates, states or windows that are rounded."""
+    theirs = theirs_of("qwen3_5")
+    theirs.save_pretrained(tmp_path)
+    tokens = torch.tensor(random_prompts([60] * 4))
+    ours = GPT.from_pretrained(tmp_path, torch.bfloat16, "cpu", packed=False)
+    assert ours.blocks[0].attn.A.dtype == torch.float32
+    with torch.no_grad():
+        want = theirs(tokens).logits.double()
+        near, far = ours.lm_head(ours(tokens)), theirs.bfloat16()(tokens).logits
+    assert (near - want).norm() < 1.05 * (far - want).norm()
+
+
+@pytest.mark.parametrize("reads_prompts", [False, True])
+@pytest.mark.parametrize("keeps_answers", [True, False])
+def test_conversations_read_little_again(keeps_answers, reads_prompts, monkeypatch, prefilled):
+    """Bug: a state of other tokens than those of the cached rows, one that is never kept, and a conversation that is
+    read from its start at every turn. Templates that drop earlier reasoning differ where the last prompt ended."""
+    model, heads = load("clover", False, block_size=1024, **HYBRID)
+    monkeypatch.setattr(batching, "PREFILL_CHUNK", 32)
+    engine = new_engine(model, heads, tree_size=9, capacity=700, batch_size=2, reads_prompts=reads_prompts)
+    engine.long_prompt = 70
+    text = random_prompts([80])[0]
+    for number, turn in enumerate(random_prompts([40] * 5, seed=1)):
+        prompt = text + [96, 95]  # begins the answer
+        want = generate(model, [prompt], 12, tree_size=1).tokens
+        prefilled.clear()
+        assert engine.generate([prompt], 12).tokens == want
+        if number > 1:  # two turns, or one, and what steps may read
+            assert sum(n for _, n in prefilled) <= 120
+        text = (prompt + want[0] if keeps_answers else text + want[0][8:]) + turn
+        if number == 3:
+            engine = engine.grown(900)
+            engine.long_prompt = 70
+
+
+@pytest.mark.parametrize("reads_prompts", [False, True])
+def test_slots_that_are_cancelled_or_reused_start_right(reads_prompts, monkeypatch):
+    """Bug: a state left by a cancelled prompt, by the sequence before, or by a step in flight."""
+    model, heads = load("clover", False, block_size=1024, **HYBRID)
+    monkeypatch.setattr(batching, "PREFILL_CHUNK", 32)
+    engine = new_engine(model, heads, tree_size=5, batch_size=2, capacity=300, reads_prompts=reads_prompts, ahead=1)
+    prompts = random_prompts([7, 200, 1, 90, 3])
+    want = generate(model, prompts, 12, tree_size=1).tokens
+    for number in range(6):
+        sequences = [engine.add(prompt, 12) for prompt in prompts]
+        for _ in range(number):
+            engine.step()
+        for sequence in sequences[:number]:
+            engine.cancel(sequence)
+        while engine.busy:
+            engine.step()
+        assert [sequence.tokens for sequence in sequences[number:]] == want[number:]
+        prompts, want = prompts[::-1], want[::-1]
+
+
+def test_the_states_of_a_batch_are_counted(monkeypatch):
+    """Bug: a memory check without the states, those of the last tree, or the two that are kept."""
+    model = toy_model(**HYBRID)
+    policy = Policy(model, tree_size=1)
+    cache = model.new_cache(4, 102, device="meta", nodes=1)
+    size = sum(x.nbytes for x in (cache.kv, *cache.states, *cache.states.committed, *cache.states.committed))
+    monkeypatch.setattr(machine, "free_memory", lambda device: size)
+    refusal(lambda: batching.check_memory(model, policy, 4, 100), "4 sequences of 102 tokens")
+    monkeypatch.setattr(machine, "free_memory", lambda device: size + 2000)
+    batching.check_memory(model, policy, 4, 100)
+
+
+def test_the_augmenting_block_is_a_copy_of_the_last_full_attention_block():
+    """Bug: a copy of a recurrent block, whose state no tree of the heads changes."""
+    model = toy_model(**HYBRID)
+    heads = CloverHeads(preset("clover2"), model)
+    assert model.blocks.last_attention == 1
+    for block in heads.augment_blocks:
+        assert all(map(torch.equal, block.state_dict().values(), model.blocks[1].state_dict().values()))
+    assert heads.new_cache(2, 30).kv.shape[0] == 2 and heads.new_cache(2, 30).states is None
+
+
+def test_ranks_do_not_divide_a_hybrid():
+    """Bug: a rank that computes other heads than it has weights of."""
+    group = Group()
+    group.size = 2
+    refusal(lambda: group.shard_config(toy_model(**HYBRID).config), "recurrent layers", "run one process")
