@@ -7,6 +7,8 @@
 //     rope_cache    norm and rotary embedding of queries and keys, keys and values to the cache
 //     attention     of tree nodes, or of a prompt's tokens, over the cache
 //     glu           SiLU or GELU of the gate, times up
+//     mix_delta     a gated delta layer over tree nodes, or over a prompt's tokens
+//     commit_delta  the states of gated delta layers after the accepted path
 //     run_blocks    transformer blocks, built from the functions above
 //     sample        the best token of each row of logits, with or without Gumbel noise
 //     step_draft, step_verify, step_sample, step_accept, step_commit: the stages of a decoding step
@@ -1317,7 +1319,7 @@ static void rope_cache_row(void *arguments, int m) {
     for (int i = 0; table && i < 2 * D; i += LANES)
         store(rope + i, load_row(table, a->pass->positions[m] * 2 * D + i, 2 * D - i,
                                  a->pass->bfloat16));
-    float *x = a->x + (size_t)m * (Hq + 2 * Hkv) * D;
+    float *x = a->x + ((size_t)m * ((1 + c->attn_gate) * Hq + 2 * Hkv) + c->attn_gate * Hq) * D;
     if (c->q_norm.weight && c->norms_all) {
         norm_row(&c->q_norm, x, Hq * D, x);
         norm_row(&c->k_norm, x + Hq * D, Hkv * D, x + Hq * D);
@@ -1610,10 +1612,278 @@ static void glu_row(void *arguments, int m) {
 }
 
 // -------------------------------------------------------------------------------------------------
+// mix_attention
+//
+//   out = proj(attention(q, k, v)), or proj(attention(q, k, v) sigmoid(gate))
+
+// y [n] *= sigmoid(x), or silu(x)
+static void gate(float *y, const float *x, int n, int is_silu) {
+    for (int i = 0; i < n; i += LANES) {
+        vf v = load_n(x + i, n - i), gated = load_n(y + i, n - i) / (1.0f + vexp(-v));
+        if (is_silu)
+            gated *= v;
+        copy_n(y + i, &gated, n - i, sizeof *y);
+    }
+}
+
+static void gate_row(void *arguments, int m) {
+    const Call *a = arguments;
+    const BlockWeights *c = a->block;
+    int n = c->n_head * c->head_size, stride = 2 * n + 2 * c->n_kv_head * c->head_size;
+    gate(a->out + (size_t)m * n, a->x + (size_t)m * stride, n, 0);
+}
+
+static int attention_size(const BlockWeights *c) {
+    return ((2 + c->attn_gate) * c->n_head + 2 * c->n_kv_head) * c->head_size;
+}
+
+// x, out [M, C]; memory [M, attention_size]
+static void mix_attention(const BlockWeights *c, const Pass *pass, const float *x, float *memory, float *out) {
+    int M = pass->B * pass->T, q_size = c->n_head * c->head_size, threads = pass->threads;
+    Call a = {.block = c, .pass = pass, .x = memory + (size_t)M * q_size, .out = memory};
+    product(&c->qkv, x, M, a.x, threads);
+    parallel(rope_cache_row, &a, M, q_size, threads);
+    attention(c, pass, a.out, a.out);
+    if (c->attn_gate)
+        parallel(gate_row, &a, M, 8 * q_size, threads);
+    product(&c->proj, a.out, M, out, threads);
+}
+
+// -------------------------------------------------------------------------------------------------
+// mix_delta
+//
+//   q, k, v = silu(sum_j w_j x_j) over the inputs x of a node and its n - 1 nearest ancestors
+//   q = q / sqrt(sum(q^2) + 1e-6) Dk^-0.5, k = k / sqrt(sum(k^2) + 1e-6)
+//   decay = exp(A softplus(a + dt_bias));  beta = sigmoid(b)
+//   S = decay S;  u = beta (v - S^T k);  S = S + k u^T;  y = norm(S^T q) silu(z);  out = out_proj(y)
+//
+// As in recurrent/delta.py, but node by node in the order of plain decoding: a node's S is made from
+// its parent's, and commit_delta repeats S = decay S + k u^T along the accepted path, with the same u.
+// So bits do not depend on the tree. Columns of S are independent: a unit is a value head of a
+// sequence, and takes WIDE columns at a time, of which it holds the S [Dk][WIDE] of all nodes.
+//
+// Memory traffic: S read here, read and written at commit.
+
+typedef struct {
+    const BlockWeights *block;
+    const Pass *pass;
+    float *qkvz, *qkv, *ab, *y;  // [M, ...]; ab: then decay, beta
+} Delta;
+
+INLINE int channels_of(const DeltaStates *s) {
+    return 2 * s->n_key_head * s->key_size + s->n_head * s->value_size;
+}
+
+// The sequence of b in the layer's states; node 0 of row b in what it keeps of a tree
+INLINE size_t state_at(const Pass *pass, int b) {
+    return (size_t)pass->states.layer * pass->states.slots + slot_of(pass, b);
+}
+INLINE size_t tree_at(const Pass *pass, int b) {
+    return ((size_t)pass->states.layer * pass->states.slots + b) * pass->states.nodes;
+}
+
+// The node before t on its path, below 0 for one of the history
+INLINE int node_before(const Pass *pass, int b, int t) {
+    if (!pass->ancestors || t < 0)
+        return t - 1;
+    uint64_t above = pass->ancestors[b * pass->T + t] & (((uint64_t)1 << t) - 1);
+    return above ? 63 - __builtin_clzll(above) : -1;
+}
+
+// x [n] to length 1, times scale
+static void unit_row(float *x, int n, float scale) {
+    vf squares = {0};
+    for (int i = 0; i < n; i += LANES)
+        squares = fused(load_n(x + i, n - i), load_n(x + i, n - i), squares);
+    scale /= sqrtf(sum_lanes(squares) + 1e-6f);
+    for (int i = 0; i < n; i++)
+        x[i] *= scale;
+}
+
+static void prepare_delta_row(void *arguments, int m) {
+    const Delta *a = arguments;
+    const BlockWeights *c = a->block;
+    const DeltaStates *s = &a->pass->states;
+    int H = s->n_head, Hk = s->n_key_head, Dk = s->key_size, C = channels_of(s), n = s->window;
+    int width = C + H * s->value_size, b = m / a->pass->T, node = m % a->pass->T;
+    const float *window[n];
+    for (int i = 0, t = node; i < n; i++, t = node_before(a->pass, b, t))
+        window[i] = t >= 0 ? a->qkvz + (size_t)(m - node + t) * width
+            : s->history + (state_at(a->pass, b) * (n - 1) + n - 1 + t) * C;
+    float *qkv = a->qkv + (size_t)m * C, *decay = a->ab + (size_t)m * 2 * H, *beta = decay + H;
+    for (int i = 0; i < C; i += LANES) {
+        vf sum = {0};
+        for (int j = 0; j < n; j++)
+            sum = fused(load_n(window[j] + i, C - i), load_n(c->conv + (size_t)j * C + i, C - i), sum);
+        sum /= 1.0f + vexp(-sum);
+        copy_n(qkv + i, &sum, C - i, sizeof *qkv);
+    }
+    for (int h = 0; h < 2 * Hk; h++)
+        unit_row(qkv + h * Dk, Dk, h < Hk ? 1.0f / sqrtf(Dk) : 1);
+    for (int h = 0; h < H; h++) {
+        float rate = decay[h] + c->dt_bias[h];
+        decay[h] = expf(c->A[h] * (rate > 20 ? rate : log1pf(expf(rate))));
+        beta[h] = 1.0f / (1.0f + expf(-beta[h]));
+    }
+    if (a->pass->ancestors) {    // what commit_delta reads
+        size_t at = tree_at(a->pass, b) + node;
+        memcpy(s->inputs + at * C, window[0], C * sizeof *qkv);
+        memcpy(s->keys + at * Hk * Dk, qkv + Hk * Dk, Hk * Dk * sizeof *qkv);
+        memcpy(s->decay + at * H, decay, H * sizeof *decay);
+    }
+}
+
+// Makes S of row m from its parent's, for `columns` columns of head h from `first` on
+static void read_node(const Delta *a, int m, int h, int first, int columns, const float *parent, float *S) {
+    enum { VECTORS = WIDE / LANES };
+    const DeltaStates *s = &a->pass->states;
+    int H = s->n_head, Hk = s->n_key_head, Dk = s->key_size, Dv = s->value_size, T = a->pass->T;
+    const float *q = a->qkv + (size_t)m * channels_of(s), *k = q + Hk * Dk, *rates = a->ab + (size_t)m * 2 * H;
+    const float *v = k + Hk * Dk + h * Dv + first;
+    vf u[VECTORS] = {{0}}, y[VECTORS] = {{0}};
+    q += h % Hk * Dk;
+    k += h % Hk * Dk;
+    for (int i = 0; i < Dk * VECTORS; i += VECTORS) {
+        UNROLL
+        for (int j = 0; j < VECTORS; j++) {
+            vf row = load(parent + (i + j) * LANES) * rates[h];
+            u[j] = fused(splat(k[i / VECTORS]), row, u[j]);
+            store(S + (i + j) * LANES, row);
+        }
+    }
+    for (int j = 0; j < VECTORS; j++)
+        u[j] = (load_n(v + j * LANES, columns - j * LANES) - u[j]) * rates[H + h];
+    for (int i = 0; i < Dk * VECTORS; i += VECTORS) {
+        UNROLL
+        for (int j = 0; j < VECTORS; j++) {
+            vf row = fused(splat(k[i / VECTORS]), u[j], load(S + (i + j) * LANES));
+            y[j] = fused(splat(q[i / VECTORS]), row, y[j]);
+            store(S + (i + j) * LANES, row);
+        }
+    }
+    float *out = a->y + ((size_t)m * H + h) * Dv + first;
+    float *to = s->u + ((tree_at(a->pass, m / T) + m % T) * H + h) * Dv + first;
+    for (int j = 0; j < VECTORS; j++) {
+        copy_n(out + j * LANES, &y[j], columns - j * LANES, sizeof *out);
+        if (a->pass->ancestors)
+            copy_n(to + j * LANES, &u[j], columns - j * LANES, sizeof *to);
+    }
+}
+
+static void delta_head(void *arguments, int unit) {
+    const Delta *a = arguments;
+    const DeltaStates *s = &a->pass->states;
+    int H = s->n_head, Dk = s->key_size, Dv = s->value_size, T = a->pass->T, tile = Dk * WIDE;
+    int is_tree = a->pass->ancestors != NULL, b = unit / H, h = unit % H;
+    float *state = s->state + (state_at(a->pass, b) * H + h) * Dk * Dv;
+    float *S = scratch(ROWS, (size_t)(is_tree ? 1 + T : 1) * tile * sizeof *S);  // of the text, of nodes
+    for (int first = 0; first < Dv; first += WIDE) {
+        int columns = min(Dv - first, WIDE);
+        for (int i = 0; i < Dk; i++)
+            for (int j = 0; j < WIDE; j += LANES)
+                store(S + i * WIDE + j, load_n(state + i * Dv + first + j, columns - j));
+        for (int t = 0; t < T; t++) {
+            int parent = is_tree ? 1 + node_before(a->pass, b, t) : 0, own = is_tree ? 1 + t : 0;
+            read_node(a, b * T + t, h, first, columns, S + (size_t)parent * tile, S + (size_t)own * tile);
+        }
+        for (int i = 0; !is_tree && i < Dk; i++)
+            memcpy(state + i * Dv + first, S + i * WIDE, columns * sizeof *S);
+    }
+}
+
+static void finish_delta_row(void *arguments, int m) {
+    const Delta *a = arguments;
+    const DeltaStates *s = &a->pass->states;
+    int C = channels_of(s), n = s->n_head * s->value_size;
+    float *y = a->y + (size_t)m * n;
+    for (int i = 0; i < n; i += s->value_size)
+        norm_row(&a->block->norm, y + i, s->value_size, y + i);
+    gate(y, a->qkvz + (size_t)m * (C + n) + C, n, 1);
+}
+
+// Moves `count` inputs to the end of a history [n - 1, C]: the path's, or without one all
+static void move_history(const DeltaStates *s, float *history, const float *inputs, int stride,
+                         const int64_t *path, int count) {
+    int rows = s->window - 1, C = channels_of(s);
+    for (int i = 0; i < rows; i++) {
+        int from = i + count - rows;  // of the inputs
+        size_t at = from >= 0 && path ? path[from] : from;
+        memmove(history + i * C, from < 0 ? history + (i + count) * C : inputs + at * stride,
+                C * sizeof *history);
+    }
+}
+
+static int delta_size(const DeltaStates *s) {
+    return 2 * (channels_of(s) + s->n_head * s->value_size + s->n_head);
+}
+
+// x, out [M, C]; memory [M, delta_size]. Without ancestors the states become those after the tokens.
+static void mix_delta(const BlockWeights *c, const Pass *pass, const float *x, float *memory, float *out) {
+    const DeltaStates *s = &pass->states;
+    int T = pass->T, threads = pass->threads, C = channels_of(s), n = s->n_head * s->value_size;
+    size_t M = (size_t)pass->B * T;
+    Delta a = {c, pass, memory};
+    a.qkv = a.qkvz + M * (C + n);
+    a.ab = a.qkv + M * C;
+    a.y = a.ab + M * 2 * s->n_head;
+    product(&c->qkvz, x, M, a.qkvz, threads);
+    product(&c->ab, x, M, a.ab, threads);
+    parallel(prepare_delta_row, &a, M, 8 * C, threads);
+    parallel(delta_head, &a, pass->B * s->n_head, (int64_t)T * s->key_size * s->value_size, threads);
+    parallel(finish_delta_row, &a, M, 8 * n, threads);
+    for (int b = 0; !pass->ancestors && b < pass->B; b++)
+        move_history(s, s->history + state_at(pass, b) * (s->window - 1) * C,
+                     a.qkvz + (size_t)b * T * (C + n), C + n, NULL, T);
+    product(&c->out_proj, a.y, M, out, threads);
+}
+
+// -------------------------------------------------------------------------------------------------
+// commit_delta
+
+typedef struct {
+    const Pass *pass;
+    const int64_t *path, *count;
+    int stride;
+} Commit;
+
+static void commit_head(void *arguments, int unit) {
+    const Commit *a = arguments;
+    Pass pass = *a->pass;
+    const DeltaStates *s = &pass.states;
+    int H = s->n_head, Hk = s->n_key_head, Dk = s->key_size, Dv = s->value_size, C = channels_of(s);
+    int h = unit % H, b = unit / H % pass.B, count = a->count[b * a->stride];
+    const int64_t *path = a->path + b * a->stride;
+    pass.states.layer += unit / H / pass.B;
+    size_t sequence = state_at(&pass, b), tree = tree_at(&pass, b);
+    for (int i = 0; count && i < Dk; i++)
+        for (int j = 0; j < Dv; j += LANES) {
+            float *S = s->state + ((sequence * H + h) * Dk + i) * Dv + j;
+            vf v = load_n(S, Dv - j);
+            for (int p = 0; p < count; p++) {
+                size_t node = tree + path[p], head = node * H + h;
+                vf k = splat(s->keys[(node * Hk + h % Hk) * Dk + i]);
+                v = fused(k, load_n(s->u + head * Dv + j, Dv - j), v * s->decay[head]);
+            }
+            copy_n(S, &v, Dv - j, sizeof *S);
+        }
+    if (count && h == 0)
+        move_history(s, s->history + sequence * (s->window - 1) * C, s->inputs + tree * C, C, path, count);
+}
+
+// Applies the accepted nodes, path[b * stride + i] for i < count[b * stride], to the states
+void commit_delta(const Pass *pass, int layers, const int64_t *path, const int64_t *count, int stride) {
+    Commit a = {pass, path, count, stride};
+    int64_t size = pass->states.key_size * pass->states.value_size;
+    parallel(commit_head, &a, layers * pass->B * pass->states.n_head, size, pass->threads);
+}
+
+// -------------------------------------------------------------------------------------------------
 // run_blocks: consecutive model.Blocks
 
 // Whether some token has no row in the cache or in the rope table
 static int lacks_rows(const Pass *pass) {
+    if (pass->states.state && pass->ancestors && pass->T > pass->states.nodes)
+        return 1;
     for (int b = 0; b < pass->B; b++)
         if (length_of(pass, b) < 0 || length_of(pass, b) > pass->rows - pass->T)
             return 1;
@@ -1630,22 +1900,16 @@ int run_blocks(const BlockWeights *blocks, int count, const NormWeights *last, c
     int M = pass.B * pass.T, C = blocks->n_embd, inner = blocks->n_inner, threads = pass.threads;
     if (lacks_rows(first))
         return 1;
-    int q_size = blocks->n_head * blocks->head_size;
-    int size = 2 * q_size + 2 * blocks->n_kv_head * blocks->head_size + C + 3 * inner;
-    float *q = scratch(PASS, (size_t)M * size * sizeof *q), *delta = q + (size_t)M * q_size;
-    float *up = delta + (size_t)M * C, *hidden = up + (size_t)M * 2 * inner;
-    float *qkv = hidden + (size_t)M * inner;
+    int size = C + 3 * inner + max(attention_size(blocks), delta_size(&pass.states));
+    float *delta = scratch(PASS, (size_t)M * size * sizeof *delta), *up = delta + (size_t)M * C;
+    float *hidden = up + (size_t)M * 2 * inner, *memory = hidden + (size_t)M * inner;
     NormWeights none = {0};
     Call add = {.post = &none, .norm = &blocks->attn_norm, .x = x, .out = normed, .block = blocks};
     parallel(add_norm_row, &add, M, C, threads);
     add.delta = delta;
     for (const BlockWeights *c = blocks; c < blocks + count; c++) {
-        Call rope = {.block = c, .pass = &pass, .x = qkv, .out = q};
         Call act = {.block = c, .x = up, .out = hidden};
-        product(&c->qkv, normed, M, qkv, threads);
-        parallel(rope_cache_row, &rope, M, q_size, threads);
-        attention(c, &pass, q, qkv);
-        product(&c->proj, qkv, M, delta, threads);
+        (c->conv ? mix_delta : mix_attention)(c, &pass, normed, memory, delta);
         add.post = &c->attn_post_norm;
         add.norm = &c->mlp_norm;
         parallel(add_norm_row, &add, M, C, threads);
@@ -1655,7 +1919,10 @@ int run_blocks(const BlockWeights *blocks, int count, const NormWeights *last, c
         add.post = &c->mlp_post_norm;
         add.norm = c + 1 < blocks + count ? &c[1].attn_norm : last;
         parallel(add_norm_row, &add, M, C, threads);
-        pass.kv = (char *)pass.kv + pass.layer_stride * (pass.bfloat16 ? 2 : 4);
+        if (c->conv)
+            pass.states.layer++;
+        else
+            pass.kv = (char *)pass.kv + pass.layer_stride * (pass.bfloat16 ? 2 : 4);
     }
     return 0;
 }
@@ -2362,7 +2629,8 @@ void step_commit(Step *s) {
     int P = s->P, T = s->T, C = s->blocks->n_embd, bytes = pass->bfloat16 ? 2 : 4;
     int size = pass->B * s->blocks->n_kv_head * P * s->blocks->head_size;
     if (T > 1)
-        parallel(move_path, s, 2 * s->n_blocks, size, pass->threads);
+        parallel(move_path, s, 2 * (s->n_blocks - s->n_delta), size, pass->threads);
+    commit_delta(pass, s->n_delta, s->accepted + P, s->accepted + 3 * P, 3 * P + 2);
     for (int b = 0; b < pass->B; b++) {
         const int64_t *row = s->accepted + b * (3 * P + 2);
         int slot = slot_of(pass, b), length = s->lengths[slot], count = row[3 * P];

@@ -34,8 +34,21 @@ typedef struct BlockWeights {    // a model.Block
     int32_t n_embd, n_head, n_kv_head, head_size, n_inner;
     int32_t norms_all;           // q_norm and k_norm span all heads
     int32_t gated, gelu, window, rope;  // window 0: none; rope: 0 or 1 for the pass's table, or -1
+    int32_t attn_gate;           // qkv begins with gates of the attention's output
     float scale;                 // of attention scores
+    Linear qkvz, ab, out_proj;   // of a recurrent.layers.GatedDelta in place of attention
+    NormWeights norm;
+    const float *conv;           // [n, C], for the newest input first; NULL: attention
+    const float *A, *dt_bias;    // [H]
 } BlockWeights;
+
+typedef struct DeltaStates {     // a cpu_layers.PackedStates; letters as in recurrent/delta.py
+    int32_t n_head, n_key_head, key_size, value_size, window;  // H, Hk, Dk, Dv, n
+    int32_t slots, nodes;        // N
+    int32_t layer;               // the first one that runs, of all
+    float *state, *history;      // [layers, slots, H, Dk, Dv], [layers, slots, n - 1, C]
+    float *inputs, *keys, *u, *decay;  // [layers, slots, N, ...], by the step's row and node
+} DeltaStates;
 
 typedef struct Pass {            // a forward pass: what its blocks share
     int32_t B, T, threads, bfloat16;  // bfloat16: dtype of keys, values and rope, else float32
@@ -48,6 +61,7 @@ typedef struct Pass {            // a forward pass: what its blocks share
     const float *slopes;         // [Hq] of ALiBi, or NULL
     void *kv;                    // keys and values of a layer, [2, B, Hkv, S, D]
     int64_t layer_stride, value_stride, batch_stride, head_stride;  // in numbers
+    DeltaStates states;          // of the other layers
 } Pass;
 
 typedef struct HeadWeights {     // a draft head
@@ -76,6 +90,7 @@ typedef struct Step {            // a decoding step of the sequences in some of 
     const BlockWeights *augment;
     NormWeights state_norm;      // of the states that the heads draft from
     int32_t n_blocks, n_augment;
+    int32_t n_delta;             // blocks with gated delta layers
     int32_t K, W, with_lookup;   // with_lookup: whether lookup drafts
     int32_t words;               // of a mask: ceil(V / 32)
     const float *chances;        // [2, SOURCES]: see generate.Policy, as counts and seconds
@@ -111,6 +126,8 @@ void pack_rows(const Linear *w, int type, const uint8_t *rows, int64_t stride, c
 void product(const Linear *w, const float *x, int M, float *out, int threads);
 int unpack_rows(const Linear *weights, const int64_t *rows, int count, float *out);
 void attention(const BlockWeights *block, const Pass *pass, float *q, float *out);
+void commit_delta(const Pass *pass, int layers, const int64_t *path, const int64_t *count,
+                  int stride);
 int run_blocks(const BlockWeights *blocks, int count, const NormWeights *last, const Pass *first,
                float *x, float *normed);
 void sample(const Linear *w, const float *x, int M, int T, const int32_t *slots,

@@ -27,6 +27,7 @@ from backends.cpu_layers import (
     pass_struct,
     pointer,
     stack,
+    states_struct,
 )
 from backends.cpu_library import LARGEST, header, is_usable, library, threads
 from backends.slots import SomeSlots, batch_of
@@ -52,8 +53,6 @@ def apply(model, heads=None):
         pack(heads)
     if isinstance(model.blocks, PackedBlocks):
         model.decoder = CompiledDecoder
-    elif model.config.mixers:
-        warn("recurrent layers run in torch, around the products in C: slower than other models")
     if model.config.tied and isinstance(model.head, PackedLMHead):
         model.embed = PackedEmbedding(model.head, model.dtype)
 
@@ -198,7 +197,8 @@ class CompiledDecoder(Decoder):
         if isinstance(policy, Policy):  # else nobody reads `drafted`, and T is fixed
             tensors |= dict(seconds=policy.step_seconds, drafted=policy.drafted)
         struct = header.Step(
-            blocks=model.blocks.structs, n_blocks=len(model.blocks), embed_scale=1,
+            blocks=model.blocks.structs, n_blocks=len(model.blocks),
+            n_delta=model.blocks.n_delta(len(model.blocks)), embed_scale=1,
             norm=norm_struct(model.norm, self.tensors), K=policy.depth, W=self.beams,
             with_lookup=policy.lookup, words=-(-model.config.vocab_size // 32),
             history_stride=slots.history.stride(0), trees=self.slot_pass(slots.cache),
@@ -234,6 +234,7 @@ class CompiledDecoder(Decoder):
     def slot_pass(self, cache):
         a_pass = pass_struct((self.batch_size, 1), self.model.tables, cache.kv, cache.lengths)
         a_pass.slots = ctypes.addressof(self.slot_array)
+        a_pass.states = states_struct(cache.states)
         return a_pass
 
     def place(self, running):

@@ -18,6 +18,7 @@ from clover import AttentionDecoder, CloverHeads, Concat, DraftHeads, Projector,
 from common.values import warn
 from kernels import best_tokens, filled, filter_logits, mask_logits
 from model import Blocks, InputError, LMHead, add, expect
+from recurrent.layers import DeltaStates, GatedDelta
 
 MIXERS = type(None), AttentionDecoder, Concat  # in the order of cpu.h's constants
 PROJECTORS = ResBlock, Projector
@@ -42,11 +43,7 @@ def pack(module):
             packed = pack_weight(layer.weight.detach(), layer.bias)
             module.set_submodule(name, LAYERS[type(layer)](packed))
     for name, blocks in list(module.named_modules()):
-        if type(blocks) is not Blocks:
-            continue
-        if not all(isinstance(block.attn, models.Attention) for block in blocks):
-            module.set_submodule(name, TorchBlocks(blocks))
-        elif all(map(can_run_block, blocks)):
+        if type(blocks) is Blocks and all(map(can_run_block, blocks)):
             packed = PackedBlocks(blocks)
             if not (is_heads and blocks) or keeps(packed.is_as_written(module.model)):
                 module.set_submodule(name, packed)
@@ -75,10 +72,13 @@ def are_close(got, want, size):
 def can_run_block(block):
     """Whether cpu.c can run a block: all its layers are packed, unlike a tensor-parallel part's."""
     attn, mlp = block.attn, block.mlp
-    if not isinstance(attn, models.Attention) or attn.config.attn_gate:
+    if isinstance(attn, GatedDelta):
+        layers = attn.qkvz, attn.ab, attn.out_proj
+    elif isinstance(attn, models.Attention) and attn.config.head_size <= MAX_HEAD:
+        layers = attn.qkv, attn.proj
+    else:
         return False
-    return attn.config.head_size <= MAX_HEAD and all(
-        isinstance(layer, PackedLinear) for layer in (attn.qkv, attn.proj, mlp.up, mlp.down))
+    return all(isinstance(layer, PackedLinear) for layer in (*layers, mlp.up, mlp.down))
 
 
 def can_run_heads(clover):
@@ -186,6 +186,7 @@ class PackedWeight:
 
     def unpack(self, index):
         """Rows of the weight: int64 [n] -> float32 [n, k]. Raises IndexError."""
+        index = index.contiguous()
         out = torch.empty(len(index), self.linear.k, device="cpu")  # not torch's default device
         if library().unpack_rows(self.linear, index.data_ptr(), len(index), out.data_ptr()):
             raise IndexError(f"expected rows 0 to {self.n - 1}")
@@ -339,10 +340,93 @@ def argmax(logits, temperature, seed, sequence, position):
 # --------------------------------------------------------------------------------------------------
 # Blocks
 
-class TorchBlocks(Blocks):
-    """Blocks whose layers are packed, and which torch runs: cpu.c has no recurrent ones."""
+class PackedDelta(GatedDelta):
+    """A `GatedDelta` with packed layers, whose states cpu.c writes."""
+
+    def __init__(self, delta):
+        nn.Module.__init__(self)
+        vars(self).update(vars(delta))  # its layers and parameters
+
+    def new_states(self, *sizes):
+        return PackedStates(*(x.float() for x in super().new_states(*sizes)))
+
+
+class PackedStates(DeltaStates):
+    """`DeltaStates` of cpu.c, in float32: keys have length 1, and G is each node's own decay."""
+
+    def commit(self, path, count, slots=None):
+        rows = torch.cat((path, count[:, None]), dim=1)  # (B, P + 1)
+        slots = None if slots is None else slots.int()
+        a_pass = header.Pass(B=len(rows), threads=threads(), slots=pointer(slots),
+                             states=states_struct(self))
+        library().commit_delta(a_pass, len(self.state), rows.data_ptr(),
+                               rows[:, -1:].data_ptr(), rows.shape[1])
+
+
+def states_struct(states, layer=0):
+    """The `DeltaStates` of cpu.h. layer: of gated delta layers, the first one to run."""
+    if states is None:
+        return header.DeltaStates()
+    H, Dk, Dv = states.state.shape[2:]
+    slots = states.state.stride(0) // states.state.stride(1)  # this may be a view of one
+    return header.DeltaStates(H, states.keys.shape[3], Dk, Dv, states.history.shape[2] + 1, slots,
+                              states.u.shape[2], layer, *map(pointer, states))
+
+
+class PackedBlocks(Packed, Blocks):
+    """The blocks of a model or of heads. With a cache one call of cpu.c runs them all; without a
+    cache torch does."""
     is_packed = True
     decoding_context = staticmethod(kernel_threads)
+
+    def __init__(self, blocks):
+        super().__init__(blocks)
+        self.tensors = []  # keeps alive what the structs point to
+        for block in blocks:
+            if isinstance(block.attn, GatedDelta):
+                block.attn = PackedDelta(block.attn)
+        structs = (block_struct(block, self.tensors) for block in blocks)
+        self.structs = (header.BlockWeights * len(blocks))(*structs)
+
+    def forward(self, hidden, tables, positions, cache=None, ancestors=None, start=0,
+                documents=None, layers=()):
+        if cache is None:
+            return super().forward(hidden, tables, positions, None, None, start, documents, layers)
+        hidden, _, states = self.run(hidden, tables, positions, cache, ancestors, start, layers)
+        return hidden, None, states
+
+    def n_delta(self, layer):
+        """How many of the blocks before this one have a `GatedDelta`."""
+        return sum(isinstance(block.attn, GatedDelta) for block in itertools.islice(self, layer))
+
+    def run(self, hidden, tables, positions, cache, ancestors=None, start=0, layers=(), norm=None):
+        """`forward` with a cache -> (hidden, its norm in float32, the states of `layers`). norm: a
+        `NormWeights`; None: without weights."""
+        x = hidden.to(torch.float32, copy=True).contiguous()
+        lengths = cache.lengths
+        if ancestors is None:  # a prompt's tokens, which follow `start` rows
+            lengths = torch.full(hidden.shape[:1], start, dtype=torch.int32)
+            if start == 0:
+                cache.clear_states()
+        positions = positions.contiguous()
+        ancestors = None if ancestors is None else ancestors.contiguous()
+        slots = None if cache.slots is None else cache.slots.int()
+        normed = torch.empty_like(x)
+        states = {0: hidden}
+        stops = sorted({0, *layers, len(self)})  # cpu.c stops after each layer that is read
+        for first, last in itertools.pairwise(stops):
+            layer = self.n_delta(first)
+            a_pass = pass_struct(hidden.shape, tables, cache.kv[first - layer:], lengths,
+                                 ancestors, positions)
+            a_pass.slots = pointer(slots)
+            a_pass.states = states_struct(cache.states, layer)
+            failed = library().run_blocks(self.structs[first], last - first,
+                                          norm or header.NormWeights(), a_pass, x.data_ptr(),
+                                          normed.data_ptr())
+            check_room(failed, a_pass)
+            states[last] = x.to(hidden.dtype, copy=last < len(self))
+        joined = torch.cat([states[n] for n in layers], -1) if layers else None
+        return states[last], normed, joined
 
     def last_state(self):
         state = {}
@@ -357,49 +441,6 @@ class TorchBlocks(Blocks):
 
     def prepare(self, module):
         pack(module)
-
-
-class PackedBlocks(Packed, TorchBlocks):
-    """The blocks of a model or of heads. With a cache one call of cpu.c runs them all; without a
-    cache torch does."""
-
-    def __init__(self, blocks):
-        super().__init__(blocks)
-        self.tensors = []  # keeps alive what the structs point to
-        structs = (block_struct(block, self.tensors) for block in blocks)
-        self.structs = (header.BlockWeights * len(blocks))(*structs)
-
-    def forward(self, hidden, tables, positions, cache=None, ancestors=None, start=0,
-                documents=None, layers=()):
-        if cache is None:
-            return super().forward(hidden, tables, positions, None, None, start, documents, layers)
-        hidden, _, states = self.run(hidden, tables, positions, cache, ancestors, start, layers)
-        return hidden, None, states
-
-    def run(self, hidden, tables, positions, cache, ancestors=None, start=0, layers=(), norm=None):
-        """`forward` with a cache -> (hidden, its norm in float32, the states of `layers`). norm: a
-        `NormWeights`; None: without weights."""
-        x = hidden.to(torch.float32, copy=True).contiguous()
-        lengths = cache.lengths
-        if ancestors is None:  # a prompt's tokens, which follow `start` rows
-            lengths = torch.full(hidden.shape[:1], start, dtype=torch.int32)
-        positions = positions.contiguous()
-        ancestors = None if ancestors is None else ancestors.contiguous()
-        slots = None if cache.slots is None else cache.slots.int()
-        normed = torch.empty_like(x)
-        states = {0: hidden}
-        stops = sorted({0, *layers, len(self)})  # cpu.c stops after each layer that is read
-        for first, last in itertools.pairwise(stops):
-            a_pass = pass_struct(hidden.shape, tables, cache.kv[first:], lengths, ancestors,
-                                 positions)
-            a_pass.slots = pointer(slots)
-            failed = library().run_blocks(self.structs[first], last - first,
-                                          norm or header.NormWeights(), a_pass, x.data_ptr(),
-                                          normed.data_ptr())
-            check_room(failed, a_pass)
-            states[last] = x.to(hidden.dtype, copy=last < len(self))
-        joined = torch.cat([states[n] for n in layers], -1) if layers else None
-        return states[last], normed, joined
 
     @torch.inference_mode()
     def is_as_written(self, model):
@@ -434,16 +475,21 @@ def block_struct(block, tensors):
     """The `BlockWeights` of a packed block. Appends the tensors that it points to."""
     config = block.attn.config
     struct = header.BlockWeights(**{name: getattr(config, name) for name in (
-        "n_embd", "n_head", "n_kv_head", "head_size", "n_inner", "gated")})
+        "n_embd", "n_head", "n_kv_head", "head_size", "n_inner", "gated", "attn_gate")})
     for path, layer in block.named_modules():
         name = path.rpartition(".")[2]
         if isinstance(layer, models.Norm):
             setattr(struct, name, norm_struct(layer, tensors))
         elif isinstance(layer, PackedLinear):
             setattr(struct, name, layer.packed.linear)
+    if isinstance(block.attn, GatedDelta):
+        conv = block.attn.conv1d.weight[:, 0].flip(1).T  # (n, C)
+        floats = [x.detach().float().contiguous() for x in (conv, block.attn.A, block.attn.dt_bias)]
+        tensors += floats
+        struct.conv, struct.A, struct.dt_bias = map(pointer, floats)
     struct.norms_all = config.qk_norm == "all"
     struct.gelu = config.activation == "gelu"
-    struct.window = block.attn.window
+    struct.window = block.attn.window or 0
     rope = block.attn.rope if config.positions == "rope" else None
     struct.rope = {None: -1, "global": 0, "window": 1}[rope]
     struct.scale = config.attn_scale or config.head_size ** -0.5

@@ -58,7 +58,7 @@ SHAPES = {
 
 
 DELTA = DeltaConfig(n_head=6, n_key_head=2, key_size=16, value_size=24)
-MODELS = SHAPES | {  # and those that C does not run
+MODELS = SHAPES | {  # and one with recurrent layers
     "hybrid": dict(mixers=(DELTA, None, DELTA), n_layer=3, attn_gate=True, qk_norm="head", rotary_size=8)}
 
 

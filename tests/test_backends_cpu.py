@@ -26,7 +26,7 @@ from backends.cpu_library import header, library
 from backends.tensor_parallel import Group
 from clover import PRESETS, AttentionDecoder, CloverHeads
 from common.values import warn
-from conftest import SHAPES, ToyGrammar, needs_compiler, random_prompts, refusal, slow, toy_model
+from conftest import MODELS, ToyGrammar, needs_compiler, random_prompts, refusal, slow, toy_model
 from engine.batching import Engine
 from engine.policy import Policy
 from generate import NOISE, Decoder, Plan, Sampling, decoder_class, generate
@@ -181,7 +181,7 @@ def exact(monkeypatch):
 
 def packed_toy(shape="llama", name=None, dtype=torch.float32, **flags):
     """(model, heads), packed; every second token ties with the one before."""
-    model = toy_model(**SHAPES[shape] | flags).to(dtype)
+    model = toy_model(**MODELS[shape] | flags).to(dtype)
     model.head.weight.data[1::2] = model.head.weight[:-1:2]
     heads = name and random_heads(model, name.removesuffix(" with NaN")).to(dtype)
     if name and name.endswith("NaN"):
@@ -208,7 +208,7 @@ def filled_decoder(cls, model, heads, tree_size, lengths=(40, 13, 0, 77)):
     return made
 
 
-@pytest.mark.parametrize("shape", ["llama", "gpt2", "gemma"])
+@pytest.mark.parametrize("shape", ["llama", "gpt2", "gemma", "hybrid"])
 def test_states_in_bfloat16_are_the_decoders(shape):
     """Bug: an embedding rounded too late; a norm rounded for heads that cpu.c does not run, whose output then differs
     from plain decoding."""
@@ -233,11 +233,12 @@ def test_heads_in_c_read_no_row_before_the_first():
 
 
 @pytest.mark.parametrize("shape, name, lookup, T, vocabulary, grammars", [
-    *((shape, "clover", True, 9, [], shape == "qk-norm") for shape in SHAPES),
+    *((shape, "clover", True, 9, [], shape == "qk-norm") for shape in MODELS),
     *(("llama", name, True, 63, vocabulary, bool(vocabulary)) for name in PRESETS for vocabulary in ([], TOKENS)),
     ("untied-biased", "clover2", False, 5, TOKENS, True), ("gpt2", "medusa", True, 2, [], False),
     ("llama", "clover with NaN", True, 30, [], True), ("gemma", None, True, 20, [], True),
-    ("gpt2", None, False, 1, [], False), ("llama", None, False, 9, [], True)])
+    ("hybrid", "clover2", False, 5, [], False), ("gpt2", None, False, 1, [], False),
+    ("llama", None, False, 9, [], True)])
 def test_steps_in_c_are_those_of_the_decoder(shape, name, lookup, T, vocabulary, grammars, exact, monkeypatch):
     """Bug: another beam's state, another order of equals, a match that is not the latest, another token's embedding,
     position or noise, another slot's row, state that one step leaves wrong for the next; a mask of another row, a chain
@@ -276,22 +277,24 @@ def test_two_threads_decode_with_one_model():
 # Models
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", MODELS)
 def test_a_tokens_hidden_state_is_the_same_bits_wherever_it_is(shape, dtype):
     """Row invariance: in a prefill, alone, in a tree of two branches, in a batch. Bug: a sum whose order depends on
     other rows or on the cache rows of its terms, which sooner or later changes an output."""
-    model = toy_model(**SHAPES[shape] | dict(n_layer=3, n_embd=256, n_inner=700), scale=1.0).to(dtype)
+    model = toy_model(**MODELS[shape] | dict(n_layer=3, n_embd=256, n_inner=700), scale=1.0).to(dtype)
     cpu.apply(model)
+    new_cache = partial(model.new_cache, capacity=200, nodes=64)
     n, texts = 30, torch.tensor(random_prompts([160] * 3))
     with torch.inference_mode():
-        want = model.prefill(texts[:1], model.new_cache(1, 200))[0]
-        alone = model.new_cache(1, 200)
+        want = model.prefill(texts[:1], new_cache(1))[0]
+        alone = new_cache(1)
         for i in range(60):
             hidden = model(texts[:1, i:i + 1], torch.tensor([[i]]), alone, chain(1))
             assert torch.equal(hidden[0, 0], want[i]), i
+            alone.commit_states(torch.tensor([[0]]), torch.tensor([1]), None)
             alone.lengths += 1
         for T, batch in ((1, 2), (2, 1), (17, 3)):
-            cache = model.new_cache(batch, 200)
+            cache = new_cache(batch)
             for b in range(batch):
                 for start in range(0, 120, 40):
                     model.prefill(texts[b:b + 1, start:start + 40], cache.one(b), start)
@@ -302,17 +305,17 @@ def test_a_tokens_hidden_state_is_the_same_bits_wherever_it_is(shape, dtype):
         nodes, depths = texts[:2, 110:110 + n].T.flatten(), torch.arange(2 * n) // 2
         ancestors = torch.tensor([[sum(1 << j for j in range(i % 2, i + 1, 2)) | 1 for i in range(2 * n)]])
         for batch in (1, 3):
-            cache = model.new_cache(batch, 200)
+            cache = new_cache(batch)
             for b in range(batch):
                 model.prefill(texts[b:b + 1, :110], cache.one(b))
             hidden = model(nodes.expand(batch, -1), 110 + depths.expand(batch, -1), cache, ancestors.expand(batch, -1))
             assert torch.equal(hidden[0, ::2], want[110:110 + n]), batch
 
 
-@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("shape", MODELS)
 def test_a_packed_model_computes_the_same_and_refuses_the_rest(shape, tmp_path):
     """Bug: a norm, rotation or window missing in C, a float copy that stays in memory, a packed weight that trains."""
-    model, tokens = toy_model(**SHAPES[shape]), torch.tensor(random_prompts([140] * 2))
+    model, tokens = toy_model(**MODELS[shape]), torch.tensor(random_prompts([140] * 2))
     heads, want = random_heads(model), model(tokens)
     logits = model.lm_head(want)
     config, size = model.config, sum(p.numel() for p in model.parameters() if p.dim() == 2)
@@ -320,7 +323,7 @@ def test_a_packed_model_computes_the_same_and_refuses_the_rest(shape, tmp_path):
     cpu.apply(model, heads)  # does nothing the second time
     assert cpu.is_exact(model) and sum(p.numel() for p in model.parameters() if p.dim() == 2) < size / 4
     with torch.no_grad():
-        cache, positions = model.new_cache(2, 200), torch.arange(130, 140).expand(2, -1)
+        cache, positions = model.new_cache(2, 200, nodes=10), torch.arange(130, 140).expand(2, -1)
         prompt = model.prefill(tokens[:, :130], cache)
         nodes = model(tokens[:, 130:], positions, cache, chain(10).expand(2, -1))
         for hidden in (model(tokens), torch.cat((prompt, nodes), 1)):
@@ -336,19 +339,22 @@ def test_a_packed_model_computes_the_same_and_refuses_the_rest(shape, tmp_path):
 
 
 def test_only_what_has_kernels_is_packed():
-    """Bug: packing float16, which has no kernels, a custom layer, or a model on another device."""
+    """Bug: packing float16, which has no kernels, a custom layer, or a model on another device; beside heads in torch,
+    states whose bits depend on the tree."""
     refusal(lambda: cpu.apply(toy_model().to(torch.float16)), "in float32 or bfloat16, not in torch.float16")
     model = toy_model()
     model.blocks[0].mlp.up.__class__ = type("Own", (torch.nn.Linear,), {})
     cpu.apply(model)
     assert isinstance(model.blocks[0].mlp.up, torch.nn.Linear) and not cpu.is_exact(model)
     assert isinstance(model.blocks[0].mlp.down, PackedLinear)
-    heads = random_heads(toy_model())
+    heads = random_heads(toy_model(**MODELS["hybrid"]))
     heads.heads[1].project.linear.__class__ = type("Own", (torch.nn.Linear,), {})
     cpu.apply(heads.model, heads)
     assert not isinstance(heads.heads, PackedHeads) and isinstance(heads.heads[1].mix.query, PackedLinear)
     assert decoder_class(heads.model, heads) is cpu.PackedDecoder
-    assert generate(heads.model, [[5]], 9, heads, tree_size=17).emitted == 9
+    prompts = random_prompts([9, 30, 1])
+    want = generate(heads.model, prompts, 20).tokens
+    assert generate(heads.model, prompts, 20, heads, tree_size=17, batch_size=2).tokens == want
     model = toy_model().to("meta")
     cpu.apply(model)
     assert type(model.head) is models.LMHead

@@ -11,7 +11,7 @@ from tempfile import TemporaryDirectory
 import pytest
 import torch
 
-from backends import cpu, cpu_library
+from backends import cpu, cpu_layers, cpu_library
 from clover import BINS, PRESETS, CloverHeads
 from conftest import MODELS, SHAPES, ToyGrammar, random_prompts, toy_model
 from engine.policy import Policy
@@ -46,10 +46,9 @@ SAMPLING_MODES = {"greedy": [Sampling()], "sampled": [Sampling(0.9, seed=3)],
 TOYS = [(*draft, *rest, *others) for (draft, *rest), *others in zip(
     product(DRAFTS, (1, 3, 8), SAMPLING_MODES, DTYPES), cycle((*SHAPES, "long")), cycle((0, 0, 1)),
     cycle((0, 1, 0, 1, 0)))]
-# recurrent layers run in torch, float32 beside packed products
 HYBRIDS = [(*draft, *rest, "hybrid", ahead, ahead) for draft, *rest, ahead in product(
     [("plain", 1), ("lookup", 17), *product(("clover", "clover+lookup"), (1, 5, 17, None))], (1, 8),
-    ("greedy", "filtered"), ("float32", "float32-torch", "bfloat16-torch"), (0, 1))]
+    ("greedy", "filtered"), ("float32", "bfloat16", "int4", "float32-torch", "bfloat16-torch"), (0, 1))]
 # heads in other projects' formats: every combination of the first columns with some kind and dtype
 PUBLISHED = [(f"{kind}+lookup" if mode == "filtered" else kind, T, B, mode, dtype, "deep", 0, mode == "sampled")
              for (B, T, mode), kind, dtype in zip(
@@ -85,7 +84,8 @@ def load(preset, dtype, name):
         return model, CloverHeads.from_pretrained(folder, model) if preset else None, given
     if name == "deep":
         return *load_published(preset, dtype), DEEP_PROMPTS
-    model = toy_model(**MODELS.get(name, dict(block_size=1024))).to(getattr(torch, dtype.removesuffix("-torch")))
+    floats = torch.float32 if dtype == "int4" else getattr(torch, dtype.removesuffix("-torch"))
+    model = toy_model(**MODELS.get(name, dict(block_size=1024))).to(floats)
     heads = random_heads(model, preset if preset in PRESETS else "clover").to(model.dtype) if preset else None
     if preset == "broken":
         heads.heads[0].project.linear.bias.fill_(math.nan)
@@ -93,6 +93,9 @@ def load(preset, dtype, name):
     if preset == "vocabulary":
         heads.set_vocabulary(range(96, 0, -3))
         heads.info["acceptance"] = dict(greedy=[[90, 100]] * BINS, sampled=[[0, 0]] * BINS)
+    for path, layer in list(model.named_modules()):
+        if dtype == "int4" and type(layer) is torch.nn.Linear:
+            cpu.put(model, path, [cpu_layers.pack_rounded(layer.weight)])
     if dtype not in BY_TORCH:
         cpu.apply(model, heads)
     lengths = [1, 900, 20, 3, 517, 2, 111, 64] if name == "long" else [7, 1, 30, 2, 90, 12, 3, 18]
@@ -163,8 +166,7 @@ def test_output_is_that_of_plain_decoding(drafter, tree_size, batch_size, sampli
     want, samplings = [sequence.tokens for sequence in plain], [sequence.sampling for sequence in plain]
     counted = Statistics()
     out = engine.generate(given, N, sampling=samplings, on_step=counted.count, grammars=grammars_of(given, guide))
-    has_ties = dtype in BY_TORCH or name == "hybrid"
-    got = without_ties(model, given, out.tokens, want, samplings) if has_ties else out.tokens
+    got = without_ties(model, given, out.tokens, want, samplings) if dtype in BY_TORCH else out.tokens
     assert got == want
     assert counted.steps == out.steps and sum(n for _, n in counted.sizes.values()) == out.emitted
     assert out.emitted - out.steps <= sum(counted.accepted.values())  # a sequence may end inside its last path

@@ -4,16 +4,17 @@ prefixes."""
 import pytest
 import torch
 
+from backends import cpu
 from backends.tensor_parallel import Group
 from clover import CloverHeads, preset
 from common import machine
-from conftest import MODELS, random_prompts, refusal, toy_model
+from conftest import MODELS, needs_compiler, random_prompts, refusal, toy_model
 from engine import batching
 from engine.policy import Policy
 from generate import generate
 from model import GPT
-from recurrent.layers import CHUNK
-from test_generate import load, new_engine
+from recurrent.layers import CHUNK, DeltaConfig
+from test_generate import either_decoder, load, new_engine
 from test_hf_checkpoint import theirs_of
 from test_kernels import as_int64, random_forest
 
@@ -46,12 +47,30 @@ def test_pieces_of_a_prompt_leave_what_the_whole_leaves(n):
         same(x[:, 1:], y)
 
 
+@needs_compiler
+@pytest.mark.parametrize("sizes", [(2, 2, 33, 16, 2), (4, 2, 8, 70), (3, 1, 128, 130, 6)])
+def test_c_computes_what_torch_does(sizes):
+    """Bug: another head's key, the end of a head or of a tile of columns, the convolution's inputs in another order, a
+    gate of another head; a piece of a prompt that starts with another state."""
+    flags = HYBRID | dict(mixers=(DeltaConfig(*sizes), None, DeltaConfig(*sizes)))
+    models = toy_model(**flags, scale=2.0).double(), toy_model(**flags, scale=2.0)
+    cpu.apply(models[1])
+    tokens = torch.tensor(random_prompts([70, 70]))
+    caches = [model.new_cache(2, 70) for model in models]
+    for start, end in ((0, 1), (1, 67), (67, 70)):
+        want, got = (model.prefill(tokens[:, start:end], cache, start) for model, cache in zip(models, caches))
+        torch.testing.assert_close(got.double(), want, atol=1e-5, rtol=1e-4)
+
+
+@either_decoder
 @pytest.mark.parametrize("T", [1, 7, 64])
-def test_a_committed_path_leaves_what_a_prompt_leaves(T):
+def test_a_committed_path_leaves_what_a_prompt_leaves(T, compiled):
     """Bug: a state of another branch, row, slot or layer; a slot that accepts nothing and changes; nodes of the tree
-    before."""
+    before. In C: bits that depend on the tree or the threads."""
     generator = torch.Generator().manual_seed(T)
-    model = toy_model(**HYBRID).double()
+    model = toy_model(**HYBRID).to(torch.float32 if compiled else torch.float64)
+    if compiled:
+        cpu.apply(model)
     prompts = random_prompts([9, 2, 70, 30])
     cache = model.new_cache(4, 200, nodes=64)
     for slot, prompt in enumerate(prompts):
@@ -65,13 +84,16 @@ def test_a_committed_path_leaves_what_a_prompt_leaves(T):
         path = torch.tensor([(nodes_of + [0] * T)[:T] for nodes_of in paths])
         own = cache.lengths[slots][:, None] + torch.tensor([[m.bit_count() - 1 for m in row] for row in masks])
         batch = type(cache)(cache.kv, cache.lengths, slots, cache.states)
+        torch.set_num_threads(2)
         model(nodes, own.clamp(min=0), batch, as_int64(masks))
         cache.states.commit(path, count, slots)
+        torch.set_num_threads(1)
         for row, slot in enumerate(slots.tolist()):
             prompts[slot] = prompts[slot] + nodes[row, paths[row]].tolist()
         for slot, prompt in enumerate(prompts):
             for x, y in zip(cache.states.committed, states_after(model, prompt)):
                 same(x[:, slot], y[:, 0])
+                assert not compiled or torch.equal(x[:, slot], y[:, 0])
             model.prefill(torch.tensor([prompt]), cache.one(slot))  # `commit_path` for the other layers
 
 
@@ -88,12 +110,16 @@ def test_logits_in_bfloat16_are_as_near_as_those_of_transformers(tmp_path):
     assert (near - want).norm() < 1.05 * (far - want).norm()
 
 
-@pytest.mark.parametrize("reads_prompts", [False, True])
+by_decoder = pytest.mark.parametrize("reads_prompts, compiled", [
+    (False, False), (True, False), pytest.param(False, True, marks=needs_compiler)])
+
+
+@by_decoder
 @pytest.mark.parametrize("keeps_answers", [True, False])
-def test_conversations_read_little_again(keeps_answers, reads_prompts, monkeypatch, prefilled):
+def test_conversations_read_little_again(keeps_answers, reads_prompts, compiled, monkeypatch, prefilled):
     """Bug: a state of other tokens than those of the cached rows, one that is never kept, and a conversation that is
     read from its start at every turn. Templates that drop earlier reasoning differ where the last prompt ended."""
-    model, heads = load("clover", False, block_size=1024, **HYBRID)
+    model, heads = load("clover", compiled, block_size=1024, **HYBRID)
     monkeypatch.setattr(batching, "PREFILL_CHUNK", 32)
     engine = new_engine(model, heads, tree_size=9, capacity=700, batch_size=2, reads_prompts=reads_prompts)
     engine.long_prompt = 70
@@ -111,10 +137,10 @@ def test_conversations_read_little_again(keeps_answers, reads_prompts, monkeypat
             engine.long_prompt = 70
 
 
-@pytest.mark.parametrize("reads_prompts", [False, True])
-def test_slots_that_are_cancelled_or_reused_start_right(reads_prompts, monkeypatch):
+@by_decoder
+def test_slots_that_are_cancelled_or_reused_start_right(reads_prompts, compiled, monkeypatch):
     """Bug: a state left by a cancelled prompt, by the sequence before, or by a step in flight."""
-    model, heads = load("clover", False, block_size=1024, **HYBRID)
+    model, heads = load("clover", compiled, block_size=1024, **HYBRID)
     monkeypatch.setattr(batching, "PREFILL_CHUNK", 32)
     engine = new_engine(model, heads, tree_size=5, batch_size=2, capacity=300, reads_prompts=reads_prompts, ahead=1)
     prompts = random_prompts([7, 200, 1, 90, 3])
