@@ -265,7 +265,7 @@ def head_nodes(candidates, chances):
 #
 #   root ─┬─ a                column         0     1   2   3   4   5   6   7
 #         └─ b ─┬─ c          token          root  a   b   c   d   b   d   e
-#               └─ d ── e     parent         0     0   0   2   2   0   5   4
+#               └─ d ── e     parent         0     0   0   2   2   -   -   4
 #                             probability    1    .3  .5  .2  .4  -1  -1  .3
 #
 # Columns 5 to 7 are the chain's: b and d are already columns 2 and 4, only e is new.

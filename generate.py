@@ -46,7 +46,7 @@ from model import GPT, MAX_TREE, KVCache, check, expect
 DEFAULT_BATCH = 8    # sequences
 DEFAULT_TREE = 8     # T, where nothing chooses it
 MAX_CHAIN = 15       # most tokens that lookup or a guide proposes
-# sampling modes, cheapest first; a batch runs in its costliest, which with C changes no tokens
+# sampling modes, cheapest first; a batch runs in its costliest
 GREEDY, NOISE, FILTERED = range(3)
 
 
@@ -238,12 +238,13 @@ FLOAT_FIELDS = "temperature", "top_p", "min_p"
 
 
 class Slots:
-    """The state of all sequences, one per slot, of up to `capacity` tokens; with room for a step
-    begun before the host read the last one. Captured steps hold the addresses of its tensors."""
+    """The state of all sequences, one per slot, of up to `capacity` tokens; with room for one more
+    step, since on a GPU a step starts before the host knows that the last one ended a sequence.
+    Captured steps hold the addresses of these tensors."""
 
     def __init__(self, model, heads, batch_size, capacity, max_tree, max_path):
         zeros = partial(torch.zeros, device=model.device)
-        model.reserve(capacity + max_tree)
+        model.reserve(capacity + 2 * max_path + max_tree)
         self.cache = model.new_cache(batch_size, capacity + max_path + max_tree, nodes=max_tree)
         heads_kv = self.cache.kv[:0]
         if heads:  # they write drafts or paths, which on a CPU have up to MAX_CHAIN + 1 rows
@@ -322,8 +323,8 @@ def decoder_class(model, heads):
 class Decoder:
     """Decodes up to batch_size sequences step by step, one in each slot. A step runs all slots.
 
-    policy: names the drafters, see `Fixed`. Its heads read every accepted token, even in steps that
-    they do not draft. capacity: most tokens of a sequence, prompt included; default: the model's
+    policy: names the drafters, see `Fixed`. Its heads read every accepted token, even in steps for
+    which they draft nothing. capacity: most tokens of a sequence, prompt included; default: the model's
     context. sampling: for sequences without their own. beams: as in `generate`. graph: on
     CUDA, capture the step of each plan. Raises InputError for sizes out of range."""
     tree_sizes = 2, 3, 4, 6, 8, 12, 16  # from which an adaptive policy selects T, besides 1
@@ -396,16 +397,17 @@ class Decoder:
 
     def run(self, part, plan, *inputs):
         """Runs `step`, or a part of it. With graphs, its first run with a plan compiles its
-        kernels, the second captures it, and later ones replay the graph, which reads the results
-        of the graphs of earlier parts where these leave them."""
+        kernels, the second captures it, and later ones replay the graph. A graph does not look at
+        `inputs`: it reads them where the graphs of earlier parts write their results."""
         key = part.__name__, plan
         if replay := self.graphs.get(key):
             return replay()
         captures = self.pool is not None and plan.mode in self.captured_modes
+        captures = captures and plan not in self.eager
         has_run = key in self.graphs
         self.graphs[key] = None
         self.n_slow += captures or not has_run
-        if has_run and captures and plan not in self.eager:
+        if has_run and captures:
             try:
                 self.graphs[key] = capture(partial(part, plan, *inputs), self.device, self.pool)
                 return self.graphs[key]()

@@ -53,14 +53,13 @@ def run_heads(heads, hidden, ids, documents=None, dtype=torch.float32):
     ids, documents: [B, T + K + 1]."""
     K = heads.config.n_draft
     documents = None if documents is None else documents[:, :-K - 1]
-    inputs = hidden[:, :-K], ids[:, 1:], documents
-    if heads.model.blocks.is_packed:  # decodes in float32
-        inputs = inputs[0].float(), *inputs[1:]
-    elif heads.model.dtype == dtype:  # as in decoding; autocast would compute norms in float32
+    inputs = ids[:, 1:], documents
+    hidden = hidden[:, :-K]
+    if heads.model.dtype == dtype and not heads.model.blocks.is_packed:  # as in decoding
         weights = {name: weight.to(dtype) for name, weight in heads.named_parameters()}
-        return functional_call(heads, weights, inputs)
+        return functional_call(heads, weights, (hidden, *inputs))
     with torch.autocast(heads.model.device.type, torch.bfloat16, enabled=dtype == torch.bfloat16):
-        return heads(*inputs)
+        return heads(hidden.float(), *inputs)
 
 
 # --------------------------------------------------------------------------------------------------

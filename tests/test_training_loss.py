@@ -104,6 +104,7 @@ def test_autocast_is_on_for_a_float32_model_and_off_for_a_half_one(shape, dtype)
     outputs = run_heads(heads, run_model(model, ids, dtype=torch.bfloat16), ids, dtype=torch.bfloat16)
     assert seen == [("model", dtype == torch.float32), ("heads", dtype == torch.float32)]
     assert {out.dtype for out in outputs} == {dtype} and not torch.is_autocast_enabled("cpu")
+    assert {out.dtype for out in run_heads(heads, run_model(model, ids), ids)} == {torch.float32}
     sum(out.float().sum() for out in outputs).backward()
     assert all(p.dtype == p.grad.dtype == torch.float32 for p in heads.parameters())
 
