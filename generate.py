@@ -324,8 +324,8 @@ class Decoder:
     """Decodes up to batch_size sequences step by step, one in each slot. A step runs all slots.
 
     policy: names the drafters, see `Fixed`. Its heads read every accepted token, even in steps for
-    which they draft nothing. capacity: most tokens of a sequence, prompt included; default: the model's
-    context. sampling: for sequences without their own. beams: as in `generate`. graph: on
+    which they draft nothing. capacity: most tokens of a sequence, prompt included; default: the
+    model's context. sampling: for sequences without their own. beams: as in `generate`. graph: on
     CUDA, capture the step of each plan. Raises InputError for sizes out of range."""
     tree_sizes = 2, 3, 4, 6, 8, 12, 16  # from which an adaptive policy selects T, besides 1
     chooses_size = False  # whether `draft` chooses one, if the plan's is None
