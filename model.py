@@ -461,20 +461,24 @@ class GPT(nn.Module):
             self.init_weights()
 
     def tie_and_place(self):
-        """Ties the head and makes what no checkpoint stores: the embedding scale, and `tables` of
-        positions: RoPE, RoPE of windowed layers, ALiBi slopes; each a tensor or None."""
+        """Ties the head and makes what no checkpoint stores: the embedding scale and `tables`."""
         c = self.config
         if c.tied:
             self.head.weight = self.embed.weight
         if self.norm.weight.is_meta:
             return  # the tables would cost half a second of imports, for nothing
-        table = lambda config: rope_table(config, self.n_positions, self.dtype, self.device)
-        windowed = replace(c, rope_theta=c.window_theta, rope_frequencies=None, rope_factor=1.0)
         scale = torch.tensor(c.embed_scale, dtype=self.dtype, device=self.device)
         self.embed_scale = None if c.embed_scale == 1 else scale
-        self.tables = (table(c) if c.positions == "rope" else None,
-                       table(windowed) if c.window_theta else None,
-                       alibi_slopes(c.n_head).to(self.device) if c.positions == "alibi" else None)
+        self.tables = self.position_tables()
+
+    def position_tables(self):
+        """RoPE, RoPE of windowed layers, ALiBi slopes; each a tensor or None."""
+        c = self.config
+        table = lambda config: rope_table(config, self.n_positions, self.dtype, self.device)
+        windowed = replace(c, rope_theta=c.window_theta, rope_frequencies=None, rope_factor=1.0)
+        return (table(c) if c.positions == "rope" else None,
+                table(windowed) if c.window_theta else None,
+                alibi_slopes(c.n_head).to(self.device) if c.positions == "alibi" else None)
 
     def _apply(self, fn, *args, **kwargs):
         self.check_plain("moved or cast")
@@ -488,7 +492,7 @@ class GPT(nn.Module):
             self.outgrown.append(self.tables)
             self.n_positions = max(positions, 2 * self.n_positions)
             with torch.inference_mode(False):  # they may be used in training, too
-                self.tie_and_place()
+                self.tables = self.position_tables()
 
     @torch.no_grad()
     def init_weights(self, generator=None):
