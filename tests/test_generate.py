@@ -209,7 +209,8 @@ def test_stops_in_decoding(checkpoint):
 @either_decoder
 @pytest.mark.parametrize("shape", ["llama", "gpt2"])
 def test_decoding_to_the_end_of_the_context(shape, compiled):
-    """Bug: a tree that exceeds the cache or the learned positions at the end of the context."""
+    """Bug: a tree that exceeds the cache or the positions at the end of the context; a packed model whose tables of
+    positions cannot grow."""
     (model, heads), prompts = load("clover", compiled, block_size=40, **SHAPES[shape]), random_prompts([39, 30, 5])
     want = generate(model, prompts, 1000)
     got = generate(model, prompts, 1000, heads, lookup=True, tree_size=33)
