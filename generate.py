@@ -498,7 +498,8 @@ class Decoder:
         slots = self.slots
         batch = draft.batch
         states = None
-        slots.cache.commit_states(accepted.path, accepted.count, batch.slots)
+        if slots.cache.states:
+            slots.cache.states.commit(accepted.path, accepted.count, batch.slots)
         if self.heads:  # without heads a tree is a chain, whose path is in place
             if plan.tree_size > 1:
                 commit_path(slots.cache.kv, slots.cache.lengths, accepted.path, accepted.count,
@@ -566,7 +567,8 @@ class Decoder:
         self.slots.history[slot, :len(prompt)].copy_(tokens, non_blocking=True)
         if start == 0:  # no token before it gives a state
             self.slots.state[slot].zero_()
-            self.slots.cache.one(slot).clear_states()
+            if self.slots.cache.states:
+                self.slots.cache.states.one(slot).clear()
         self.slots.set(slot, root=prompt[start], sequence=sequence.index, length=start,
                        active=sequence.activity, **vars(sequence.sampling))
 

@@ -34,9 +34,10 @@ class InputError(ValueError):
 def check(name, value, low, high, whole=False, above=False):
     """Raises InputError unless value is a number from low to high. above: excludes low itself."""
     is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
+    kind = "whole number" if whole else "number"
     bounds = f"above {low} and at most {high}" if above else f"from {low} to {high}"
     expect(is_number and low <= value <= high and not (above and value == low),
-           f"{name} must be a {'whole ' * whole}number {bounds}, not {value!r}")
+           f"{name} must be a {kind} {bounds}, not {value!r}")
 
 
 def expect(valid, message):
@@ -118,15 +119,6 @@ class KVCache:
         states = iter(self.states.layers() if self.states else ())
         return [replace(self, kv=next(kv), states=None) if isinstance(block.attn, Attention)
                 else replace(self, kv=None, states=next(states)) for block in blocks]
-
-    def clear_states(self):
-        if self.states:
-            self.states.clear()
-
-    def commit_states(self, path, count, slots):
-        """What `kernels.commit_path` does for rows."""
-        if self.states:
-            self.states.commit(path, count, slots)
 
 
 class TreeMask(NamedTuple):
@@ -262,7 +254,8 @@ class Attention(nn.Module):
         self.window = c.windows[layer] if c.windows else 0
         rope = "window" if self.window and c.window_theta is not None else "global"
         self.rope = None if layer in c.unrotated else rope
-        n_heads = (1 + c.attn_gate) * c.n_head + 2 * c.n_kv_head  # gates come first
+        n_gates = c.n_head if c.attn_gate else 0  # they come first
+        n_heads = n_gates + c.n_head + 2 * c.n_kv_head
         self.qkv = nn.Linear(c.n_embd, n_heads * c.head_size, bias=c.qkv_bias)
         self.proj = nn.Linear(c.n_head * c.head_size, c.n_embd, bias=c.proj_bias)
         if c.qk_norm:
@@ -319,7 +312,8 @@ class MLP(nn.Module):
     def __init__(self, config):
         super().__init__()
         c = self.config = config
-        self.up = nn.Linear(c.n_embd, (1 + c.gated) * c.n_inner, bias=c.mlp_bias)  # gate, then up
+        n_up = 2 * c.n_inner if c.gated else c.n_inner  # gate, then up
+        self.up = nn.Linear(c.n_embd, n_up, bias=c.mlp_bias)
         self.down = nn.Linear(c.n_inner, c.n_embd, bias=c.mlp_bias)
 
     def forward(self, x):
@@ -399,16 +393,19 @@ class Blocks(nn.ModuleList):
                  for kind, table in zip(("global", "window"), rotations)}
         if slopes is not None:
             slopes = slopes[self[0].attn.query_heads]
-        masks = {block.attn.window: TreeMask(ancestors, slopes) for block in self}
-        if ancestors is None:
-            masks = {w: documents if w is None else
-                     causal_mask(hidden, start, w, documents, slopes) for w in masks}
+        windows = {block.attn.window for block in self}
+        if ancestors is not None:
+            masks = dict.fromkeys(windows, TreeMask(ancestors, slopes))
+        else:
+            masks = {window: causal_mask(hidden, start, window, documents, slopes)
+                     for window in windows - {None}}
+            masks[None] = documents  # of recurrent layers
             if cache is not None:  # only the rows up to the last token, which follow `start` rows
                 lengths = cache.lengths.new_full(hidden.shape[:1], start)
                 cache = replace(cache, kv=cache.kv[..., :start + hidden.shape[1], :],
                                 lengths=lengths)
-                if start == 0:
-                    cache.clear_states()
+                if cache.states and start == 0:
+                    cache.states.clear()
         residual = None
         states = {0: hidden}  # by the number of blocks before
         with sdpa_kernel(CUDA_ATTENTION) if hidden.is_cuda else contextlib.nullcontext():

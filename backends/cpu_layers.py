@@ -406,8 +406,8 @@ class PackedBlocks(Packed, Blocks):
         lengths = cache.lengths
         if ancestors is None:  # a prompt's tokens, which follow `start` rows
             lengths = torch.full(hidden.shape[:1], start, dtype=torch.int32)
-            if start == 0:
-                cache.clear_states()
+            if cache.states and start == 0:
+                cache.states.clear()
         positions = positions.contiguous()
         ancestors = None if ancestors is None else ancestors.contiguous()
         slots = None if cache.slots is None else cache.slots.int()
