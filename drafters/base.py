@@ -14,7 +14,7 @@ from model import FIRST_POSITIONS, MAX_TREE, GPTConfig, LMHead, Norm, rope_table
 class PublishedConfig:
     layers: GPTConfig         # of the heads' own layers; block_size is the model's
     n_draft: int              # K
-    hidden_layers: tuple      # the states that they read, as `layers` of `GPT.forward`
+    hidden_layers: tuple      # states that they read, as `layers` of `GPT.forward`; (): the last
     vocabulary: int = 0       # draft vocabulary size; 0: all tokens
     own_embed: bool = False   # whether they have embeddings of their own
     own_head: bool = False    # whether they have an LM head of their own
@@ -52,7 +52,8 @@ class PublishedHeads(nn.Module):
         C = config.layers.n_embd
         self.n_rows = config.vocabulary or config.layers.vocab_size  # of the LM head
         self.max_beams = min(MAX_BEAMS, self.n_rows)
-        self.fc = nn.Linear(len(config.hidden_layers) * C, C, bias=False)
+        n_states = len(config.hidden_layers)
+        self.fc = nn.Linear(n_states * C, C, bias=False) if n_states else None
         self.norm = Norm("rms", C, config.layers.norm_eps)
         self.embed = nn.Embedding(config.layers.vocab_size, C) if config.own_embed else None
         self.head = LMHead(C, self.n_rows, bias=False) if config.own_head else None

@@ -20,10 +20,27 @@ from kernels import tree_attention
 from model import MAX_TREE, MLP, Attention, Blocks, KVCache, Norm, TreeMask, add, token_positions
 
 
+class DraftAttention(Attention):
+    """The attention of rows that may be drafted."""
+
+    def attend(self, qkv, rope, mask, cache=None, first=0):
+        """As `Attention.attend`. first: drafted rows before these, which the cache has beyond its
+        lengths and a `TreeMask` counts."""
+        if first == 0:
+            return super().attend(qkv, rope, mask, cache)
+        is_gated = self.config.attn_gate
+        gate, qkv = qkv.tensor_split((is_gated * self.proj.in_features,), dim=-1)
+        q, k, v = self.split(qkv, rope, KVCache(cache.kv, cache.lengths + first, cache.slots))
+        # tree_attention takes row i to be at lengths + i: those before get zeros for queries
+        q = F.pad(q, (0, 0, 0, 0, first, 0))
+        y = tree_attention(q, k, v, cache.lengths, F.pad(mask.ancestors, (first, 0)),
+                           slots=cache.slots)[:, first:].flatten(2)
+        return y * gate.sigmoid() if is_gated else y
+
+
 class Layer(nn.Module):
     """The decoder layer, called as a `model.Block` with hidden [B, T, 2 C]: the embedding of the
-    next token and g. first: drafted rows before these, which the cache has beyond its lengths and
-    a `TreeMask` counts."""
+    next token and g. first: as in `DraftAttention`."""
 
     def __init__(self, config):
         super().__init__()
@@ -31,7 +48,7 @@ class Layer(nn.Module):
         self.norm_before_residual = config.norm_before_residual
         self.attn_norm = Norm("rms", c.n_embd, c.norm_eps)
         self.hidden_norm = Norm("rms", c.n_embd, c.norm_eps)
-        self.attn = Attention(c, 0)
+        self.attn = DraftAttention(c, 0)
         self.attn.qkv = nn.Linear(2 * c.n_embd, self.attn.qkv.out_features, bias=c.qkv_bias)
         self.mlp_norm = Norm("rms", c.n_embd, c.norm_eps)
         self.mlp = MLP(c)
@@ -41,15 +58,7 @@ class Layer(nn.Module):
         e, g = hidden.chunk(2, dim=-1)
         normed = self.hidden_norm(g)
         qkv = attn.qkv(torch.cat((self.attn_norm(e), normed), dim=-1))
-        if first:
-            own = KVCache(cache.kv, cache.lengths + first, cache.slots)
-            q, k, v = attn.split(qkv, rope, own)
-            # tree_attention takes row i to be at lengths + i: those before get zeros for queries
-            q = F.pad(q, (0, 0, 0, 0, first, 0))
-            y = tree_attention(q, k, v, cache.lengths, F.pad(mask.ancestors, (first, 0)),
-                               slots=cache.slots)[:, first:].flatten(2)
-        else:
-            y = attn.attend(qkv, rope, mask, cache)
+        y = attn.attend(qkv, rope, mask, cache, first)
         hidden, residual = self.mlp_norm.add_and_norm(
             attn.proj(y), normed if self.norm_before_residual else g)
         return self.mlp(hidden), residual
@@ -62,13 +71,14 @@ class Layers(Blocks):
 class Eagle3Heads(PublishedHeads):
     """config: `Eagle3Config`."""
     draft_rows = MAX_TREE
+    layer = Layer
 
     def __init__(self, config, model):
         super().__init__(config, model)
         C = config.layers.n_embd
         n_states = len(config.hidden_layers)
         norm = lambda size: Norm("rms", size, config.layers.norm_eps)
-        self.blocks = Layers([Layer(config)])
+        self.blocks = Layers([self.layer(config)])
         self.input_norm = norm(n_states * C) if config.norm_before_fc else None
         self.fc_norm = nn.ModuleList(norm(C) for _ in range(n_states * config.fc_norm))
         # the drafted rows' bits have to fit a mask

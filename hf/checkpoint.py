@@ -21,7 +21,7 @@ from hf.families import family_of, llama_json
 from hf.files import read_family, read_part
 from hf.paths import find_model, gguf_parts, is_gguf
 from hf.quantization import combine, read_scheme
-from hf.tensors import StoredTensor, open_tensors
+from hf.tensors import MTP, StoredTensor, open_tensors
 from model import GPT, InputError, expect, replace_file
 
 FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -61,26 +61,37 @@ def weight_files(path):
 def read_headers(path):
     """Reads config.json and headers -> (GPT on the meta device, {parameter name: Source})."""
     family = read_family(path)
-    if is_gguf(path):
-        tensors = read_part(path, "weights")
-    else:
-        tensors = {}
-        for file in weight_files(path):
-            tensors |= open_tensors(file)
-    if any("language_model." in name for name in tensors):  # a multimodal model
-        warn(f"{path}: the parts of this model that see or hear are left out; it reads text only")
-        tensors = {name.rpartition("language_model.")[2]: tensor for name, tensor in tensors.items()
-                   if "language_model." in name or name == "lm_head.weight"}
-    scheme = read_scheme(path, family.quantization)
-    expect(not (scheme and family.transposed), f"{path}: a quantised checkpoint of this family is "
-           "not supported; use an unquantised one")
-    tensors = combine(path, tensors, scheme)
+    tensors = text_tensors(path, family)
     n = len(tensors)  # checked before building config.n_layer blocks
     n_layer = family.config.n_layer
     expect(n_layer <= n, f"{path}: {n_layer} layers, but {n} tensors; download again")
     with torch.device("meta"):
         model = GPT(family.config)
     return model, match_tensors(path, model, family, tensors)
+
+
+def stored_tensors(path):
+    """{name: StoredTensor} of a folder or a GGUF file, from the headers."""
+    if is_gguf(path):
+        return read_part(path, "weights")
+    tensors = {}
+    for file in weight_files(path):
+        tensors |= open_tensors(file)
+    return tensors
+
+
+def text_tensors(path, family):
+    """Those of the text model and its MTP heads, whatever they are quantised to."""
+    tensors = stored_tensors(path)
+    if any("language_model." in name for name in tensors):  # a multimodal model
+        warn(f"{path}: the parts of this model that see or hear are left out; it reads text only")
+        tensors = {name.rpartition("language_model.")[2]: tensor for name, tensor in tensors.items()
+                   if "language_model." in name or name == "lm_head.weight"
+                   or name.startswith(MTP)}
+    scheme = read_scheme(path, family.quantization)
+    expect(not (scheme and family.transposed), f"{path}: a quantised checkpoint of this family is "
+           "not supported; use an unquantised one")
+    return combine(path, tensors, scheme)
 
 
 def short(name):
@@ -92,7 +103,7 @@ def match_tensors(path, model, family, tensors):
     """Maps {name: StoredTensor} to {parameter name: Source}. Unties the LM head if the checkpoint
     stores one that differs from the embeddings."""
     stored = {short(name): tensor for name, tensor in tensors.items()
-              if not name.endswith(BUFFERS) and not name.startswith("mtp.")}  # MTP heads
+              if not name.endswith(BUFFERS) and not name.startswith(MTP)}
     if model.config.tied and "lm_head.weight" in stored:  # alone, or beside the embeddings
         head = stored["lm_head.weight"]
         table = stored.setdefault(short(f"{family.names['embed'][0]}.weight"), head)

@@ -20,7 +20,7 @@ from common.files import check_content
 from common.values import one_line, one_of, warn
 from hf.families import family_of, value_of
 from hf.paths import gguf_parts
-from hf.tensors import StoredTensor
+from hf.tensors import MTP, StoredTensor
 from hf.tokenizer_json import END_TOKENS, PIECE_IS_TOKEN, byte_level_spec, sentencepiece_spec
 from model import InputError, expect
 
@@ -39,7 +39,11 @@ KEYS = {  # metadata key after the architecture's prefix -> config.json
     "embedding_scale": "embedding_multiplier", "residual_scale": "residual_multiplier",
     "logit_scale": "logits_scaling", "full_attention_interval": "full_attention_interval",
     "ssm.time_step_rank": "linear_num_value_heads", "ssm.group_count": "linear_num_key_heads",
-    "ssm.state_size": "linear_key_head_dim", "ssm.conv_kernel": "linear_conv_kernel_dim"}
+    "ssm.state_size": "linear_key_head_dim", "ssm.conv_kernel": "linear_conv_kernel_dim",
+    "nextn_predict_layers": "mtp_num_hidden_layers"}
+NEXTN = {  # tensor of MTP heads after blk.N.nextn. -> its name in a folder after mtp.
+    "eh_proj": "fc", "enorm": "pre_fc_norm_embedding", "hnorm": "pre_fc_norm_hidden",
+    "shared_head_norm": "norm", "embed_tokens": "embed_tokens", "shared_head_head": "lm_head"}
 SCALING = {  # metadata key after rope.scaling. -> rope_scaling in config.json
     "type": "rope_type", "factor": "factor", "attn_factor": "attn_factor",
     "original_context_length": "original_max_position_embeddings", "yarn_beta_fast": "beta_fast",
@@ -273,25 +277,34 @@ class GGUFFile:
 
     def weights(self):
         """{name as in a folder: `StoredTensor`}. All claim bfloat16, the model's default dtype."""
-        n_layer = min(self.n_layer, len(self.tensors))  # the count may be hostile
-        names_of = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.architecture.upper()], n_layer)
+        n_blocks = min(self.meta["block_count"], len(self.tensors))  # the count may be hostile
+        names_of = gguf.get_tensor_name_map(gguf.MODEL_ARCH[self.architecture.upper()], n_blocks)
         names = {}  # in the file -> in a folder
         patterns = itertools.chain(*family_of(self.config()).names.values())
-        for pattern, i in itertools.product(patterns, range(n_layer)):
+        for pattern, i in itertools.product(patterns, range(n_blocks)):
             name = pattern.replace(".N.", f".{i}.")
             if name.endswith(".dt_bias"):  # a whole name, as that of A_log
                 names[f"{names_of.get_name(name.replace('dt_bias', 'dt_proj'))}.bias"] = name
             else:
                 names[names_of.get_name(name)] = name
-        mtp = tuple(f"blk.{i}." for i in range(self.n_layer, self.meta["block_count"]))
+        for i in range(self.n_layer, n_blocks):  # of MTP heads
+            names |= {f"blk.{i}.nextn.{key}": name for key, name in NEXTN.items()}
         weights = {}
         for name, tensor in self.tensors.items():
             stem, _, kind = name.rpartition(".")
-            if name not in ROPE_FACTORS and not name.startswith(mtp):
+            if name not in ROPE_FACTORS:
                 # an unknown name is refused with those of a folder
                 folder_name = names.get(name, f"{names.get(stem, stem)}.{kind}")
-                weights[folder_name] = self.stored_tensor(tensor)
+                weights[self.mtp_name(name, folder_name)] = self.stored_tensor(tensor)
         return weights
+
+    def mtp_name(self, name, folder_name):
+        """The name in a folder of a tensor that may be one of the MTP heads, the last blocks."""
+        block = re.match(r"blk\.(\d+)\.", name)
+        number = int(block[1]) - self.n_layer if block else -1
+        if number < 0:
+            return folder_name
+        return MTP + folder_name.replace(f"model.layers.{block[1]}.", f"layers.{number}.")
 
     def stored_tensor(self, tensor):
         kind = tensor.kind

@@ -10,8 +10,8 @@ from safetensors import SafetensorError
 from clover import BINS, CloverConfig, CloverHeads, norm_hash, sizes_of
 from common.files import check_content, files_hash
 from common.values import one_line
-from hf.paths import is_gguf, is_repository
-from hf.published_heads import load_published
+from hf.paths import find_model, is_gguf, is_repository
+from hf.published_heads import has_mtp, load_mtp, load_published
 from model import InputError, expect
 
 SHIPPED = Path(__file__).parent.parent / "demo"  # heads for some models, a folder each
@@ -20,8 +20,8 @@ SHIPPED = Path(__file__).parent.parent / "demo"  # heads for some models, a fold
 def default_heads(name, model):
     """The folder of the draft heads to use for a loaded model if no others are chosen: clover in
     the folder `name`, else those in demo/ that were trained on this model, in whatever format and
-    from wherever it was loaded; None without. A folder with one of its two files counts: reading it
-    raises an error that names the other."""
+    from wherever it was loaded, else the model's own file, if it holds MTP heads; None without. A
+    folder with one of its two files counts: reading it raises an error that names the other."""
     path = Path(name)
     own = (path.parent if is_gguf(path) else path) / "clover"
     if any((own / file).exists() for file in ("heads.json", "heads.safetensors")):
@@ -30,19 +30,24 @@ def default_heads(name, model):
         base = read_record(record.parent)[1]["base"]
         if base.get("norm") == norm_hash(model) and base["sizes"] == sizes_of(model):
             return record.parent
-    return None
+    path = find_model(name)
+    return path if has_mtp(path) else None
 
 
 def load_heads(path, model, tokenizer="", packed=True):
-    """The draft heads in a folder or a Hugging Face repository, with their `hash`: `CloverHeads` or
-    those of `load_published`. packed: as in `CloverHeads.from_pretrained`. Raises InputError for a
-    missing or broken folder, and for heads of another model or tokenizer."""
+    """The draft heads in a folder or a Hugging Face repository, with their `hash`: `CloverHeads`,
+    those of `load_published`, or the MTP heads in a model's folder or GGUF file. packed: as in
+    `CloverHeads.from_pretrained`. Raises InputError for a missing or broken folder, and for heads
+    of another model or tokenizer."""
     if is_repository(path):
         from hf import hub
         path = hub.fetch(path, is_heads=True)
     path = Path(path)
-    if (path / "config.json").exists() and not (path / "heads.json").exists():
-        return load_published(path, model)
+    if not (path / "heads.json").exists():
+        if has_mtp(path):
+            return load_mtp(path, model)
+        if (path / "config.json").exists():
+            return load_published(path, model)
     read_record(path)
     try:
         check_content(path / "heads.safetensors")

@@ -13,7 +13,8 @@ from model import InputError, expect
 PARTS = ["config.json", "generation_config.json", "tokenizer*", "vocab.json", "merges.txt",
          "added_tokens.json", "special_tokens_map.json", "chat_template.*",
          "additional_chat_templates/*.jinja", "adapter_config.json"]
-SAFETENSORS = ["model.safetensors", "model-*.safetensors", "model.safetensors.index.json"]
+SAFETENSORS = ["model.safetensors", "model-*.safetensors", "model.safetensors-*.safetensors",
+               "model.safetensors.index.json"]
 HEADS = ["config.json", "heads.json", "heads.safetensors"]
 NO_MODEL = "mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-"  # in names of GGUF files
 BIN = ["pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json"]

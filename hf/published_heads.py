@@ -1,5 +1,6 @@
 """Loads draft heads in other projects' formats: EAGLE-3 by speculators, SpecForge and AngelSlim,
-DFlash by speculators, z-lab and JetSpec, DSpark by speculators and DeepSpec."""
+DFlash by speculators, z-lab and JetSpec, DSpark by speculators and DeepSpec; and the MTP heads in a
+model's own folder or GGUF file."""
 
 from dataclasses import replace
 
@@ -12,10 +13,18 @@ from common.values import one_of
 from drafters.base import BlockConfig, Eagle3Config
 from drafters.block import BlockHeads
 from drafters.eagle3 import Eagle3Heads
-from hf.checkpoint import BUFFERS, match_parameters, short, weight_files
-from hf.families import LLAMA_NAMES, Family, family_of, value_of
-from hf.files import named_errors
-from hf.tensors import open_tensors
+from drafters.mtp import DEPTH, MTPHeads
+from hf.checkpoint import (
+    BUFFERS,
+    match_parameters,
+    short,
+    stored_tensors,
+    text_tensors,
+    weight_files,
+)
+from hf.families import LLAMA_NAMES, Family, family_of, text_config, value_of
+from hf.files import named_errors, optional_part, read_family
+from hf.tensors import MTP, open_tensors
 from model import check, expect
 
 NAMES = LLAMA_NAMES | {  # our parameters -> tensors, as in hf/families.py
@@ -24,6 +33,11 @@ NAMES = LLAMA_NAMES | {  # our parameters -> tensors, as in hf/families.py
     "markov_w1": ("markov_head.markov_w1",),
     "markov_w2": ("markov_head.markov_w2",),
     "gate": ("markov_head.gate_proj",),
+}
+MTP_NAMES = LLAMA_NAMES | {
+    "blocks.N.fc": ("fc",),
+    "blocks.N.embed_norm": ("pre_fc_norm_embedding",),
+    "blocks.N.state_norm": ("pre_fc_norm_hidden",),
 }
 UNREAD = "confidence_head.", "verifier_norm.", "verifier_lm_head.", "t2d"  # tensors
 CLASSES = {Eagle3Config: Eagle3Heads, BlockConfig: BlockHeads}
@@ -55,15 +69,42 @@ def load_published(path, model):
            f"config.json says, got {len(tokens)} in d2t; download the heads again")
     config = replace(config, own_embed="embed_tokens.weight" in tensors,
                      own_head="lm_head.weight" in tensors or n > 0)
+    heads = read_heads(path, CLASSES[type(config)], config, model, NAMES, tensors)
+    heads.vocabulary = tokens if n else None
+    return heads.place()
+
+
+def load_mtp(path, model):
+    """The MTP heads in the folder or GGUF file of a `GPT`, which may be packed."""
+    family = read_family(path)
+    layers = replace(family.config, n_layer=1, mixers=())
+    with named_errors(path):
+        check_sizes(layers, model.config)
+    tensors = {name.removeprefix(MTP): tensor for name, tensor in text_tensors(path, family).items()
+               if name.startswith(MTP)}
+    take_tokens(path, tensors, model)
+    config = Eagle3Config(layers, DEPTH, (), norm_output=True,
+                          own_embed="embed_tokens.weight" in tensors,
+                          own_head="lm_head.weight" in tensors)
+    return read_heads(path, MTPHeads, config, model, MTP_NAMES, tensors, family.norm_offset).place()
+
+
+def has_mtp(path):
+    """Whether a folder or GGUF file holds MTP heads that `load_mtp` reads: of one layer."""
+    raw = text_config(optional_part(path, "config.json"))
+    return raw.get("mtp_num_hidden_layers") == 1 and f"{MTP}fc.weight" in stored_tensors(path)
+
+
+def read_heads(path, heads_class, config, model, names, tensors, norm_offset=0.0):
+    """Heads with the weights in {name: StoredTensor}. names, norm_offset: as in `Family`."""
     with torch.device("meta"):  # without memory and random numbers: weights follow
-        heads = CLASSES[type(config)](config, model)
-    family = Family(config.layers, NAMES)
+        heads = heads_class(config, model)
+    family = Family(config.layers, names, norm_offset=norm_offset)
     weights = {name: torch.cat([tensor.load() for tensor in source.tensors])
                for name, source in match_parameters(path, heads, family, tensors).items()}
     heads.load_state_dict(weights, strict=False, assign=True)
-    heads.vocabulary = tokens if n else None
     heads.hash = files_hash(weight_files(path))
-    return heads.place()
+    return heads
 
 
 def read_config(raw, base, is_eagle3=False):
@@ -78,9 +119,7 @@ def read_config(raw, base, is_eagle3=False):
     layers = raw["transformer_layer_config"] if is_speculators else raw
     one_of("model_type", layers["model_type"], ("llama", "qwen3"))
     own = family_of(layers).config
-    for key in ("vocab_size", "n_embd"):
-        theirs, ours = getattr(own, key), getattr(base, key)
-        expect(theirs == ours, f"these heads belong to a model of {key} {theirs}, not {ours}")
+    check_sizes(own, base)
     expect(not own.windows and "sliding_attention" not in (layers.get("layer_types") or ()),
            "layers with sliding windows are not supported")
     own = replace(own, block_size=base.block_size)
@@ -93,6 +132,13 @@ def read_config(raw, base, is_eagle3=False):
         check("layers that are read", layer, 0, base.n_layer, whole=True)
     rows = value_of(raw, "draft_vocab_size", int, own.vocab_size)
     return replace(config, vocabulary=rows if rows < own.vocab_size else 0)
+
+
+def check_sizes(own, base):
+    """Raises InputError unless the `GPTConfig`s of heads and a model have these sizes in common."""
+    for key in ("vocab_size", "n_embd"):
+        theirs, ours = getattr(own, key), getattr(base, key)
+        expect(theirs == ours, f"these heads belong to a model of {key} {theirs}, not {ours}")
 
 
 def layers_read(raw):

@@ -13,6 +13,7 @@ from common.files import check_content
 from common.values import one_line
 from model import InputError, expect
 
+MTP = "mtp."  # how the names of MTP heads' tensors begin in a folder
 FP8 = torch.float8_e4m3fn
 DTYPES = dict(F64=torch.float64, F32=torch.float32, F16=torch.float16, BF16=torch.bfloat16,
               F8_E4M3=FP8, I32=torch.int32)  # names in a safetensors header

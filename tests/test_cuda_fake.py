@@ -36,7 +36,7 @@ from generate import GREEDY, NOISE, Decoder, Fixed, Sampling, capture
 from generate import Engine as FifoEngine
 from static import h200
 from test_clover import random_heads
-from test_drafters import KINDS
+from test_drafters import MAKERS
 from test_generate import Cycling
 from train_heads import Trainer
 
@@ -260,7 +260,7 @@ def start(request):
     a fake GPU: returns (world, model, heads). bits: quantises the layers."""
     def make(name="one layer", kind="clover", dtype=torch.bfloat16, bits=None, **switches):
         model = toy_model(block_size=2048, **MODELS.get(name, dict(n_layer=1)))
-        make_heads = KINDS.get(kind) or partial(random_heads, name=kind)
+        make_heads = MAKERS.get(kind) or partial(random_heads, name=kind)
         heads = make_heads(model, **switches) if kind else None
         modules = [module.to(dtype) for module in (model, heads) if module is not None]
         weights = {} if bits is None else {layer: round_weight(model.get_parameter(f"{layer}.weight"), bits, 32)
@@ -299,7 +299,7 @@ def decode(model, heads):
 @pytest.mark.parametrize("name, dtype, kind, switches", [
     ("llama", FP32, "clover", {}), ("alibi", FP16, "clover2", {}), ("gemma", BF16, "hydra", {}),
     ("llama", BF16, "medusa", {}), ("llama", BF16, "eagle3 of 33 tokens", {}), ("alibi", FP16, "eagle3", {}),
-    ("llama", BF16, "dspark", dict(bits=4)),
+    ("llama", BF16, "dspark", dict(bits=4)), ("hybrid", BF16, "mtp", {}),
     ("llama", BF16, None, {}), ("llama", BF16, "clover", dict(vocabulary=20)), ("hybrid", BF16, "clover", {}),
     ("llama", BF16, "clover", dict(bits=4, vocabulary=20)), slow("untied-biased", FP16, "clover2", dict(bits=8)),
     slow("alibi", FP32, "clover", {}), slow("gpt2", BF16, "clover", {}), slow("qk-norm", FP16, "clover", {}),

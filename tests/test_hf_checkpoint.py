@@ -195,10 +195,6 @@ def with_a_head(tensors):
     return tensors | {"lm_head.weight": tensors["model.embed_tokens.weight"].clone()}
 
 
-def with_mtp(tensors):
-    return tensors | {"mtp.fc.weight": torch.ones(64, 128), "mtp.layers.0.mlp.gate_proj.weight": torch.ones(96, 64)}
-
-
 def with_a_head_alone(tensors):
     return {key.replace("model.embed_tokens", "lm_head"): value for key, value in tensors.items()}
 
@@ -206,7 +202,7 @@ def with_a_head_alone(tensors):
 @pytest.mark.parametrize("name, rename, zipped", [
     ("gpt2", dict, True), ("gpt2", dict, False),  # torch's current and legacy formats
     ("gpt2", without_prefix, None), ("gemma3-vision", as_version_4, None), ("mistral3-vision", as_version_4, None),
-    ("qwen3_5-vision", as_version_4, None), ("qwen3_5", with_mtp, None),
+    ("qwen3_5-vision", as_version_4, None),
     ("llama-tied", with_a_head, None), ("llama-tied", with_a_head_alone, None)])
 def test_other_names_and_files_of_the_same_weights(name, rename, zipped, tmp_path):
     """Catches .bin files or renamed tensors that load as other weights."""

@@ -154,6 +154,7 @@ def test_a_local_path_wins(site, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("files", [
     ["model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors", "model.safetensors.index.json"],
+    ["model.safetensors-00001-of-00001.safetensors", "model.safetensors.index.json"],  # Qwen 3.5
     ["pytorch_model.bin"], ["pytorch_model-00001-of-00001.bin", "pytorch_model.bin.index.json"]])
 def test_weights_are_chosen_as_they_are_read(files, site):
     """Catches shards without their index, and a repository that has only .bin files."""
