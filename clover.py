@@ -502,10 +502,11 @@ class CloverHeads(nn.Module):
     # Files
 
     def save_pretrained(self, path, tokenizer="", dtype=None, **info):
-        """Writes heads.safetensors (cast to dtype if given) and heads.json: config, the model's
-        sizes, `norm_hash` and tokenizer's hash, and info (training, accuracy)."""
+        """Writes heads.safetensors, its matrices in dtype if given, such as torch.float8_e4m3fn, and
+        heads.json: config, the model's sizes, `norm_hash` and tokenizer's hash, and info (training,
+        accuracy)."""
         Path(path).mkdir(parents=True, exist_ok=True)
-        cast = lambda x: x.to(dtype) if dtype and x.is_floating_point() else x
+        cast = lambda x: x.to(dtype) if dtype and x.dim() > 1 else x
         tensors = {name: cast(x).cpu().contiguous() for name, x in self.state_dict().items()}
         replace_file(Path(path, "heads.safetensors"), lambda tmp: tmp.write_bytes(save(tensors)))
         self.save_record(path, tokenizer, **info)

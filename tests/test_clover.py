@@ -104,6 +104,16 @@ def test_a_draft_vocabulary_survives_the_disk(toy, tmp_path):
     assert CloverHeads.from_pretrained(tmp_path, toy).vocabulary is None
 
 
+def test_matrices_in_8_bits_survive_the_disk(toy, tmp_path):
+    """Catches norms or biases that are rounded too, and heads that are not read back in the model's dtype."""
+    heads = random_heads(toy)
+    heads.save_pretrained(tmp_path, dtype=torch.float8_e4m3fn)
+    same = CloverHeads.from_pretrained(tmp_path, toy).state_dict()
+    for name, x in heads.state_dict().items():
+        rounded = x.to(torch.float8_e4m3fn) if x.dim() > 1 else x
+        assert torch.equal(same[name], rounded.to(x.dtype)), name
+
+
 def test_captured_steps_keep_the_vocabulary_that_they_read(toy):
     """Catches rows of the LM head that are freed while a graph reads them."""
     heads = random_heads(toy)
