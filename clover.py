@@ -502,7 +502,7 @@ class CloverHeads(nn.Module):
     # Files
 
     def save_pretrained(self, path, tokenizer="", dtype=None, **info):
-        """Writes heads.safetensors, its matrices in dtype if given, such as torch.float8_e4m3fn, and
+        """Writes heads.safetensors, its matrices in dtype if given, such as float8_e4m3fn, and
         heads.json: config, the model's sizes, `norm_hash` and tokenizer's hash, and info (training,
         accuracy)."""
         Path(path).mkdir(parents=True, exist_ok=True)
