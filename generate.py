@@ -504,7 +504,8 @@ class Decoder:
             if plan.tree_size > 1:
                 commit_path(slots.cache.kv, slots.cache.lengths, accepted.path, accepted.count,
                             batch.slots)
-                hidden = hidden.take_along_dim(accepted.path[:, :, None], 1)  # (B, P, C)
+                index = accepted.path[:, :, None].expand(-1, -1, hidden.shape[2])
+                hidden = hidden.gather(1, index)  # (B, P, C)
             P = accepted.path.shape[1]
             positions = batch.lengths[:, None] + self.offsets[:P]  # (B, P)
             ancestors = self.path_ancestors[:P].expand_as(positions)
