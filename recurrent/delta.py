@@ -304,7 +304,8 @@ def tree_delta(qkv, a, b, A, dt_bias, state, keys, u, G, ancestors, slots=None):
            qkv.contiguous(), a, b, *map(contiguous, (A, dt_bias)), state, keys, u, G,
            *map(contiguous, (ancestors, slots)), out, *strides(a), *strides(state), T, N, H, Hk, C,
            DK=Dk, DV=Dv, BLOCK_T=max(8, triton.next_power_of_2(T)), BLOCK_J=16, BLOCK_K=32,
-           BLOCK_V=32, num_warps=4 if T <= 32 else 8, num_stages=3, maxnreg=255)
+           BLOCK_V=32, num_warps=4 if T <= 32 else 8, num_stages=3 if T <= 32 else 2,
+           maxnreg=255)
     return out
 
 
