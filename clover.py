@@ -300,12 +300,14 @@ def add_chain(pool, chain, chances, K):
                            p.where(step > last, -1)))
 
 
-def along_path(x, parents, combine, depth):
-    """Combines x [B, N] of each node, at most at this depth, with x of its ancestors."""
-    for _ in range(depth.bit_length()):  # each round doubles the number of nodes
-        x = combine(x, x.gather(1, parents))
-        parents = parents.gather(1, parents)  # the root's is the root
-    return x
+def ancestors_of(parents):
+    """The bitmasks of a `Tree` from its parents, int64 [B, T]; the root's is the root."""
+    T = parents.shape[1]
+    masks = (1 << torch.arange(T, device=parents.device)).expand_as(parents)  # of the nodes alone
+    for _ in range((T - 1).bit_length()):  # each round doubles the number of ancestors
+        masks = masks | masks.gather(1, parents)
+        parents = parents.gather(1, parents)
+    return masks
 
 
 def likeliest(pool, tree_size):
@@ -319,10 +321,8 @@ def likeliest(pool, tree_size):
     sources, p = (x.gather(1, order[:, :tree_size]) for x in pool[4:])
     used = p >= 0
     parents = order.argsort(1).gather(1, parents.clamp(min=0)) * used  # columns -> nodes
-    own = 1 << torch.arange(tree_size, device=p.device)
-    ancestors = along_path(own.expand_as(parents), parents, torch.bitwise_or, tree_size - 1)
-    return Tree(tokens * used, parents, depths * used, ancestors * used, sources.where(used, -1),
-                p.clamp(min=0))
+    return Tree(tokens * used, parents, depths * used, ancestors_of(parents) * used,
+                sources.where(used, -1), p.clamp(min=0))
 
 
 # --------------------------------------------------------------------------------------------------

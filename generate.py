@@ -238,9 +238,8 @@ FLOAT_FIELDS = "temperature", "top_p", "min_p"
 
 
 class Slots:
-    """The state of all sequences, one per slot, of up to `capacity` tokens; with room for one more
-    step, since on a GPU a step starts before the host knows that the last one ended a sequence.
-    Captured steps hold the addresses of these tensors."""
+    """The state of all sequences, one per slot, of up to `capacity` tokens, with room for the step
+    that a GPU may have begun when one ends. Captured steps hold the addresses of these tensors."""
 
     def __init__(self, model, heads, batch_size, capacity, max_tree, max_path):
         zeros = partial(torch.zeros, device=model.device)
@@ -809,9 +808,10 @@ class Engine:
         started = time.perf_counter()
         sampling = sampling or [None] * len(prompts)
         grammars = grammars or [None] * len(prompts)
+        expect(len(sampling) == len(grammars) == len(prompts), "sampling and grammars are lists of "
+               f"one for each prompt, here {len(prompts)}")
         try:
-            each = zip(prompts, sampling, grammars, strict=True)
-            for index, (prompt, own, grammar) in enumerate(each):
+            for index, (prompt, own, grammar) in enumerate(zip(prompts, sampling, grammars)):
                 output.sequences.append(
                     self.add(prompt, max_new_tokens, own, stop, index, encoding, grammar))
             while self.busy:

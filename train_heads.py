@@ -33,7 +33,7 @@ HEAD_WEIGHT = 0.7  # head i's loss has weight 0.7^i: decoding reaches later head
 SHOW_EVERY = 20    # steps
 # per chunk: on a CPU to fit its cache; on a GPU more, since each product reads the LM head
 CHUNK_LOGITS = 2**22
-CUDA_CHUNK_LOGITS = 2**27
+CUDA_CHUNK_LOGITS = 2**25
 
 
 # --------------------------------------------------------------------------------------------------
@@ -64,9 +64,9 @@ def run_heads(heads, hidden, ids, documents=None, dtype=torch.float32):
 
 # --------------------------------------------------------------------------------------------------
 # The objective. Head i (from 0) at position t guesses token t + 2 + i, which the model predicts at
-# position t + 1 + i. Heads learn the model's distribution over the draft vocabulary, at positions
-# where the text goes on with one of its tokens: in text that the model wrote, they are as frequent
-# as the model holds them probable. Losses are sums, so that several processes can add them up.
+# position t + 1 + i. Heads learn the model's distribution over the draft vocabulary, where the next
+# token of the text is in it. In text that the model sampled, this weights a position by the
+# probability of the draft vocabulary there. Losses are sums, so that processes can add them up.
 #
 # K heads over B T positions have K B T n logits, and a gradient as large: with K = 5, B T = 4096
 # and n = 152,000, 12 GB each. But the LM head is frozen, so the gradient of its input can be taken

@@ -28,14 +28,14 @@ class DraftAttention(Attention):
         lengths and a `TreeMask` counts."""
         if first == 0:
             return super().attend(qkv, rope, mask, cache)
-        is_gated = self.config.attn_gate
-        gate, qkv = qkv.tensor_split((is_gated * self.proj.in_features,), dim=-1)
+        if self.config.attn_gate:
+            gate, qkv = qkv.tensor_split((self.proj.in_features,), dim=-1)
         q, k, v = self.split(qkv, rope, KVCache(cache.kv, cache.lengths + first, cache.slots))
         # tree_attention takes row i to be at lengths + i: those before get zeros for queries
         q = F.pad(q, (0, 0, 0, 0, first, 0))
         y = tree_attention(q, k, v, cache.lengths, F.pad(mask.ancestors, (first, 0)),
                            slots=cache.slots)[:, first:].flatten(2)
-        return y * gate.sigmoid() if is_gated else y
+        return y * gate.sigmoid() if self.config.attn_gate else y
 
 
 class Layer(nn.Module):

@@ -255,7 +255,7 @@ class Family:
         stored = [pattern.replace(".N.", f".{layer}.") for pattern in patterns]
         counts = [rows // len(stored)] * len(stored)
         if len(stored) == 3:
-            n_query = (1 + c.attn_gate) * c.n_head
+            n_query = 2 * c.n_head if c.attn_gate else c.n_head
             counts = [n * c.head_size for n in (n_query, c.n_kv_head, c.n_kv_head)]
         if stem.endswith(".qkvz"):
             channels = sum(c.mixers[int(layer)].parts)
@@ -299,7 +299,7 @@ class Family:
         order = self.head_order()
         if order is None and not c.attn_gate:
             return None
-        n_gates = c.attn_gate * c.n_head
+        n_gates = c.n_head if c.attn_gate else 0
         rows = torch.arange((n_gates + c.n_head + 2 * c.n_kv_head) * c.head_size)
         rows = rows.view(-1, c.head_size)
         if n_gates:  # stored: query, gate, query, gate, ...

@@ -259,8 +259,8 @@ def test_tensors_and_arrays_are_token_ids(toy):
 def test_each_prompt_has_its_sampling_or_none_has(toy):
     """Bug: prompts without a sampling that are dropped in silence."""
     for some in (dict(sampling=[Sampling()]), dict(grammars=[None] * 3)):
-        with pytest.raises(ValueError):
-            new_engine(toy, capacity=20).generate([[1], [2]], 5, **some)
+        refusal(lambda: new_engine(toy, capacity=20).generate([[1], [2]], 5, **some), "one for each prompt, here 2")
+    refusal(lambda: generate(toy, [[1], [2]], 5, grammar=[None] * 3), "one for each prompt, here 2")
 
 
 def test_a_prompt_that_cannot_be_read_costs_no_slot(toy, monkeypatch):

@@ -24,7 +24,7 @@ BATCHES = 8        # batches of held-out windows for head accuracy
 
 @torch.no_grad()
 def head_accuracy(heads, heldout, batch_size, block_size):
-    """For each head, the share of held-out positions where its top-1 token is the greedy token."""
+    """For each head, the share of held-out guesses that are hits of `train_heads.head_losses`."""
     ahead = heads.config.n_draft + 1
     hits = guesses = 0
     for step in range(BATCHES):
