@@ -21,8 +21,7 @@ from model import MAX_TREE, Block, Blocks, Norm, check, expect, replace_file, to
 
 DEFAULT_BEAMS = 4  # W
 MAX_BEAMS = 32    # the largest k of project_topk
-MAX_DRAFT = 32    # draft heads: far more than are useful, few enough to build
-MAX_AUGMENT = 64  # augmenting layers, likewise
+MAX_DRAFT = 32    # draft heads, or augmenting layers: more than are useful, few enough to build
 MATCHED_FIELDS = "vocab_size", "n_embd", "n_layer", "n_head", "n_kv_head", "head_size", "n_inner"
 
 
@@ -40,7 +39,7 @@ class CloverConfig:
     def check(self):
         """Returns self. Raises InputError for a size out of range or an unknown name."""
         check("draft heads", self.n_draft, 1, MAX_DRAFT, whole=True)
-        check("augment layers", self.augment_layers, 0, MAX_AUGMENT, whole=True)
+        check("augment layers", self.augment_layers, 0, MAX_DRAFT, whole=True)
         known = dict(preset=PRESETS, mix=(*MIXERS, "none"), projector=PROJECTORS)
         for field, names in known.items():
             expect(getattr(self, field) in [*names], f"{field} {getattr(self, field)!r} is not "
@@ -332,7 +331,6 @@ def likeliest(pool, tree_size):
 #   n_draft, max_beams   the largest K and W
 #   hidden_layers        which states they read, as `layers` of `GPT.forward`; (): the last
 #   draft_rows           how many rows of their cache `draft` may write after the committed ones
-#   cost                 (weights that drafting a token reads, blocks that a committed row runs)
 
 def is_allowed(masks, tokens):
     """Whether masks, int32 [B, ceil(V / 32)] with a bit for each token, allow tokens [B, n]."""
@@ -402,12 +400,6 @@ class CloverHeads(nn.Module):
     def reads_tokens(self):
         """Whether heads read the previous token. If not (Medusa), all beams share one pass."""
         return self.config.mix != "none" or self.config.projector == "linear"
-
-    @property
-    def cost(self):
-        vocabulary = self.config.vocabulary or self.model.config.vocab_size
-        weights = vocabulary * self.model.config.n_embd + linear_weights(self.draft_head(0))
-        return weights, len(self.augment_blocks)
 
     @property
     def max_beams(self):
@@ -550,12 +542,6 @@ def unit_scale(model):
     for tokens in torch.arange(V, device=model.device).split(4096):  # bounds the memory
         squares += model.head.embedding(tokens).float().pow(2).sum(dtype=torch.float64)
     return (V * C / squares.item()) ** 0.5
-
-
-def linear_weights(module):
-    """How many numbers the weights of its linear layers have."""
-    layers = (layer for layer in module.modules() if hasattr(layer, "in_features"))
-    return sum(layer.in_features * layer.out_features for layer in layers)
 
 
 def norm_hash(model):

@@ -3,13 +3,24 @@
     python generate.py --prompt "def fibonacci(n):"
     python generate.py --model FOLDER --chat      a conversation, if the folder has a chat template
 
-Draft heads, n-gram lookup, or both propose a draft tree, which one forward pass verifies. Plain
-decoding is the same loop with one-node trees and has the same output, so the tree size may differ
-in each step. On CUDA a step is captured in a CUDA graph and replayed, and the host reads its tokens
-while the next one runs.
+A step (`Decoder.step`) drafts a tree of guesses, runs the model on all of them in one forward pass,
+and keeps the path that the model would have written itself:
 
-A backend overrides stages of the `Decoder`, or its `run`; a policy selects the sizes (see `Fixed`);
-another engine may schedule prompts, and put work of its own between the stages (engine/).
+    slot     a row of the KV cache, where a sequence runs; its first `lengths` tokens are committed
+    root     the sequence's newest token, not yet in the cache; node 0 of its tree
+    tree     nodes, each a guess of the token after its parent (clover.py). Its drafters are draft
+             heads, n-gram lookup and the text that a grammar forces
+    chance   of a node to be accepted, by its source: a head's probability, a match's length
+    target   the model's own next token at a node
+    path     the accepted nodes: the root, then whichever child is its parent's target. All of their
+             targets are new tokens; the last one is the next root
+    state    what heads draft from: the model's hidden state at the last committed token
+    plan     the shape of a step, which a policy selects (see `Fixed`)
+
+Plain decoding is the same step with one-node trees, and has the same output, since only targets are
+kept. On CUDA a step is captured in a CUDA graph and replayed, and the host reads its tokens while
+the next one runs. A backend overrides stages of the `Decoder`, or its `run`; another engine may
+schedule prompts, and put work of its own between the stages (engine/).
 
 Letters: B sequences, T tree nodes, K draft heads, P nodes of an accepted path, n tokens proposed by
 lookup, W beams, C hidden size, V vocabulary."""
@@ -92,9 +103,6 @@ class Accepted(NamedTuple):
 
     def to_lists(self):
         """(tokens, path, sources) of each sequence, up to its count."""
-        if self.path.shape[1] == 1:  # shared lists: many new ones trigger garbage collections
-            path, sources = [0], [-1]
-            return [(tokens, path, sources) for tokens in self.tokens.tolist()]
         counts = self.count.tolist()
         columns = (x[:, :max(counts)].tolist() for x in self[:3])
         return [(tokens[:n], path[:n], sources[:n])
@@ -316,7 +324,7 @@ class Step:
 
 def decoder_class(model, heads):
     """The `Decoder` class by which a model's backend runs these heads."""
-    return (model.decoder or Decoder).for_heads(heads)
+    return model.decoder.for_heads(heads) if model.decoder else Decoder
 
 
 class Decoder:
@@ -334,11 +342,6 @@ class Decoder:
     extend_candidates = staticmethod(extend_candidates)
     ngram_lookup = staticmethod(ngram_lookup)
     advance = staticmethod(advance)
-
-    @classmethod
-    def for_heads(cls, heads):
-        """This class, or another one for heads that it does not run."""
-        return cls
 
     @torch.inference_mode()
     def __init__(self, model, *, policy, batch_size=1, capacity=None, beams=None, sampling=None,

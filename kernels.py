@@ -9,10 +9,10 @@
     glu, cosine_mix     act(gate) * up; z + cos(q, k) * v of the Attention Decoder
 
 The first four account for a step's memory traffic beside the linear layers, the others save
-launches. Each section has the formula, its cost, the kernel, a function that launches it, and a
-torch reference. The function checks sizes, dtypes and devices, not values. It launches the kernel
-on CUDA tensors, and with TRITON_INTERPRET=1 on CPU tensors; otherwise, in float64, and if a
-gradient is required, it calls the reference. Inputs may have any strides unless noted.
+launches. Each section has the formula, its cost, the kernel, its launcher and a torch reference.
+The launcher checks sizes, dtypes and devices, not values. It runs the kernel on CUDA tensors, and
+with TRITON_INTERPRET=1 on CPU tensors; otherwise, in float64, and if a gradient is required, the
+reference. Inputs may have any strides unless noted.
 
 Letters: B sequences of a batch, T tree nodes, L layers, S cache capacity, Hq and
 Hkv query and key/value heads, G = Hq / Hkv, D head size, C hidden size, V vocabulary, M rows
@@ -531,11 +531,6 @@ def reader(x, weight):
     return weight.reader(x)
 
 
-def check_weight(x, weight):
-    """Returns a tensor; a backend's weight checks itself, for a product with x -> None."""
-    return weight if isinstance(weight, torch.Tensor) else weight.check(x)
-
-
 @triton.jit(do_not_specialize=["M", "T", "programs"])
 def _project_kernel(
     hidden_ptr, weight, vocab_ids_ptr, temperature_ptr, seed_ptr, sequence_ptr, position_ptr,
@@ -711,8 +706,10 @@ def _check_head(hidden, weight, temperature, seed, sequence, position, vocab_ids
     M, C = hidden.shape
     V = weight.shape[0]
     B = M if sequence is None else len(sequence)
-    require(is_real(hidden) and fits(check_weight(hidden, weight), hidden, (V, C)) and V > 0
-            and fits_noise(hidden, B, temperature, seed, sequence, position)
+    require(is_real(hidden) and fits(weight, hidden, (V, C)) and V > 0 and M % B == 0
+            and fits(temperature, hidden, (B,), torch.float32)
+            and fits(seed, hidden, (B,), torch.int64) and fits(sequence, hidden, (B,), *INTEGERS)
+            and fits(position, hidden, (M,), *INTEGERS)
             and fits(vocab_ids, hidden, (V,), torch.int32)
             and fits(masks, hidden, (M, (V + 31) // 32), torch.int32), f"{SIZES}, M / B rows each",
             hidden, weight.shape, vocab_ids, masks, position, sequence, temperature, seed)
@@ -740,8 +737,7 @@ def project_topk_reference(hidden, weight, k, vocab_ids=None, noise=None):
 
 def best_tokens(logits, k, vocab_ids=None, noise=None):
     """`project_topk` from logits [M, V]."""
-    every = torch.arange(logits.shape[1], device=logits.device)
-    tokens = every if vocab_ids is None else vocab_ids
+    tokens = torch.arange(logits.shape[1], device=logits.device) if vocab_ids is None else vocab_ids
     if noise is not None:
         temperature, *key = noise
         logits = logits + per_row(temperature, logits) * gumbel(*key, tokens)
@@ -758,11 +754,10 @@ def project_sample(hidden, weight, temperature, seed, sequence, position, masks=
     if not runs_triton(hidden):
         return project_sample_reference(hidden, weight, temperature, seed, sequence, position,
                                         masks)
-    masks = contiguous(masks)
-    if not isinstance(temperature, torch.Tensor) and temperature == 0:
-        return _project_triton(hidden, weight, 1, masks=masks)[:, 0]
-    noise = [filled(x, hidden, len(sequence)) for x in (temperature, seed, sequence, position)]
-    return _project_triton(hidden, weight, 1, noise=noise, masks=masks)[:, 0]
+    noise = [None] * 4
+    if isinstance(temperature, torch.Tensor) or temperature:
+        noise = [filled(x, hidden, len(sequence)) for x in (temperature, seed, sequence, position)]
+    return _project_triton(hidden, weight, 1, noise=noise, masks=contiguous(masks))[:, 0]
 
 
 def project_sample_reference(hidden, weight, temperature, seed, sequence, position, masks=None):
@@ -1229,11 +1224,3 @@ def fits(x, like, shape, *dtypes):
 def fits_slots(slots, like, B, n_slots):
     """Whether slots, or without them B sequences, are those of caches with n_slots."""
     return B == n_slots if slots is None else fits(slots, like, (B,), torch.int64)
-
-
-def fits_noise(rows, B, temperature, seed, sequence, position):
-    """Whether these are the arguments of `gumbel` for rows [M, ...] of B sequences."""
-    M = len(rows)
-    return (M % B == 0 and fits(temperature, rows, (B,), torch.float32)
-            and fits(seed, rows, (B,), torch.int64) and fits(sequence, rows, (B,), *INTEGERS)
-            and fits(position, rows, (M,), *INTEGERS))

@@ -31,13 +31,12 @@ class InputError(ValueError):
     """Bad input that the user can fix. One line: what was expected, what we got, what to do."""
 
 
-def check(name, value, low, high, whole=False, above=False):
-    """Raises InputError unless value is a number from low to high. above: excludes low itself."""
+def check(name, value, low, high, whole=False):
+    """Raises InputError unless value is a number from low to high."""
     is_number = isinstance(value, int if whole else (int, float)) and not isinstance(value, bool)
     kind = "whole number" if whole else "number"
-    bounds = f"above {low} and at most {high}" if above else f"from {low} to {high}"
-    expect(is_number and low <= value <= high and not (above and value == low),
-           f"{name} must be a {kind} {bounds}, not {value!r}")
+    expect(is_number and low <= value <= high,
+           f"{name} must be a {kind} from {low} to {high}, not {value!r}")
 
 
 def expect(valid, message):
@@ -464,8 +463,7 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
         if self.norm.weight.is_meta:
             return  # the tables would cost half a second of imports, for nothing
-        scale = torch.tensor(c.embed_scale, dtype=self.dtype, device=self.device)
-        self.embed_scale = None if c.embed_scale == 1 else scale
+        self.embed_scale = torch.tensor(c.embed_scale, dtype=self.dtype).item()  # rounded
         self.tables = self.position_tables()
 
     def position_tables(self):
@@ -516,11 +514,6 @@ class GPT(nn.Module):
     def dtype(self):
         return self.norm.weight.dtype
 
-    def weight_bytes(self):
-        """Bytes of all weights and tables. Packed layers count their own, in `nbytes`."""
-        parts = *self.parameters(), *self.tables, *self.modules()
-        return sum(getattr(x, "nbytes", 0) for x in parts)
-
     def new_cache(self, batch, capacity, blocks=None, device=None, nodes=0):
         """An empty `KVCache` for blocks, default the model's. device: default the model's; "meta"
         gives the sizes of a cache without allocating it. nodes: of the largest tree."""
@@ -553,7 +546,7 @@ class GPT(nn.Module):
     def embeddings(self, tokens, positions):
         """tokens [B, T] -> the first block's input [B, T, C]. A tree may exceed the context."""
         hidden = self.embed(tokens)
-        if self.embed_scale is not None:
+        if self.embed_scale != 1:
             hidden = hidden * self.embed_scale
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(positions.clamp(max=self.config.block_size - 1))

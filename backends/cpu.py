@@ -198,15 +198,13 @@ class CompiledDecoder(Decoder):
             tensors |= dict(seconds=policy.step_seconds, drafted=policy.drafted)
         struct = header.Step(
             blocks=model.blocks.structs, n_blocks=len(model.blocks),
-            n_delta=model.blocks.n_delta(len(model.blocks)), embed_scale=1,
+            n_delta=model.blocks.n_delta(len(model.blocks)), embed_scale=model.embed_scale,
             norm=norm_struct(model.norm, self.tensors), K=policy.depth, W=self.beams,
             with_lookup=policy.lookup, words=-(-model.config.vocab_size // 32),
             history_stride=slots.history.stride(0), trees=self.slot_pass(slots.cache),
             **{name: pointer(x) for name, x in tensors.items()})
         if self.embeds:
             struct.embed = model.embed.table.packed.linear
-            if model.embed_scale is not None:
-                struct.embed_scale = model.embed_scale.item()
         if isinstance(self.head, PackedLMHead):
             struct.head = self.head.packed.linear
         if self.heads:

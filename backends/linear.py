@@ -12,7 +12,6 @@ import torch.nn.functional as F
 from kernels import (
     SIZES,
     activate,
-    check_weight,
     contiguous,
     dot,
     fits,
@@ -71,6 +70,7 @@ class Quantized(NamedTuple):
 
     def reader(self, x):
         """As in `kernels.reader`: gathers x in the order of the columns."""
+        self.check(x)
         q = self.q
         if q.dtype == torch.float8_e4m3fn:  # Triton converts it only on new GPUs
             q = q.view(torch.uint8)
@@ -289,7 +289,7 @@ def linear_rows(x, weight, bias=None, *, norm=None, eps=1e-5, activation=None, r
     outputs = weight.shape[0]
     parts = 1 if activation is None else 2
     N = outputs // parts
-    plain = check_weight(x, weight)
+    plain = weight if isinstance(weight, torch.Tensor) else None
     require(is_real(x) and fits(plain, x, (outputs, C)) and fits(bias, x, (outputs,))
             and fits(norm, x, (C,), x.dtype, torch.float32) and fits(residual, x, (*rows, N))
             and activation in (None, "silu", "gelu") and parts * N == outputs,

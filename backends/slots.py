@@ -9,6 +9,11 @@ from generate import Decoder, pinned
 class SomeSlots(Decoder):
     """A `generate.Decoder` whose steps run the slots that `place` selects."""
 
+    @classmethod
+    def for_heads(cls, heads):
+        """The class that runs these heads: this one, or another."""
+        return cls
+
     @torch.inference_mode()
     def __init__(self, model, **options):
         super().__init__(model, **options)

@@ -15,7 +15,7 @@ from backends.linear import Quantized, linear_rows
 from bench import Table, size_config
 from bench.timing import PREFIX, copy_bandwidth, seconds, stage_times, step_time, timing_decoder
 from clover import CloverHeads, preset
-from common.machine import check_memory, pick_device
+from common.machine import check_memory, pick_device, weight_bytes
 from generate import Sampling, capture
 from model import GPT, expect
 
@@ -140,7 +140,7 @@ def random_model(name, device, dtype, quantize=None):
     with torch.device("meta"):
         model = GPT(config).to(dtype)
     check_memory(f"random weights of {name} in {str(dtype).removeprefix('torch.')} take",
-                 model.weight_bytes(), device, "use another size or --dtype bfloat16")
+                 weight_bytes(model), device, "use another size or --dtype bfloat16")
     model = model.to_empty(device=device).requires_grad_(False).eval()
     for parameter_name, p in model.named_parameters():
         p.fill_(1) if parameter_name.endswith("norm.weight") else p.normal_(0, 0.02)
@@ -176,7 +176,7 @@ def step_rows(model, heads, shapes, bandwidth):
     floor_ms: the time to read the cache and the weights, embeddings only if tied."""
     c = model.config
     per_token = 2 * c.n_layer * c.n_kv_head * c.head_size * model.dtype.itemsize
-    weights = model.weight_bytes() - sum(x.nbytes for x in model.tables if x is not None)
+    weights = weight_bytes(model) - sum(x.nbytes for x in model.tables if x is not None)
     weights -= 0 if c.tied else model.embed.weight.nbytes
     for name, B, T, sampling in shapes:
         decoder = timing_decoder(model, tree_size=T, batch_size=B, sampling=sampling,

@@ -53,6 +53,12 @@ def free_memory(device, root="/"):
     return free
 
 
+def weight_bytes(model):
+    """Bytes of a `GPT`'s weights and tables. Packed layers count their own, in `nbytes`."""
+    parts = *model.parameters(), *model.tables, *model.modules()
+    return sum(getattr(x, "nbytes", 0) for x in parts)
+
+
 def available_cpus(root="/"):
     """CPUs that the machine, or a cgroup's quota, leaves this process; at least 1."""
     cpus = os.cpu_count() or 1

@@ -6,7 +6,8 @@ from dataclasses import dataclass
 import torch
 import torch.nn as nn
 
-from clover import MAX_BEAMS, linear_weights
+from clover import MAX_BEAMS
+from engine.times import linear_weights
 from model import FIRST_POSITIONS, MAX_TREE, GPTConfig, LMHead, Norm, rope_table
 
 

@@ -12,8 +12,9 @@ import math
 import torch
 import torch.nn as nn
 
-from clover import Candidates, extend_candidates, is_allowed, linear_weights
+from clover import Candidates, extend_candidates, is_allowed
 from drafters.base import PublishedHeads
+from engine.times import linear_weights
 from kernels import gumbel, per_row
 from model import MAX_TREE, Block, Blocks, KVCache, Norm, add, token_positions
 

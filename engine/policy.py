@@ -8,7 +8,7 @@ from itertools import accumulate, product
 import torch
 
 from engine.acceptance import Acceptance, NodeMeans, count_nodes
-from engine.times import StepTimes, guessed_costs
+from engine.times import StepTimes, cost_of, guessed_costs
 from generate import MAX_CHAIN, decoder_class
 from model import MAX_TREE, check
 
@@ -73,7 +73,7 @@ class Policy:
         self.drafted = torch.zeros(2)
         self.tables = {}  # heads that draft -> `step_seconds`, until the next update
         # share of the model's blocks that heads run over each committed row
-        self.augmenting = heads.cost[1] / model.config.n_layer if self.heads else 0
+        self.augmenting = cost_of(heads)[1] / model.config.n_layer if self.heads else 0
         # (B, *option) that backends/capture.py captured, by `guided`; none: any will do
         self.captured = {False: set(), True: set()}
         self.steps = 0

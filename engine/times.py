@@ -2,7 +2,8 @@
 
 import math
 
-from clover import DEFAULT_BEAMS, linear_weights
+from clover import DEFAULT_BEAMS, CloverHeads
+from common.machine import weight_bytes
 from model import MAX_TREE
 
 WINDOW = 64  # of running means, in steps
@@ -92,17 +93,32 @@ def guessed_costs(model, heads):
         bound = 2 * linear_weights(model) / FLOPS / guessed_seconds(model)
         row = bound / 2
     if heads:
-        numbers, _ = heads.cost
+        numbers, _ = cost_of(heads)
         size = model.dtype.itemsize if is_cuda else 0.625  # packed in 4 bits, and scales
         launches = LAUNCH_SECONDS if is_cuda else 0.0
         head = (numbers * size / BANDWIDTH + launches) / guessed_seconds(model)
     return row, bound, head
 
 
+def cost_of(heads):
+    """(weights that drafting a token reads, blocks that a committed row runs)."""
+    if not isinstance(heads, CloverHeads):  # of drafters/
+        return heads.cost
+    rows = heads.config.vocabulary or heads.model.config.vocab_size
+    weights = rows * heads.model.config.n_embd + linear_weights(heads.draft_head(0))
+    return weights, len(heads.augment_blocks)
+
+
+def linear_weights(module):
+    """How many numbers the weights of its linear layers have."""
+    layers = (layer for layer in module.modules() if hasattr(layer, "in_features"))
+    return sum(layer.in_features * layer.out_features for layer in layers)
+
+
 def guessed_seconds(model):
     """A guess at the seconds of a plain step."""
     launches = LAUNCH_SECONDS if model.device.type == "cuda" else 0.0
-    return model.weight_bytes() / BANDWIDTH + model.config.n_layer * launches
+    return weight_bytes(model) / BANDWIDTH + model.config.n_layer * launches
 
 
 def long_prompt(model):

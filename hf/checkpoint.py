@@ -15,7 +15,7 @@ from tqdm import tqdm
 from backends import cpu, cpu_layers, gpu, quantized, tensor_parallel
 from backends.slots import SomeSlots
 from common.files import files_hash, read_json
-from common.machine import check_memory
+from common.machine import check_memory, weight_bytes
 from common.values import warn
 from hf.families import family_of, llama_json
 from hf.files import read_family, read_part
@@ -249,7 +249,7 @@ def allocate(path, model, dtype, device, sources, on_gpu):
         size += int(layer.weight.numel() * source.bits / 8)
         layer.weight = None
     model.to(dtype)
-    size += model.weight_bytes()
+    size += weight_bytes(model)
     if on_gpu and packed:
         largest = max(math.prod(x.shape) for source in packed.values() for x in source.tensors)
         size += 2 * largest * dtype.itemsize  # a long prompt dequantises a layer at a time

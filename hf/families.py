@@ -386,7 +386,8 @@ def value_of(raw, key, kind, default=None):
     value = default if raw.get(key) is None else raw[key]
     expect(kind is not bool or isinstance(value, bool), f"{key} must be a bool, not {value!r}")
     if kind in (int, float):  # the bound on ints keeps products of two sizes within int64
-        check(key, value, 0, 2**24 if kind is int else 1e30, whole=kind is int, above=True)
+        low, high = (1, 2**24) if kind is int else (1e-30, 1e30)
+        check(key, value, low, high, whole=kind is int)
     return kind(value)
 
 
@@ -513,7 +514,7 @@ def scale_rope(raw, settings, theta, rotary_size):
         return scaling, context
     factor = number("factor", context / original)
     if kind == "yarn":
-        check("rope_theta", theta, 1, 1e30, above=True)
+        check("rope_theta", theta, 2, 1e30)
         magnitude = lambda scale: 0.1 * scale * math.log(max(factor, 1.0)) + 1
         scales = settings.get("mscale"), settings.get("mscale_all_dim")
         default = magnitude(scales[0]) / magnitude(scales[1]) if all(scales) else magnitude(1)

@@ -119,7 +119,7 @@ def sized(name):
     with torch.device("meta"):
         model = GPT(config).to(BF16).requires_grad_(False)
         model.tables = torch.empty(config.block_size, 2, config.head_size, dtype=BF16), None, None
-    model.embed_scale = None
+    model.embed_scale = 1
     gpu.apply(model)
     return model
 

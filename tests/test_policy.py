@@ -10,12 +10,12 @@ import torch
 
 from backends.gpu import GraphDecoder
 from bench import size_config
-from clover import BINS, SOURCES, CloverConfig, CloverHeads, Head, linear_weights, preset
+from clover import BINS, SOURCES, CloverConfig, CloverHeads, Head, preset
 from conftest import needs_compiler, random_prompts, slow, toy_model
 from engine.acceptance import MEMORY
 from engine.batching import MeasuredStep
 from engine.policy import Policy
-from engine.times import StepTimes, guessed_costs
+from engine.times import StepTimes, guessed_costs, linear_weights
 from generate import FILTERED, GREEDY, Decoder, Plan, Sampling, StepResult
 from test_clover import random_heads
 from test_generate import cpu, either_decoder, load, new_engine
@@ -76,8 +76,8 @@ def test_costs_on_a_gpu_are_guessed_as_they_were_measured(record, size, weights,
     with torch.device("meta"):
         head = Head(CloverConfig(), base).bfloat16()
     model = SimpleNamespace(device=torch.device("cuda"), dtype=torch.bfloat16, config=base,
-                            weight_bytes=lambda: weights,
-                            modules=lambda: [SimpleNamespace(in_features=1, out_features=weights / 2)])
+                            parameters=tuple, tables=(), modules=lambda: [
+                                SimpleNamespace(in_features=1, out_features=weights / 2, nbytes=weights)])
     heads = SimpleNamespace(cost=(8192 * base.n_embd + linear_weights(head), 1))
     times = StepTimes(*guessed_costs(model, heads))
     rows = [json.loads(line) for line in (RESULTS / f"{record}.jsonl").read_text().splitlines()]

@@ -25,7 +25,7 @@ MIN_SELF_TOKENS = 30_000  # over a hundred texts, so that some are held out
 def read_config(args, out, group):
     """The `RunConfig` from the flags and the preset. Raises InputError for bad values."""
     config = replace(runs.run_config(args, out), device=group.device)
-    check("lr", config.lr, 0, 10, above=True)
+    check("lr", config.lr, 1e-9, 10)
     check("seed", config.seed, 0, 2**31, whole=True)
     expect(config.draft_vocabulary in (None, 0) or config.draft_vocabulary >= MIN_VOCABULARY,
            f"draft vocabulary must be auto, 0 for all, or at least {MIN_VOCABULARY}")
