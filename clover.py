@@ -230,7 +230,7 @@ def build_tree(root, candidates, chain, chances, temperature, tree_size):
     chain: int64 [B, 1 + n], from `generate.ngram_lookup`, or a match of SCHEMA and tokens up to the
     first -1; one may be None. chances: [2, SOURCES]. temperature: [B]."""
     chances = chances.nan_to_num(0.0).clamp(0, 1)[(temperature > 0).long()]  # (B, SOURCES)
-    # a pool [B, N] is a `Tree` of any size in any order, without ancestors; p = -1: no node
+    # a pool [B, N] is a `Tree` in any order, with depths in place of ancestors; p = -1: no node
     pool = root_tree(root)
     K = 0
     if candidates is not None:
@@ -474,7 +474,7 @@ class CloverHeads(nn.Module):
             positions = sampling[3][:, None] + steps.expand(K, 1, W)  # (K, B, W), of the guesses
         states = state[:, None]  # (B, w, C): w is 1 at first, then W if heads read tokens
         guessed = root[:, None]  # (B, w)
-        for depth in range(K):  # depth 0: the root's children
+        for depth in range(K):  # of the nodes' parents
             embedding = self.embedding(guessed) if self.reads_tokens else None
             states, *out = self.draft_head(depth)(states, embedding)
             out, _ = self.model.norm.add_and_norm(*out)  # (B, w, C)

@@ -10,17 +10,19 @@ and keeps the path that the model would have written itself:
     root     the sequence's newest token, not yet in the cache; node 0 of its tree
     tree     nodes, each a guess of the token after its parent (clover.py). Its drafters are draft
              heads, n-gram lookup and the text that a grammar forces
-    chance   of a node to be accepted, by its source: a head's probability, a match's length
+    chance   that a node is accepted, by its source: a bin of heads' probability, or lookup's match
     target   the model's own next token at a node
     path     the accepted nodes: the root, then whichever child is its parent's target. All of their
              targets are new tokens; the last one is the next root
-    state    what heads draft from: the model's hidden state at the last committed token
+    state    what heads draft from: what their `augment` makes of the last committed token's hidden
+             state
     plan     the shape of a step, which a policy selects (see `Fixed`)
 
-Plain decoding is the same step with one-node trees, and has the same output, since only targets are
-kept. On CUDA a step is captured in a CUDA graph and replayed, and the host reads its tokens while
-the next one runs. A backend overrides stages of the `Decoder`, or its `run`; another engine may
-schedule prompts, and put work of its own between the stages (engine/).
+Only targets are kept, and a target depends on the text before it, the sequence's index and the seed
+alone. So the output is that of plain decoding, the same step with one-node trees; up to rounding,
+where the order of a kernel's sums depends on the number of nodes. On CUDA a step is captured in a
+CUDA graph and replayed, and the host reads its tokens while the next one runs. A backend overrides
+stages of the `Decoder`; another engine may put work of its own between them (engine/).
 
 Letters: B sequences, T tree nodes, K draft heads, P nodes of an accepted path, n tokens proposed by
 lookup, W beams, C hidden size, V vocabulary."""
@@ -96,7 +98,7 @@ class Sampling:
 
 class Accepted(NamedTuple):
     """The accepted paths of B trees, of at most P nodes; shorter ones are padded by the root."""
-    tokens: torch.Tensor   # int64 [B, P]: the accepted guesses, then the bonus token, the next root
+    tokens: torch.Tensor   # int64 [B, P]: the path's targets; the last one is the next root
     path: torch.Tensor     # int64 [B, P]: the accepted nodes, root first
     sources: torch.Tensor  # int64 [B, P]: of these nodes, as in `Tree`
     count: torch.Tensor    # int64 [B]: the number of accepted nodes; 0 for an idle slot
@@ -135,7 +137,7 @@ def ngram_lookup(history, lengths, n, slots=None):
 
 
 def accept_path(tree, target, active, max_path, slots=None):
-    """Accepts a node if its parent is and its token is its parent's target token; the root always.
+    """Accepts the root, and each node whose parent is accepted and has its token as target.
     Children of one parent have different tokens, so the accepted nodes are a path -> `Accepted`, at
     most P = max_path nodes. target: the model's own next token at each node. active: int32 [slots],
     0 for idle ones, which accept nothing. slots: as in `ngram_lookup`."""
@@ -210,8 +212,8 @@ class Fixed:
         self.chances = prior_chances().to(model.device)
         self.counts = torch.zeros(2, SOURCES, 2, dtype=torch.float64, device=model.device)
 
-    def select(self, B, behind, unread=(), chains=()):
-        """(T, `Plan.depths`) of a step of B sequences. For the rest see engine/policy.py."""
+    def select(self, B, **details):
+        """(T, `Plan.depths`) of a step of B sequences. details: what engine/ knows beside B."""
         return self.tree_size, min(self.depth, self.tree_size - 1)
 
     def count(self, draft, accepted, active):
@@ -295,7 +297,7 @@ class Plan(NamedTuple):
     """The shape of a step. A CUDA graph is captured for each."""
     B: int                 # rows
     tree_size: int | None  # T; None: the step chooses it (backends/cpu.c)
-    depths: int            # 0, or min(K, T - 1) for a draft by the heads
+    depths: int            # heads that draft: 0, or min(K, T - 1)
     mode: int              # the costliest sampling mode of the rows
 
 
@@ -399,8 +401,8 @@ class Decoder:
 
     def run(self, part, plan, *inputs):
         """Runs `step`, or a part of it. With graphs, its first run with a plan compiles its
-        kernels, the second captures it, and later ones replay the graph. A graph does not look at
-        `inputs`: it reads them where the graphs of earlier parts write their results."""
+        kernels, the second captures it, and later ones replay the graph, which reads what the
+        graphs of earlier parts left in memory in place of `inputs`."""
         key = part.__name__, plan
         if replay := self.graphs.get(key):
             return replay()
@@ -419,8 +421,8 @@ class Decoder:
 
     def draft(self, plan, masks=None, forced=None):
         """Proposes nodes and builds the tree of the likeliest -> `Draft`. For a grammar, masks: the
-        tokens that may follow the roots, as in `is_allowed`; forced: int64 [B, 1 + n], a match of
-        SCHEMA and the text that must follow, up to the first -1, or a match of 0."""
+        tokens that may follow the roots, as in `is_allowed`; forced: int64 [B, 1 + n], SCHEMA, the
+        text that must follow, then -1; or a 0 in front, where none must."""
         T = plan.tree_size
         batch = self.batch(plan.B)
         if T == 1:
@@ -463,8 +465,8 @@ class Decoder:
                           batch.sampling["temperature"], tree_size)
 
     def verify(self, plan, draft):
-        """Runs the model on the tree -> the final norm's output [B, T, C], and its input or what
-        the heads read instead. Keys and values of node j go to cache row lengths + j."""
+        """Runs the model on the tree -> the final norm's output [B, T, C], and the states that the
+        heads read [B, T, ...]. Keys and values of node j go to cache row lengths + j."""
         model = self.model
         cache = replace(self.slots.cache, slots=draft.batch.slots)
         hidden = model.embeddings(draft.tree.tokens, draft.positions)
@@ -502,7 +504,7 @@ class Decoder:
         states = None
         if slots.cache.states:
             slots.cache.states.commit(accepted.path, accepted.count, batch.slots)
-        if self.heads:  # without heads a tree is a chain, whose path is in place
+        if self.heads:  # only heads branch; the path of a chain is in place
             if plan.tree_size > 1:
                 commit_path(slots.cache.kv, slots.cache.lengths, accepted.path, accepted.count,
                             batch.slots)
@@ -523,14 +525,10 @@ class Decoder:
         """The slot of each row of the next step. running: the sequences, by slot."""
         return range(self.batch_size)
 
-    def behind(self):
-        """Committed rows that the heads have not read."""
-        return 0
-
-    def launch(self, plan, with_trees=False, step=None):
-        """Starts a step and returns it as a `Step`. step: runs the plan's parts, as `step` does."""
+    def launch(self, plan, with_trees=False, run=None):
+        """Starts a step and returns it as a `Step`. run: runs the plan in place of `step`."""
         with self.inference_mode:
-            accepted, tree, _ = step(plan) if step else self.run(self.step, plan)
+            accepted, tree, _ = run(plan) if run else self.run(self.step, plan)
             tree_size = tree.tokens.shape[1]
             accepted = self.to_host(accepted)
             tree = Tree(*map(to_host, tree)) if with_trees else None
@@ -714,7 +712,8 @@ class Engine:
         for slot in range(self.decoder.batch_size):
             self.decoder.release(slot)
         self.waiting = deque()
-        self.idle = dict.fromkeys(range(self.decoder.batch_size), ())  # free slots
+        # free slots -> what their caches hold, for engine/batching.py
+        self.idle = dict.fromkeys(range(self.decoder.batch_size), ())
         self.running = {}         # slot -> sequence
         self.in_flight = deque()  # `Step`s that are not read yet
 
@@ -764,16 +763,15 @@ class Engine:
     def launch(self, with_trees=False):
         """Starts a step of the running sequences."""
         slots = self.decoder.place(self.running)
-        step = self.decoder.launch(self.plan(slots), with_trees)
+        step = self.decoder.launch(self.plan(len(slots)), with_trees)
         step.sequences = {row: self.running[slot] for row, slot in enumerate(slots)
                           if slot in self.running}
         return step
 
-    def plan(self, slots, unread=(), chains=()):
-        """The `Plan` of the next step, which runs these slots. The rest as in `Policy.select`."""
-        option = self.policy.select(len(slots), self.decoder.behind, unread, chains)
+    def plan(self, B, **details):
+        """The `Plan` of the next step, of B rows. details: of the policy's `select`."""
         mode = max(sequence.sampling.mode for sequence in self.running.values())
-        return Plan(len(slots), *option, mode)
+        return Plan(B, *self.policy.select(B, **details), mode)
 
     def retire(self, step):
         """Reads a step and frees the slots of the sequences that it ends."""
@@ -837,9 +835,9 @@ class Engine:
 def generate(model, prompts, max_new_tokens, heads=None, *, lookup=False, temperature=0.0, top_k=0,
              top_p=1.0, min_p=0.0, seed=0, tree_size=None, beams=None, stop=(), batch_size=None,
              on_tokens=None, encoding=None, schema=True, grammar=None):
-    """Continues each prompt (token ids: a list, 1-D tensor or array) and returns an `Output`. The
-    tokens do not depend on heads, lookup, schema, tree_size, beams or batch_size, except for ties
-    where C kernels do not run.
+    """Continues each prompt (token ids: a list, 1-D tensor or array) and returns an `Output`.
+    Heads, lookup, schema, tree_size, beams and batch_size do not change the tokens; where C kernels
+    do not run, rounding can.
 
     lookup      also draft by n-gram lookup
     schema      also draft the text that a grammar forces

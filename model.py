@@ -463,7 +463,7 @@ class GPT(nn.Module):
             self.head.weight = self.embed.weight
         if self.norm.weight.is_meta:
             return  # the tables would cost half a second of imports, for nothing
-        self.embed_scale = torch.tensor(c.embed_scale, dtype=self.dtype).item()  # rounded
+        self.embed_scale = torch.tensor(c.embed_scale, dtype=self.dtype)  # rounded
         self.tables = self.position_tables()
 
     def position_tables(self):
@@ -546,7 +546,7 @@ class GPT(nn.Module):
     def embeddings(self, tokens, positions):
         """tokens [B, T] -> the first block's input [B, T, C]. A tree may exceed the context."""
         hidden = self.embed(tokens)
-        if self.embed_scale != 1:
+        if self.config.embed_scale != 1:
             hidden = hidden * self.embed_scale
         if self.embed_positions is not None:
             hidden = hidden + self.embed_positions(positions.clamp(max=self.config.block_size - 1))

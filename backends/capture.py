@@ -28,11 +28,11 @@ def warm_up(engine, guided=False):
 
 def idle_step(engine, plan, guided):
     """Starts a step of idle slots."""
-    step = None
+    run = None
     if guided:
         engine.guide.begin([None] * plan.B, False)
-        step = partial(engine.guide.step, engine.decoder)
-    return engine.decoder.launch(plan, step=step)
+        run = partial(engine.guide.step, engine.decoder)
+    return engine.decoder.launch(plan, run=run)
 
 
 def capture_all(engine, progress=iter, guided=False):

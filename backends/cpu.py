@@ -198,7 +198,7 @@ class CompiledDecoder(Decoder):
             tensors |= dict(seconds=policy.step_seconds, drafted=policy.drafted)
         struct = header.Step(
             blocks=model.blocks.structs, n_blocks=len(model.blocks),
-            n_delta=model.blocks.n_delta(len(model.blocks)), embed_scale=model.embed_scale,
+            n_delta=model.blocks.n_delta(len(model.blocks)), embed_scale=model.embed_scale.item(),
             norm=norm_struct(model.norm, self.tensors), K=policy.depth, W=self.beams,
             with_lookup=policy.lookup, words=-(-model.config.vocab_size // 32),
             history_stride=slots.history.stride(0), trees=self.slot_pass(slots.cache),
@@ -240,10 +240,6 @@ class CompiledDecoder(Decoder):
         self.struct.trees.B = len(self.running)
         self.slot_array[:len(self.running)] = self.running
         return self.running
-
-    def behind(self):
-        slots = self.slots
-        return int((slots.cache.lengths - slots.heads_cache.lengths)[self.running].sum())
 
     def samples_in_torch(self, plan):
         return plan.mode == FILTERED or not self.struct.head.k

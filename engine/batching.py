@@ -156,7 +156,8 @@ class Engine(FifoEngine):
             drafts = getattr(self.policy, "schema", False) and self.policy.tree_size != 1
             guide.begin(sequences, drafts)
         chains = guide.chains if guide else ()
-        plan = self.plan(slots, [sequence.unread for sequence in self.running.values()], chains)
+        plan = self.plan(len(slots), behind=self.behind, chains=chains,
+                         unread=[sequence.unread for sequence in self.running.values()])
         start = timestamp(decoder.device)
         n_slow = decoder.n_slow
         step = decoder.launch(plan, with_trees, partial(run_step, decoder, guide, logprobs))
@@ -176,6 +177,13 @@ class Engine(FifoEngine):
                 if unread:
                     step.reading[sequence] = unread
         return step
+
+    def behind(self):
+        """How many committed rows of the running sequences the heads have not read: none but in C,
+        where they read when they draft."""
+        lengths, read = (cache.lengths for cache in (self.decoder.slots.cache,
+                                                     self.decoder.slots.heads_cache))
+        return 0 if read is lengths else int((lengths - read)[[*self.running]].sum())
 
     def copied_counts(self):
         self.launches += 1

@@ -95,7 +95,7 @@ def step_launches(model, heads=None, lookup=False, tree_size=1, kind=gpu.GraphDe
     policy = policy(model, heads, lookup, tree_size)
     with recorded() as launches:
         decoder = kind(model, policy=policy, graph=False, **options)
-        step = partial(decoder.step, Plan(1, *policy.select(1, lambda: 0), decoder.sampling.mode))
+        step = partial(decoder.step, Plan(1, *policy.select(1), decoder.sampling.mode))
         step()  # also does what only the first step does
         launches.clear()
         with Launches() as operations:
@@ -119,7 +119,6 @@ def sized(name):
     with torch.device("meta"):
         model = GPT(config).to(BF16).requires_grad_(False)
         model.tables = torch.empty(config.block_size, 2, config.head_size, dtype=BF16), None, None
-    model.embed_scale = 1
     gpu.apply(model)
     return model
 

@@ -96,7 +96,7 @@ class Cycling(Policy):
         self.reading_options = self.options
         self.seconds = defaultdict(list)
 
-    def select(self, B, behind, unread=(), chains=()):
+    def select(self, B, **details):
         super().select(B)
         return self.options[self.steps // 2 % len(self.options)]  # each twice, so that an option may follow itself
 
