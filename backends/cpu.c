@@ -130,6 +130,7 @@ INLINE int min(int a, int b) { return a < b ? a : b; }
 INLINE int max(int a, int b) { return a > b ? a : b; }
 INLINE int slot_of(const Pass *pass, int b) { return pass->slots ? pass->slots[b] : b; }
 INLINE int length_of(const Pass *pass, int b) { return pass->lengths[slot_of(pass, b)]; }
+INLINE int start_of(const Pass *pass, int b) { return length_of(pass, b) + pass->first; }
 
 // -------------------------------------------------------------------------------------------------
 // Dot products of bytes: the only part that is specific to a processor
@@ -1269,6 +1270,10 @@ void pack_rows(const Linear *w, int type, const uint8_t *rows, int64_t stride, c
 //   x = x + post(delta);  out = x / sqrt(mean(x^2) + eps) * weight, or LayerNorm
 
 static void norm_row(const NormWeights *norm, const float *x, int n, float *out) {
+    if (!norm->weight) {
+        memcpy(out, x, n * sizeof *x);
+        return;
+    }
     vf total = {0}, squares = {0};
     for (int i = 0; norm->bias && i < n; i += LANES)
         total += load_n(x + i, n - i);
@@ -1292,10 +1297,7 @@ static void add_norm_row(void *arguments, int m) {
         norm_row(a->post, delta, C, delta);
     for (int i = 0; delta && i < C; i++)
         x[i] += delta[i];
-    if (a->norm->weight)
-        norm_row(a->norm, x, C, out);
-    else
-        memcpy(out, x, C * sizeof *x);
+    norm_row(a->norm, x, C, out);
 }
 
 // -------------------------------------------------------------------------------------------------
@@ -1303,7 +1305,7 @@ static void add_norm_row(void *arguments, int m) {
 //
 //   q, k = norm(q), norm(k), per head or over all;  x[i] = x[i] cos[i] + x[(i + D/2) % D] sin[i]
 //
-// Writes queries to `out`, keys and values to rows lengths[b] + t of the cache.
+// Writes queries to `out`, keys and values to rows lengths[b] + first + t of the cache.
 
 INLINE size_t cache_at(const Call *a, int is_value, int b, int head, int64_t row) {
     return is_value * a->pass->value_stride + slot_of(a->pass, b) * a->pass->batch_stride
@@ -1333,7 +1335,7 @@ static void rope_cache_row(void *arguments, int m) {
             rotated[i] = is_value || !table ? x[i]
                 : x[i] * rope[i] + x[i < D / 2 ? i + D / 2 : i - D / 2] * rope[D + i];
         size_t at = kv < 0 ? ((size_t)m * Hq + h) * D
-            : cache_at(a, is_value, m / T, kv % Hkv, length_of(a->pass, m / T) + m % T);
+            : cache_at(a, is_value, m / T, kv % Hkv, start_of(a->pass, m / T) + m % T);
         write_row(kv < 0 ? a->out : a->pass->kv, at, rotated, D, kv >= 0 && a->pass->bfloat16);
     }
 }
@@ -1529,7 +1531,7 @@ static void attend_split(void *arguments, int unit) {
     a.nodes = end - chunk;
     unit /= a.chunks;
     Split s = {&a, unit / a.splits / Hkv, unit / a.splits % Hkv, unit % a.splits * SPLIT};
-    int padded = a.width - LANES, seen = a.first + a.nodes, D = a.block->head_size;
+    int padded = a.width - LANES, seen = a.pass->first + a.first + a.nodes, D = a.block->head_size;
     size_t first = cache_at(&a, 1, s.b, s.kv, s.start);
     s.length = length_of(a.pass, s.b) - s.start;
     s.keys = scratch(ROWS, (padded * (WIDE + COLUMNS) + a.nodes * G * COLUMNS) * sizeof *s.keys);
@@ -1539,7 +1541,7 @@ static void attend_split(void *arguments, int unit) {
     s.nodes_at = s.length;
     s.shared = min(max(s.length + (is_tree ? 0 : seen), 0), SPLIT);
     s.columns = s.tree = (s.shared + LANES - 1) / LANES * LANES;
-    if (is_tree && s.length < SPLIT && s.length + a.pass->T > 0)
+    if (is_tree && s.length < SPLIT && s.length + seen > 0)
         s.columns += seen;
     if (D % LANES || (a.pass->bfloat16 && !IN_PLACE))
         read_values(&s, s.keys + padded * WIDE);
@@ -1575,7 +1577,7 @@ void attention(const BlockWeights *block, const Pass *pass, float *q, float *out
     Call a = {.block = block, .pass = pass, .x = q, .out = out};
     int longest = 0, Hq = block->n_head, D = block->head_size;
     for (int b = 0; b < pass->B; b++)
-        longest = max(longest, length_of(pass, b) + pass->T);
+        longest = max(longest, start_of(pass, b) + pass->T);
     a.splits = (longest + SPLIT - 1) / SPLIT;
     a.width = (D + WIDE - 1) / WIDE * WIDE + LANES;
     int units = pass->B * block->n_kv_head * a.splits;
@@ -1885,7 +1887,7 @@ static int lacks_rows(const Pass *pass) {
     if (pass->states.state && pass->ancestors && pass->T > pass->states.nodes)
         return 1;
     for (int b = 0; b < pass->B; b++)
-        if (length_of(pass, b) < 0 || length_of(pass, b) > pass->rows - pass->T)
+        if (length_of(pass, b) < 0 || start_of(pass, b) > pass->rows - pass->T)
             return 1;
     for (int m = 0; pass->rope_rows && m < pass->B * pass->T; m++)
         if (pass->positions[m] < 0 || pass->positions[m] >= pass->rope_rows)
@@ -1893,7 +1895,8 @@ static int lacks_rows(const Pass *pass) {
     return 0;
 }
 
-// x [M, C]: residual stream, in place; normed [M, C]: its norm. Returns 1 if the cache has no room.
+// x [M, C]: residual stream, in place; normed [M, C]: its norm. Returns 1 if the cache has no room. A
+// layer whose qkv reads pairs [2 C] finds them in normed [M, 2 C].
 int run_blocks(const BlockWeights *blocks, int count, const NormWeights *last, const Pass *first, float *x,
                float *normed) {
     Pass pass = *first;
@@ -1905,7 +1908,8 @@ int run_blocks(const BlockWeights *blocks, int count, const NormWeights *last, c
     float *hidden = up + (size_t)M * 2 * inner, *memory = hidden + (size_t)M * inner;
     NormWeights none = {0};
     Call add = {.post = &none, .norm = &blocks->attn_norm, .x = x, .out = normed, .block = blocks};
-    parallel(add_norm_row, &add, M, C, threads);
+    if (blocks->qkv.k != 2 * C)
+        parallel(add_norm_row, &add, M, C, threads);
     add.delta = delta;
     for (const BlockWeights *c = blocks; c < blocks + count; c++) {
         Call act = {.block = c, .x = up, .out = hidden};
@@ -2109,9 +2113,9 @@ static void mix(Beams *a, const int64_t *tokens, int M, int threads) {
 
 static void last_norm_row(void *arguments, int m) {
     const Beams *a = arguments;
-    int C = a->heads->n_embd;
-    float *y = a->y + (size_t)m * C;
-    for (int i = 0; !a->heads->linear && i < C; i += LANES) {
+    int C = a->heads->n_embd, is_layer = a->heads->is_layer;
+    float *y = (is_layer ? a->state : a->y) + (size_t)m * C;
+    for (int i = 0; !is_layer && !a->heads->linear && i < C; i += LANES) {
         vf v = load_n(y + i, C - i);
         v = v / (1.0f + vexp(-v)) + load_n(a->state + (size_t)m * C + i, C - i);
         copy_n(y + i, &v, C - i, sizeof(float));
@@ -2163,7 +2167,8 @@ static void next_states(Beams *a, const int64_t *tokens, int M, int threads) {
         memcpy(a->x + (size_t)m * 2 * C, a->state + (size_t)m * C, C * sizeof *a->x);
         memcpy(a->x + (size_t)m * 2 * C + C, a->e + (size_t)m * C, C * sizeof *a->x);
     }
-    product(&a->head->project, h->linear ? a->x : a->state, M, a->y, threads);
+    if (!h->is_layer)
+        product(&a->head->project, h->linear ? a->x : a->state, M, a->y, threads);
     parallel(last_norm_row, a, M, 4 * C, threads);
 }
 
@@ -2248,6 +2253,7 @@ typedef struct {
     Beams beams;
     float *joint;                // [B, K, n], like tokens and parents: see `select_candidates`
     int64_t *tokens, *parents, *guessed;  // guessed [M]: last tokens of the beams
+    int64_t *positions, *ancestors;  // [M]
     int n, M, depths;            // M: rows of the next head; depths: drafted so far
 } Draft;
 
@@ -2342,19 +2348,37 @@ static int rows_behind(const Step *s, const int32_t *slots, int B, int most) {
     return min(rows, most);
 }
 
-// Runs the augmenting blocks over the next T committed rows of slots, and writes `state`, what the
-// heads draft from, at a root mean square of 1. Returns 1 if their cache has no room.
+// The augmenting blocks, or the layer of EAGLE-3 or MTP heads as in drafters/: from the states [M, C]
+// of the pass's rows and the tokens that follow to their next states. Returns 1 if a cache has no room.
+static int augment(const Step *s, Beams *a, const int64_t *tokens, const Pass *pass) {
+    const BlockWeights *c = s->augment;
+    const NormWeights none = {0};
+    int M = pass->B * pass->T, C = a->heads->n_embd, is_layer = a->heads->is_layer;
+    if (a->head || is_layer)
+        mix(a, tokens, M, pass->threads);
+    for (int m = 0; is_layer && m < M; m++) {
+        float *pair = a->x + (size_t)m * 2 * C, *state = a->state + (size_t)m * C;
+        norm_row(&c->embed_norm, a->e + (size_t)m * C, C, pair);
+        norm_row(&c->state_norm, state, C, pair + C);
+        if (c->norm_before_residual)
+            memcpy(state, pair + C, C * sizeof *state);
+    }
+    if (is_layer && c->fc.k)
+        product(&c->fc, a->x, M, a->state, pass->threads);
+    return s->n_augment && run_blocks(c, s->n_augment, &none, pass, a->state, a->x);
+}
+
+// Runs `augment` over the next T committed rows of slots, and writes `state`, what the heads draft
+// from. Returns 1 if their cache has no room.
 static int read_rows(Step *s, const int32_t *slots, int B, int T) {
     Pass pass = s->paths;
     const Heads *h = s->heads;
     int C = h->n_embd, bfloat16 = pass.bfloat16;
-    NormWeights none = {0};
     size_t rows = (size_t)B * T;
-    int64_t *positions = scratch(PATHS, rows * (3 * sizeof(int64_t) + 8 * C * sizeof(float)));
+    int64_t *positions = scratch(PATHS, rows * (3 * sizeof(int64_t) + 7 * C * sizeof(float)));
     int64_t *ancestors = positions + rows, *tokens = ancestors + rows;
-    float *normed = (float *)(tokens + rows);
     Beams a = {.heads = h, .head = h->mix_in};
-    set_rows(&a, normed + rows * C, rows);
+    set_rows(&a, (float *)(tokens + rows), rows);
     pass.slots = slots;
     pass.threads = s->trees.threads;
     pass.positions = positions;
@@ -2370,15 +2394,13 @@ static int read_rows(Step *s, const int32_t *slots, int B, int T) {
         read_row(s->hidden_rows, slot * s->hidden_stride + (size_t)max(at, 0) * C, C, bfloat16,
                  a.state + (size_t)m * C);
     }
-    if (h->mix_in)
-        mix(&a, tokens, B * T, pass.threads);
-    if (s->n_augment && run_blocks(s->augment, s->n_augment, &none, &pass, a.state, normed))
+    if (augment(s, &a, tokens, &pass))
         return 1;
     for (int b = 0; b < B; b++) {
         int slot = slots[b], count = min(s->lengths[slot] - s->heads_lengths[slot], T);
         if (count > 0) {
-            norm_row(&s->state_norm, a.state + (b * T + count - 1) * C, C, normed);
-            write_row(s->state, (size_t)slot * C, normed, C, bfloat16);
+            norm_row(&h->state_norm, a.state + (b * T + count - 1) * C, C, a.y);
+            write_row(s->state, (size_t)slot * C, a.y, C, bfloat16);
         }
         s->heads_lengths[slot] += count;
     }
@@ -2423,13 +2445,35 @@ static void select_candidates(Draft *d) {
     }
 }
 
-// Drafts the next depth
-static void draft_depth(Draft *d) {
+// Runs `augment` over the beams, whose rows follow those of earlier depths
+static int augment_beams(Draft *d) {
+    const Step *s = d->s;
+    Pass pass = s->paths;
+    int W = s->W;
+    pass.B = s->trees.B;
+    pass.T = W;
+    pass.first = (d->depths - 1) * W;
+    pass.threads = s->trees.threads;
+    pass.positions = d->positions;
+    pass.ancestors = d->ancestors;
+    for (int m = 0; m < d->M; m++) {
+        d->positions[m] = length_of(&pass, m / W) + d->depths - 1;
+        d->ancestors[m] = 0;
+        for (int depth = d->depths - 1, beam = m % W; depth >= 0; depth--) {
+            d->ancestors[m] |= (uint64_t)1 << (depth * W + beam);
+            beam = d->parents[((size_t)(m / W) * s->K + depth) * d->n + beam];
+        }
+    }
+    return augment(s, &d->beams, d->guessed, &pass);
+}
+
+// Drafts the next depth. Returns 1 if the heads' cache has no room.
+static int draft_depth(Draft *d) {
     Step *s = d->s;
     Beams *a = &d->beams;
     const Heads *h = s->heads;
     int B = s->trees.B, C = h->n_embd, depth = d->depths, W = s->W, threads = s->trees.threads;
-    int reads = h->mix != NO_MIX || h->linear;
+    int reads = h->mix != NO_MIX || h->linear || h->is_layer;
     for (int b = 0; depth == 0 && b < B; b++) {
         int slot = slot_of(&s->trees, b);
         d->guessed[b] = s->root[slot];
@@ -2438,13 +2482,16 @@ static void draft_depth(Draft *d) {
     if (depth && reads) {
         for (int i = 0; i < B * W; i++) {  // the beams that continue
             size_t at = ((size_t)(i / W) * s->K + depth - 1) * d->n + i % W;
-            const float *from = a->state + (i / W * (d->M / B) + d->parents[at]) * C;
-            memcpy(a->x + (size_t)i * C, from, C * sizeof *from);
+            const float *from = h->norm_output ? a->x : a->state;
+            from += (i / W * (d->M / B) + d->parents[at]) * C;
+            memcpy(a->y + (size_t)i * C, from, C * sizeof *from);
             d->guessed[i] = d->tokens[at];
         }
         d->M = B * W;
-        memcpy(a->state, a->x, (size_t)d->M * C * sizeof *a->x);
+        memcpy(a->state, a->y, (size_t)d->M * C * sizeof *a->y);
     }
+    if (depth && h->is_layer && augment_beams(d))
+        return 1;
     for (int m = 0; m < d->M; m++) {
         int slot = slot_of(&s->trees, m / (d->M / B));
         a->temperature[m] = s->temperature[slot];
@@ -2457,6 +2504,7 @@ static void draft_depth(Draft *d) {
             a->logprobs[i] = -INFINITY;
     select_candidates(d);
     d->depths++;
+    return 0;
 }
 
 // Allocates the candidates of K heads
@@ -2465,14 +2513,16 @@ static void begin_heads(Draft *d) {
     int B = s->trees.B, C = s->heads->n_embd, W = s->W;
     d->n = min(W * W, MAX_TREE - 1);
     size_t rows = (size_t)B * W, found = (size_t)B * s->K * d->n;
-    size_t integers = rows * (2 + W) + 2 * found, logits = min(rows, BEAMS) * s->heads->rows.n;
+    size_t integers = rows * (4 + W) + 2 * found, logits = min(rows, BEAMS) * s->heads->rows.n;
     d->guessed = scratch(DRAFT, integers * sizeof *d->guessed
                          + (logits + found + rows * (7 * C + W + 1)) * sizeof(float));
     d->tokens = d->guessed + rows * (1 + W);
     d->parents = d->tokens + found;
+    d->positions = d->parents + found;
+    d->ancestors = d->positions + rows;
     Beams *a = &d->beams;
     *a = (Beams){.heads = s->heads, .W = W, .proposed = d->guessed + rows};
-    a->keys = (uint64_t *)(d->parents + found);
+    a->keys = (uint64_t *)(d->ancestors + rows);
     d->joint = (float *)(a->keys + rows);
     set_rows(a, d->joint + found, rows);
     a->logprobs = a->kv + rows * 2 * C;
@@ -2513,7 +2563,8 @@ int step_draft(Step *s) {
     if (s->depths)
         begin_heads(&d);
     while (d.depths < s->depths)
-        draft_depth(&d);
+        if (draft_depth(&d))
+            return 1;
     Candidate *nodes = scratch(NODES, (size_t)B * most * sizeof *nodes);
     for (int b = 0; b < B; b++)
         rank_nodes(&d, b, most, nodes + b * most);

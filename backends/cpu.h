@@ -40,6 +40,9 @@ typedef struct BlockWeights {    // a model.Block
     NormWeights norm;
     const float *conv;           // [n, C], for the newest input first; NULL: attention
     const float *A, *dt_bias;    // [H]
+    NormWeights embed_norm, state_norm;  // of the layer of EAGLE-3 or MTP heads: see `augment`
+    Linear fc;                   // k = 0: qkv reads the pairs of embedding and state
+    int32_t norm_before_residual;
 } BlockWeights;
 
 typedef struct DeltaStates {     // a cpu_layers.PackedStates; letters as in recurrent/delta.py
@@ -62,6 +65,7 @@ typedef struct Pass {            // a forward pass: what its blocks share
     void *kv;                    // keys and values of a layer, [2, B, Hkv, S, D]
     int64_t layer_stride, value_stride, batch_stride, head_stride;  // in numbers
     DeltaStates states;          // of the other layers
+    int32_t first;               // the tokens are at rows lengths + first; ancestors count from lengths
 } Pass;
 
 typedef struct HeadWeights {     // a draft head
@@ -72,11 +76,13 @@ typedef struct HeadWeights {     // a draft head
 
 typedef struct Heads {
     int32_t n_embd, n_head, n_weights, mix, linear;  // linear: z = W [s, e] + b
+    int32_t is_layer;            // of EAGLE-3 or MTP: `augment` runs in place of `heads`
+    int32_t norm_output;         // the next depth's states are norm(s)
     float scale;                 // of e
     const HeadWeights *heads;    // [n_weights]; the last one serves all further depths
     const HeadWeights *mix_in;   // mixes in the root before the augmenting blocks, or NULL
-    NormWeights norm;
-    Linear rows, table;          // LM head for the draft vocabulary, for all tokens; e is its row
+    NormWeights norm, state_norm;  // state_norm: of the states that the heads draft from
+    Linear rows, table;          // LM head for the draft vocabulary; e is a row of the table
     const int32_t *ids;          // token ids of the draft vocabulary; NULL: 0, 1, ...
 } Heads;
 
@@ -88,7 +94,6 @@ typedef struct Step {            // a decoding step of the sequences in some of 
     Linear head;
     const Heads *heads;          // or NULL
     const BlockWeights *augment;
-    NormWeights state_norm;      // of the states that the heads draft from
     int32_t n_blocks, n_augment;
     int32_t n_delta;             // blocks with gated delta layers
     int32_t K, W, with_lookup;   // with_lookup: whether lookup drafts

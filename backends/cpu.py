@@ -18,10 +18,10 @@ from backends.cpu_layers import (
     LAYERS,
     PackedBlocks,
     PackedEmbedding,
-    PackedHeads,
     PackedLinear,
     PackedLMHead,
     check_room,
+    compiled,
     norm_struct,
     pack,
     pass_struct,
@@ -128,6 +128,14 @@ def torch_multiplies_bfloat16():
 # --------------------------------------------------------------------------------------------------
 # Decoding
 
+def run_blocks(model, draft, cache, layers, norm):
+    """Runs a packed model on a tree, in pieces that end with the `layers` that heads read -> hidden
+    states, their norm in float32, the layers' states. norm: a `NormWeights`."""
+    hidden = model.embeddings(draft.tree.tokens, draft.positions)
+    return model.blocks.run(hidden, model.tables, draft.positions, cache, draft.tree.ancestors,
+                            layers=layers, norm=norm)
+
+
 class PackedDecoder(SomeSlots):
     """A `generate.Decoder` for heads that cpu.c does not run. It keeps float32 up to the LM head
     like `CompiledDecoder`, so that both compute the same bits."""
@@ -138,11 +146,8 @@ class PackedDecoder(SomeSlots):
         self.norm = norm_struct(model.norm, self.tensors)
 
     def verify(self, plan, draft):
-        model = self.model
-        hidden, normed, states = model.blocks.run(
-            model.embeddings(draft.tree.tokens, draft.positions), model.tables, draft.positions,
-            replace(self.slots.cache, slots=draft.batch.slots), draft.tree.ancestors,
-            layers=self.hidden_layers, norm=self.norm)
+        cache = replace(self.slots.cache, slots=draft.batch.slots)
+        hidden, normed, states = run_blocks(self.model, draft, cache, self.hidden_layers, self.norm)
         return normed, states if self.hidden_layers else hidden
 
 
@@ -156,9 +161,8 @@ class CompiledDecoder(Decoder):
 
     @classmethod
     def for_heads(cls, heads):
-        """This class, if heads are None or `CloverHeads` that are packed too."""
-        runs = heads is None or isinstance(getattr(heads, "heads", None), PackedHeads)
-        return cls if runs else PackedDecoder
+        """This class, if heads are None or cpu.c runs them."""
+        return cls if heads is None or compiled(heads) else PackedDecoder
 
     @torch.inference_mode()
     def __init__(self, model, **options):
@@ -178,6 +182,7 @@ class CompiledDecoder(Decoder):
             normed=torch.zeros(rows * model.config.n_embd))
         if model.dtype == torch.bfloat16:
             self.results["hidden"] = torch.zeros_like(self.results["x"], dtype=model.dtype)
+        self.reads = getattr(self.heads, "g", None)  # makes what heads read of the model's states
         self.views = {}    # (B, T) -> views of the results
         self.tensors = []  # keeps alive what the struct points to
         self.embeds = isinstance(model.embed, PackedEmbedding) and model.embed_positions is None
@@ -201,7 +206,8 @@ class CompiledDecoder(Decoder):
             n_delta=model.blocks.n_delta(len(model.blocks)), embed_scale=model.embed_scale.item(),
             norm=norm_struct(model.norm, self.tensors), K=policy.depth, W=self.beams,
             with_lookup=policy.lookup, words=-(-model.config.vocab_size // 32),
-            history_stride=slots.history.stride(0), trees=self.slot_pass(slots.cache),
+            history_stride=slots.history.stride(0),
+            trees=self.slot_pass(slots.cache, model.tables),
             **{name: pointer(x) for name, x in tensors.items()})
         if self.embeds:
             struct.embed = model.embed.table.packed.linear
@@ -213,24 +219,21 @@ class CompiledDecoder(Decoder):
 
     def add_heads(self, struct):
         heads = self.heads
-        if heads.heads.vocabulary is not heads.vocabulary:
-            heads.heads.set_vocabulary(heads.vocabulary)
+        part = compiled(heads)
+        part.set_vocabulary(heads)
         cache = self.slots.cache.kv
-        C = self.model.config.n_embd
-        ones = torch.ones(C)
-        self.hidden_rows = cache.new_zeros(self.batch_size, cache.shape[4], C)
-        self.tensors.append(ones)
-        struct.heads = ctypes.pointer(heads.heads.struct)
-        eps = torch.finfo(torch.float32).eps
-        struct.state_norm = header.NormWeights(ones.data_ptr(), None, eps)
-        struct.paths = self.slot_pass(self.slots.heads_cache)
-        struct.augment = getattr(heads.augment_blocks, "structs", None)
-        struct.n_augment = len(heads.augment_blocks)
+        self.hidden_rows = cache.new_zeros(self.batch_size, cache.shape[4],
+                                           self.model.config.n_embd)
+        struct.heads = ctypes.pointer(part.struct)
+        struct.paths = self.slot_pass(self.slots.heads_cache,
+                                      getattr(heads, "tables", self.model.tables))
+        struct.augment = part.augment
+        struct.n_augment = len(self.slots.heads_cache.kv)
         struct.hidden_rows = self.hidden_rows.data_ptr()
         struct.hidden_stride = self.hidden_rows.stride(0)
 
-    def slot_pass(self, cache):
-        a_pass = pass_struct((self.batch_size, 1), self.model.tables, cache.kv, cache.lengths)
+    def slot_pass(self, cache, tables):
+        a_pass = pass_struct((self.batch_size, 1), tables, cache.kv, cache.lengths)
         a_pass.slots = ctypes.addressof(self.slot_array)
         a_pass.states = states_struct(cache.states)
         return a_pass
@@ -273,13 +276,20 @@ class CompiledDecoder(Decoder):
             target=view("target", B, T), packed=packed, accepted=unpacked(packed))
 
     def verify(self, plan, draft):
-        positions = draft.positions
-        if not self.embeds:
-            if self.model.embed_positions is not None:
-                positions = positions.clamp(max=self.model.config.block_size - 1)
-            self.view.x.copy_(self.model.embeddings(draft.tree.tokens, positions))
-        check_room(library().step_verify(self.struct), self.struct.trees)
-        return self.view.normed, self.view.hidden
+        view = self.view
+        states = view.hidden
+        if self.hidden_layers:
+            cache = replace(self.slots.cache, slots=torch.tensor(self.running))
+            _, normed, states = run_blocks(self.model, draft, cache, self.hidden_layers,
+                                           self.struct.norm)
+            view.normed.copy_(normed)
+        else:
+            if not self.embeds:
+                view.x.copy_(self.model.embeddings(draft.tree.tokens, draft.positions))
+            check_room(library().step_verify(self.struct), self.struct.trees)
+        if self.reads:
+            view.hidden.copy_(self.reads(states))
+        return view.normed, view.hidden
 
     def sample(self, plan, draft, normed, masks=None):
         if self.samples_in_torch(plan):
@@ -305,7 +315,8 @@ class CompiledDecoder(Decoder):
 
     def read_prompt(self, slot, hidden, tokens, start):
         """Stores the hidden states. The heads read them when they first draft."""
-        self.hidden_rows[slot, start:start + hidden.shape[1]] = hidden[0]
+        rows = self.reads(hidden) if self.reads else hidden
+        self.hidden_rows[slot, start:start + hidden.shape[1]] = rows[0]
         self.slots.state[slot] = 0
 
     def begin(self, slot, sequence, start):

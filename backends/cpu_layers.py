@@ -1,6 +1,7 @@
 """Packed weights, layers, blocks and draft heads. These hold each weight once, in cpu.c's layout,
 and only decode: they cannot be trained, moved or saved."""
 
+import copy
 import ctypes
 import itertools
 import mmap
@@ -31,9 +32,9 @@ BITS = {header.FLOAT32: 32, header.BFLOAT16: 16, header.INT8: 8, header.INT6: 6,
 
 
 def pack(module):
-    """Replaces a module's layers and blocks by packed ones, in their own dtype; `CloverHeads`' in 4
-    bits, which cannot change the output."""
-    is_heads = isinstance(module, CloverHeads)
+    """Replaces a model's layers and blocks by packed ones, in their own dtype; those of draft heads
+    in 4 bits, which cannot change the output."""
+    is_heads = not isinstance(module, models.GPT)
     pack_weight = pack_rounded if is_heads else pack_floats
     for dtype in {layer.weight.dtype for layer in module.modules() if type(layer) in LAYERS}:
         expect(dtype in KINDS, f"weights are packed in float32 or bfloat16, not in {dtype}; cast "
@@ -47,10 +48,14 @@ def pack(module):
             packed = PackedBlocks(blocks)
             if not (is_heads and blocks) or keeps(packed.is_as_written(module.model)):
                 module.set_submodule(name, packed)
-    if is_heads and can_run_heads(module):
-        packed = PackedHeads(module)
-        if keeps(packed.is_as_written(module)):
+    if isinstance(module, CloverHeads):
+        if can_run_heads(module) and keeps((packed := PackedHeads(module)).is_as_written(module)):
             module.heads = packed
+    elif is_heads and can_run_layer(module):
+        module.blocks = PackedLayer(module)
+    elif is_heads:
+        warn("draft heads of this kind run in torch, where a step that they draft takes several "
+             "times as long; EAGLE-3, MTP and Clover heads run in the C kernels")
 
 
 def keeps(is_as_written):
@@ -79,6 +84,12 @@ def can_run_block(block):
     else:
         return False
     return all(isinstance(layer, PackedLinear) for layer in (*layers, mlp.up, mlp.down))
+
+
+def can_run_layer(heads):
+    """Whether cpu.c can run the layer of these draft heads: it is EAGLE-3's or MTP's."""
+    return hasattr(heads.blocks[0], "embed_norm") and can_run_block(heads.blocks[0]) and isinstance(
+        heads.lm_head, PackedLMHead)
 
 
 def can_run_heads(clover):
@@ -184,6 +195,16 @@ class PackedWeight:
                           threads())
         return out
 
+    def front(self, n):
+        """The first n rows, in the same memory."""
+        assert n <= self.linear.n
+        front = copy.copy(self)
+        front.below = None
+        front.linear = header.Linear.from_buffer_copy(self.linear)
+        front.linear.n = n
+        front.linear.next = None
+        return front
+
     def unpack(self, index):
         """Rows of the weight: int64 [n] -> float32 [n, k]. Raises IndexError."""
         index = index.contiguous()
@@ -284,6 +305,9 @@ class PackedLMHead(PackedLinear):
     """`model.LMHead` with a `PackedWeight`."""
 
     def select(self, tokens):
+        n = len(tokens)
+        if torch.equal(tokens.long(), torch.arange(n)):
+            return PackedLMHead(self.packed.front(n))
         return PackedLMHead(pack_floats(self.packed.unpack(tokens.long())))
 
     def topk(self, hidden, k, vocab_ids=None, noise=None):
@@ -499,13 +523,44 @@ def block_struct(block, tensors):
 # --------------------------------------------------------------------------------------------------
 # Heads
 
+def compiled(heads):
+    """The part of draft heads that cpu.c runs, a `PackedHeads` or `PackedLayer`; None without."""
+    parts = () if heads is None else heads.children()
+    return next((part for part in parts if hasattr(part, "struct")), None)
+
+
+class PackedLayer(Blocks):
+    """The layer of EAGLE-3 or MTP heads with packed weights, which cpu.c runs in steps: `struct`,
+    and in `augment` the `BlockWeights`. Called, it runs in torch."""
+
+    def __init__(self, heads):
+        super().__init__(heads.blocks)
+        self.tensors = []  # keeps alive what the structs point to
+        self.augment = ctypes.pointer(block_struct(self[0], self.tensors))
+        self.augment[0].norm_before_residual = heads.config.norm_before_residual
+        owner = heads.model if heads.embed is None else heads
+        if type(owner.embed) is nn.Embedding:
+            table = PackedLinear(pack_floats(owner.embed.weight.detach()))
+            owner.embed = PackedEmbedding(table, heads.model.dtype)
+        self.struct = header.Heads(
+            n_embd=heads.config.layers.n_embd, n_weights=1, is_layer=True, scale=1,
+            norm_output=heads.config.norm_output, norm=norm_struct(heads.norm, self.tensors),
+            table=owner.embed.table.packed.linear)
+
+    def set_vocabulary(self, heads):
+        self.struct.rows = heads.lm_head.packed.linear
+        self.struct.ids = pointer(heads.vocabulary)
+
+
 class PackedHeads(Packed, DraftHeads):
     """The draft heads of a `CloverHeads` with packed layers, run by cpu.c."""
 
     def __init__(self, clover):
         super().__init__(clover.heads)
         base = clover.model
-        self.tensors = []  # keeps alive what the structs point to
+        self.augment = getattr(clover.augment_blocks, "structs", None)
+        ones = torch.ones(base.config.n_embd)
+        self.tensors = [ones]  # keeps alive what the structs point to
         heads = (mix_struct(head.mix, self.tensors) for head in self)
         self.structs = (header.HeadWeights * len(self))(*heads)
         for struct, head in zip(self.structs, self):
@@ -515,12 +570,13 @@ class PackedHeads(Packed, DraftHeads):
             n_weights=len(self), mix=MIXERS.index(type(self[0].mix)),
             linear=type(self[0].project) is Projector, scale=clover.embedding_scale,
             heads=self.structs, norm=norm_struct(base.norm, self.tensors),
-            table=base.head.packed.linear)
+            table=base.head.packed.linear,
+            state_norm=header.NormWeights(ones.data_ptr(), None, torch.finfo(torch.float32).eps))
         if clover.mix_in is not None:
             self.mix_in = mix_struct(clover.mix_in, self.tensors)
             self.struct.mix_in = ctypes.pointer(self.mix_in)
         self.table = base.head.packed
-        self.set_vocabulary(clover.vocabulary)
+        self.set_vocabulary(clover)
 
     @torch.inference_mode()
     def is_as_written(self, clover):
@@ -540,7 +596,10 @@ class PackedHeads(Packed, DraftHeads):
                 return False
         return True
 
-    def set_vocabulary(self, tokens):
+    def set_vocabulary(self, clover):
+        tokens = clover.vocabulary
+        if self.struct.rows.k and self.vocabulary is tokens:
+            return
         self.vocabulary = tokens
         self.rows = self.table
         if tokens is not None:

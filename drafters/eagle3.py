@@ -2,7 +2,7 @@
 model's, and in drafted rows its own output for the row before:
 
     g = fc(three states side by side) in committed rows, then h of the parent
-    a = g + Attn([attn_norm(E[next token]), hidden_norm(g)]);  h = a + MLP(mlp_norm(a))
+    a = g + Attn([embed_norm(E[next token]), state_norm(g)]);  h = a + MLP(mlp_norm(a))
     logits = lm_head(norm(h))
 
 The W rows of depth d are at rows lengths + (d - 1) W of the heads' own cache, where they see the
@@ -46,8 +46,8 @@ class Layer(nn.Module):
         super().__init__()
         c = config.layers
         self.norm_before_residual = config.norm_before_residual
-        self.attn_norm = Norm("rms", c.n_embd, c.norm_eps)
-        self.hidden_norm = Norm("rms", c.n_embd, c.norm_eps)
+        self.embed_norm = Norm("rms", c.n_embd, c.norm_eps)
+        self.state_norm = Norm("rms", c.n_embd, c.norm_eps)
         self.attn = DraftAttention(c, 0)
         self.attn.qkv = nn.Linear(2 * c.n_embd, self.attn.qkv.out_features, bias=c.qkv_bias)
         self.mlp_norm = Norm("rms", c.n_embd, c.norm_eps)
@@ -56,8 +56,8 @@ class Layer(nn.Module):
     def forward(self, hidden, residual, rope, mask, cache=None, first=0):
         attn = self.attn
         e, g = hidden.chunk(2, dim=-1)
-        normed = self.hidden_norm(g)
-        qkv = attn.qkv(torch.cat((self.attn_norm(e), normed), dim=-1))
+        normed = self.state_norm(g)
+        qkv = attn.qkv(torch.cat((self.embed_norm(e), normed), dim=-1))
         y = attn.attend(qkv, rope, mask, cache, first)
         hidden, residual = self.mlp_norm.add_and_norm(
             attn.proj(y), normed if self.norm_before_residual else g)

@@ -29,7 +29,8 @@ from model import check, expect
 
 NAMES = LLAMA_NAMES | {  # our parameters -> tensors, as in hf/families.py
     **{name: (name,) for name in ("fc", "fc_norm.N", "input_norm", "hidden_norm")},
-    "blocks.N.hidden_norm": ("layers.N.hidden_norm",),
+    "blocks.N.embed_norm": ("layers.N.input_layernorm",),
+    "blocks.N.state_norm": ("layers.N.hidden_norm",),
     "markov_w1": ("markov_head.markov_w1",),
     "markov_w2": ("markov_head.markov_w2",),
     "gate": ("markov_head.gate_proj",),
