@@ -2042,6 +2042,10 @@ void sample(const Linear *w, const float *x, int M, int T, const int32_t *slots,
 //   s = s + cos(Wq norm(s), Wk e) * (Wv e), per attention head; or s + W [norm(s), e] + b
 //   z = s + silu(W s + b), or W [s, e] + b;  log-probabilities = log_softmax(rows norm(z))
 //
+// The LAYER of EAGLE-3 or MTP heads (drafters/) runs as an augmenting block, over beams too:
+//
+//   s = Layer([norm(e), norm(s)]), or Block(W [norm(e), norm(s)]);  z = s
+//
 // Rows are beams, or sequences where all beams are equal: at depth 0 and if heads read no tokens.
 
 typedef struct {                 // arguments of the functions below
@@ -2067,10 +2071,11 @@ static void set_rows(Beams *a, float *memory, int M) {
 
 static void before_mix_row(void *arguments, int m) {
     const Beams *a = arguments;
-    int C = a->heads->n_embd, width = a->heads->mix == CONCAT ? 2 * C : C;
-    norm_row(&a->head->norm, a->state + (size_t)m * C, C, a->x + (size_t)m * width);
+    int C = a->heads->n_embd, width = a->heads->mix >= CONCAT ? 2 * C : C;
+    int at = a->heads->mix == LAYER ? C : 0;  // of the state in its pair
+    norm_row(&a->head->norm, a->state + (size_t)m * C, C, a->x + (size_t)m * width + at);
     if (width > C)
-        memcpy(a->x + (size_t)m * width + C, a->e + (size_t)m * C, C * sizeof *a->e);
+        norm_row(&a->head->embed_norm, a->e + (size_t)m * C, C, a->x + (size_t)m * width + C - at);
 }
 
 static float dot(const float *a, const float *b, int n) {
@@ -2085,8 +2090,11 @@ static void mix_row(void *arguments, int m) {
     int C = a->heads->n_embd, D = C / a->heads->n_head;
     float *state = a->state + (size_t)m * C, *y = a->y + (size_t)m * C;
     const float *key = a->kv + (size_t)m * 2 * C, *value = key + C;
+    const float *normed = a->x + (size_t)m * 2 * C + C;  // of a LAYER
     for (int i = 0; i < C && a->heads->mix == CONCAT; i++)
         state[i] += y[i];
+    if (a->heads->mix == LAYER && (a->head->mix.k || a->heads->norm_before_residual))
+        memcpy(state, a->head->mix.k ? y : normed, C * sizeof *state);
     for (int h = 0; h < C && a->heads->mix == ATTENTION; h += D) {
         float norms = sqrtf(dot(y + h, y + h, D)) * sqrtf(dot(key + h, key + h, D));
         float cosine = dot(y + h, key + h, D) / fmaxf(norms, 1e-16f);
@@ -2105,7 +2113,8 @@ static void mix(Beams *a, const int64_t *tokens, int M, int threads) {
     if (h->mix == NO_MIX)
         return;
     parallel(before_mix_row, a, M, C, threads);
-    product(&a->head->mix, a->x, M, a->y, threads);
+    if (a->head->mix.k)
+        product(&a->head->mix, a->x, M, a->y, threads);
     if (h->mix == ATTENTION)
         product(&a->head->key_value, a->e, M, a->kv, threads);
     parallel(mix_row, a, M, C, threads);
@@ -2113,7 +2122,7 @@ static void mix(Beams *a, const int64_t *tokens, int M, int threads) {
 
 static void last_norm_row(void *arguments, int m) {
     const Beams *a = arguments;
-    int C = a->heads->n_embd, is_layer = a->heads->is_layer;
+    int C = a->heads->n_embd, is_layer = a->heads->mix == LAYER;
     float *y = (is_layer ? a->state : a->y) + (size_t)m * C;
     for (int i = 0; !is_layer && !a->heads->linear && i < C; i += LANES) {
         vf v = load_n(y + i, C - i);
@@ -2160,14 +2169,14 @@ static void best_tokens_row(void *arguments, int row) {
 // Computes x, what the LM head reads, from the states of M beams, which it updates, and their tokens
 static void next_states(Beams *a, const int64_t *tokens, int M, int threads) {
     const Heads *h = a->heads;
-    int C = h->n_embd;
-    if (h->mix != NO_MIX || h->linear)
+    int C = h->n_embd, is_layer = h->mix == LAYER;  // which has run
+    if (!is_layer && (h->mix != NO_MIX || h->linear))
         mix(a, tokens, M, threads);
     for (int m = 0; h->linear && m < M; m++) {
         memcpy(a->x + (size_t)m * 2 * C, a->state + (size_t)m * C, C * sizeof *a->x);
         memcpy(a->x + (size_t)m * 2 * C + C, a->e + (size_t)m * C, C * sizeof *a->x);
     }
-    if (!h->is_layer)
+    if (!is_layer)
         product(&a->head->project, h->linear ? a->x : a->state, M, a->y, threads);
     parallel(last_norm_row, a, M, 4 * C, threads);
 }
@@ -2178,9 +2187,8 @@ void run_draft_head(const Heads *h, int number, float *state, const int64_t *tok
     size_t size = (size_t)M * h->n_embd * sizeof(float);
     Beams a = {.heads = h, .head = h->heads + number};
     set_rows(&a, scratch(PATHS, 7 * size), M);
-    memcpy(a.state, state, size);
+    a.state = state;
     next_states(&a, tokens, M, threads);
-    memcpy(state, a.state, size);
     memcpy(normed, a.x, size);
 }
 
@@ -2253,7 +2261,6 @@ typedef struct {
     Beams beams;
     float *joint;                // [B, K, n], like tokens and parents: see `select_candidates`
     int64_t *tokens, *parents, *guessed;  // guessed [M]: last tokens of the beams
-    int64_t *positions, *ancestors;  // [M]
     int n, M, depths;            // M: rows of the next head; depths: drafted so far
 } Draft;
 
@@ -2348,24 +2355,18 @@ static int rows_behind(const Step *s, const int32_t *slots, int B, int most) {
     return min(rows, most);
 }
 
-// The augmenting blocks, or the layer of EAGLE-3 or MTP heads as in drafters/: from the states [M, C]
-// of the pass's rows and the tokens that follow to their next states. Returns 1 if a cache has no room.
-static int augment(const Step *s, Beams *a, const int64_t *tokens, const Pass *pass) {
-    const BlockWeights *c = s->augment;
-    const NormWeights none = {0};
-    int M = pass->B * pass->T, C = a->heads->n_embd, is_layer = a->heads->is_layer;
-    if (a->head || is_layer)
-        mix(a, tokens, M, pass->threads);
-    for (int m = 0; is_layer && m < M; m++) {
-        float *pair = a->x + (size_t)m * 2 * C, *state = a->state + (size_t)m * C;
-        norm_row(&c->embed_norm, a->e + (size_t)m * C, C, pair);
-        norm_row(&c->state_norm, state, C, pair + C);
-        if (c->norm_before_residual)
-            memcpy(state, pair + C, C * sizeof *state);
-    }
-    if (is_layer && c->fc.k)
-        product(&c->fc, a->x, M, a->state, pass->threads);
-    return s->n_augment && run_blocks(c, s->n_augment, &none, pass, a->state, a->x);
+// Runs the augmenting blocks, which update a->state [B, T, C]. rows [3, B, T]: tokens that follow each
+// row, positions, ancestors. Returns 1 if the blocks' cache has no room.
+static int augment(const Step *s, Beams *a, Pass pass, int B, int T, const int64_t *rows) {
+    NormWeights none = {0};
+    pass.B = B;
+    pass.T = T;
+    pass.positions = rows + B * T;
+    pass.ancestors = rows + 2 * B * T;
+    a->head = a->heads->mix_in;
+    if (a->head)
+        mix(a, rows, B * T, pass.threads);
+    return s->n_augment && run_blocks(s->augment, s->n_augment, &none, &pass, a->state, a->x);
 }
 
 // Runs `augment` over the next T committed rows of slots, and writes `state`, what the heads draft
@@ -2375,16 +2376,11 @@ static int read_rows(Step *s, const int32_t *slots, int B, int T) {
     const Heads *h = s->heads;
     int C = h->n_embd, bfloat16 = pass.bfloat16;
     size_t rows = (size_t)B * T;
-    int64_t *positions = scratch(PATHS, rows * (3 * sizeof(int64_t) + 7 * C * sizeof(float)));
-    int64_t *ancestors = positions + rows, *tokens = ancestors + rows;
-    Beams a = {.heads = h, .head = h->mix_in};
-    set_rows(&a, (float *)(tokens + rows), rows);
+    int64_t *tokens = scratch(PATHS, rows * (3 * sizeof *tokens + 7 * C * sizeof(float)));
+    int64_t *positions = tokens + rows, *ancestors = positions + rows;
+    Beams a = {.heads = h};
+    set_rows(&a, (float *)(ancestors + rows), rows);
     pass.slots = slots;
-    pass.threads = s->trees.threads;
-    pass.positions = positions;
-    pass.ancestors = ancestors;
-    pass.B = B;
-    pass.T = T;
     for (int m = 0; m < B * T; m++) {
         int slot = slots[m / T], j = m % T, at = s->heads_lengths[slot] + j;
         positions[m] = at;
@@ -2394,7 +2390,7 @@ static int read_rows(Step *s, const int32_t *slots, int B, int T) {
         read_row(s->hidden_rows, slot * s->hidden_stride + (size_t)max(at, 0) * C, C, bfloat16,
                  a.state + (size_t)m * C);
     }
-    if (augment(s, &a, tokens, &pass))
+    if (augment(s, &a, pass, B, T, tokens))
         return 1;
     for (int b = 0; b < B; b++) {
         int slot = slots[b], count = min(s->lengths[slot] - s->heads_lengths[slot], T);
@@ -2449,22 +2445,20 @@ static void select_candidates(Draft *d) {
 static int augment_beams(Draft *d) {
     const Step *s = d->s;
     Pass pass = s->paths;
-    int W = s->W;
-    pass.B = s->trees.B;
-    pass.T = W;
+    int W = s->W, M = d->M;
+    int64_t *tokens = scratch(PATHS, 3 * M * sizeof *tokens);
+    int64_t *positions = tokens + M, *ancestors = positions + M;
     pass.first = (d->depths - 1) * W;
-    pass.threads = s->trees.threads;
-    pass.positions = d->positions;
-    pass.ancestors = d->ancestors;
-    for (int m = 0; m < d->M; m++) {
-        d->positions[m] = length_of(&pass, m / W) + d->depths - 1;
-        d->ancestors[m] = 0;
+    for (int m = 0; m < M; m++) {
+        tokens[m] = d->guessed[m];
+        positions[m] = length_of(&pass, m / W) + d->depths - 1;
+        ancestors[m] = 0;
         for (int depth = d->depths - 1, beam = m % W; depth >= 0; depth--) {
-            d->ancestors[m] |= (uint64_t)1 << (depth * W + beam);
+            ancestors[m] |= (uint64_t)1 << (depth * W + beam);
             beam = d->parents[((size_t)(m / W) * s->K + depth) * d->n + beam];
         }
     }
-    return augment(s, &d->beams, d->guessed, &pass);
+    return augment(s, &d->beams, pass, M / W, W, tokens);
 }
 
 // Drafts the next depth. Returns 1 if the heads' cache has no room.
@@ -2473,7 +2467,7 @@ static int draft_depth(Draft *d) {
     Beams *a = &d->beams;
     const Heads *h = s->heads;
     int B = s->trees.B, C = h->n_embd, depth = d->depths, W = s->W, threads = s->trees.threads;
-    int reads = h->mix != NO_MIX || h->linear || h->is_layer;
+    int reads = h->mix != NO_MIX || h->linear;
     for (int b = 0; depth == 0 && b < B; b++) {
         int slot = slot_of(&s->trees, b);
         d->guessed[b] = s->root[slot];
@@ -2490,7 +2484,7 @@ static int draft_depth(Draft *d) {
         d->M = B * W;
         memcpy(a->state, a->y, (size_t)d->M * C * sizeof *a->y);
     }
-    if (depth && h->is_layer && augment_beams(d))
+    if (depth && h->mix == LAYER && augment_beams(d))
         return 1;
     for (int m = 0; m < d->M; m++) {
         int slot = slot_of(&s->trees, m / (d->M / B));
@@ -2513,16 +2507,14 @@ static void begin_heads(Draft *d) {
     int B = s->trees.B, C = s->heads->n_embd, W = s->W;
     d->n = min(W * W, MAX_TREE - 1);
     size_t rows = (size_t)B * W, found = (size_t)B * s->K * d->n;
-    size_t integers = rows * (4 + W) + 2 * found, logits = min(rows, BEAMS) * s->heads->rows.n;
+    size_t integers = rows * (2 + W) + 2 * found, logits = min(rows, BEAMS) * s->heads->rows.n;
     d->guessed = scratch(DRAFT, integers * sizeof *d->guessed
                          + (logits + found + rows * (7 * C + W + 1)) * sizeof(float));
     d->tokens = d->guessed + rows * (1 + W);
     d->parents = d->tokens + found;
-    d->positions = d->parents + found;
-    d->ancestors = d->positions + rows;
     Beams *a = &d->beams;
     *a = (Beams){.heads = s->heads, .W = W, .proposed = d->guessed + rows};
-    a->keys = (uint64_t *)(d->ancestors + rows);
+    a->keys = (uint64_t *)(d->parents + found);
     d->joint = (float *)(a->keys + rows);
     set_rows(a, d->joint + found, rows);
     a->logprobs = a->kv + rows * 2 * C;
@@ -2578,29 +2570,17 @@ int step_draft(Step *s) {
 // -------------------------------------------------------------------------------------------------
 // verify, sample, accept, commit
 
-// Rounds x [n] to bfloat16, if that is the model's dtype
-static void round_stream(Step *s, int n) {
-    if (s->hidden) {
-        write_row(s->hidden, 0, s->x, n, 1);
-        read_row(s->hidden, 0, n, 1, s->x);
-    }
-}
-
 // Fills `x`, `normed` and `hidden`. Returns 1 for a token out of range or a full cache.
 int step_verify(Step *s) {
     Pass *pass = &s->trees;
     int M = pass->B * pass->T, n = M * s->blocks->n_embd;
     pass->positions = s->positions;
     pass->ancestors = s->tree + 3 * M;
-    if (s->embed.k) {
-        if (unpack_rows(&s->embed, s->tree, M, s->x))
-            return 1;
-        round_stream(s, n);
-        if (s->embed_scale != 1) {
-            for (int i = 0; i < n; i++)
-                s->x[i] *= s->embed_scale;
-            round_stream(s, n);
-        }
+    if (s->embed.k && unpack_rows(&s->embed, s->tree, M, s->x))
+        return 1;
+    if (s->embed.k && s->hidden) {  // rounds to bfloat16, the model's dtype
+        write_row(s->hidden, 0, s->x, n, 1);
+        read_row(s->hidden, 0, n, 1, s->x);
     }
     if (run_blocks(s->blocks, s->n_blocks, &s->norm, pass, s->x, s->normed))
         return 1;

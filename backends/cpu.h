@@ -11,7 +11,7 @@ enum { FLOAT32, BFLOAT16, INT8, INT4, INT5, INT6 };  // kinds of a weight's numb
 enum { RAW_FLOATS = -2, RAW_BYTES = -1, Q4_0 = 2, Q4_1 = 3, Q5_0 = 6, Q5_1 = 7, Q8_0 = 8, Q4_K = 12,
        Q5_K = 13, Q6_K = 14, IQ4_NL = 20, IQ4_XS = 23 };
 
-enum { NO_MIX, ATTENTION, CONCAT };  // how draft heads mix tokens into states
+enum { NO_MIX, ATTENTION, CONCAT, LAYER };  // how draft heads mix tokens into states
 
 typedef struct Linear {          // a weight [n, k] in the layout described at `product`
     int32_t kind, n, k;
@@ -40,9 +40,6 @@ typedef struct BlockWeights {    // a model.Block
     NormWeights norm;
     const float *conv;           // [n, C], for the newest input first; NULL: attention
     const float *A, *dt_bias;    // [H]
-    NormWeights embed_norm, state_norm;  // of the layer of EAGLE-3 or MTP heads: see `augment`
-    Linear fc;                   // k = 0: qkv reads the pairs of embedding and state
-    int32_t norm_before_residual;
 } BlockWeights;
 
 typedef struct DeltaStates {     // a cpu_layers.PackedStates; letters as in recurrent/delta.py
@@ -65,22 +62,21 @@ typedef struct Pass {            // a forward pass: what its blocks share
     void *kv;                    // keys and values of a layer, [2, B, Hkv, S, D]
     int64_t layer_stride, value_stride, batch_stride, head_stride;  // in numbers
     DeltaStates states;          // of the other layers
-    int32_t first;               // the tokens are at rows lengths + first; ancestors count from lengths
+    int32_t first;               // tokens begin at rows lengths + first; bits count from lengths
 } Pass;
 
 typedef struct HeadWeights {     // a draft head
-    NormWeights norm;            // of the state before mixing
-    Linear mix, key_value;       // Wq, [Wk, Wv]; or W of [norm(s), e]
+    NormWeights norm, embed_norm;  // of the state before mixing; of e before a LAYER
+    Linear mix, key_value;       // Wq, [Wk, Wv]; or W of [norm(s), e]; or a LAYER's, k = 0: none
     Linear project;
 } HeadWeights;
 
 typedef struct Heads {
     int32_t n_embd, n_head, n_weights, mix, linear;  // linear: z = W [s, e] + b
-    int32_t is_layer;            // of EAGLE-3 or MTP: `augment` runs in place of `heads`
-    int32_t norm_output;         // the next depth's states are norm(s)
+    int32_t norm_before_residual, norm_output;  // see drafters.base.Eagle3Config
     float scale;                 // of e
     const HeadWeights *heads;    // [n_weights]; the last one serves all further depths
-    const HeadWeights *mix_in;   // mixes in the root before the augmenting blocks, or NULL
+    const HeadWeights *mix_in;   // mixes tokens in before the augmenting blocks, or NULL
     NormWeights norm, state_norm;  // state_norm: of the states that the heads draft from
     Linear rows, table;          // LM head for the draft vocabulary; e is a row of the table
     const int32_t *ids;          // token ids of the draft vocabulary; NULL: 0, 1, ...
@@ -88,7 +84,6 @@ typedef struct Heads {
 
 typedef struct Step {            // a decoding step of the sequences in some of the slots
     Linear embed;                // k = 0: the caller embeds the tokens
-    float embed_scale;
     const BlockWeights *blocks;
     NormWeights norm;
     Linear head;

@@ -185,7 +185,8 @@ class CompiledDecoder(Decoder):
         self.reads = getattr(self.heads, "g", None)  # makes what heads read of the model's states
         self.views = {}    # (B, T) -> views of the results
         self.tensors = []  # keeps alive what the struct points to
-        self.embeds = isinstance(model.embed, PackedEmbedding) and model.embed_positions is None
+        self.embeds = (isinstance(model.embed, PackedEmbedding) and model.embed_positions is None
+                       and model.config.embed_scale == 1)
         self.struct = self.step_struct()
 
     def step_struct(self):
@@ -203,7 +204,7 @@ class CompiledDecoder(Decoder):
             tensors |= dict(seconds=policy.step_seconds, drafted=policy.drafted)
         struct = header.Step(
             blocks=model.blocks.structs, n_blocks=len(model.blocks),
-            n_delta=model.blocks.n_delta(len(model.blocks)), embed_scale=model.embed_scale.item(),
+            n_delta=model.blocks.n_delta(len(model.blocks)),
             norm=norm_struct(model.norm, self.tensors), K=policy.depth, W=self.beams,
             with_lookup=policy.lookup, words=-(-model.config.vocab_size // 32),
             history_stride=slots.history.stride(0),
@@ -253,7 +254,7 @@ class CompiledDecoder(Decoder):
         struct.forced = pointer(forced)
         struct.tree_size = plan.tree_size or 0
         struct.depths = plan.depths
-        struct.trees.threads = threads()
+        struct.trees.threads = struct.paths.threads = threads()
         check_room(library().step_draft(struct), struct.trees)
         key = struct.trees.B, struct.T
         if key not in self.views:

@@ -35,6 +35,7 @@ def pack(module):
     """Replaces a model's layers and blocks by packed ones, in their own dtype; those of draft heads
     in 4 bits, which cannot change the output."""
     is_heads = not isinstance(module, models.GPT)
+    is_clover = isinstance(module, CloverHeads)
     pack_weight = pack_rounded if is_heads else pack_floats
     for dtype in {layer.weight.dtype for layer in module.modules() if type(layer) in LAYERS}:
         expect(dtype in KINDS, f"weights are packed in float32 or bfloat16, not in {dtype}; cast "
@@ -46,9 +47,9 @@ def pack(module):
     for name, blocks in list(module.named_modules()):
         if type(blocks) is Blocks and all(map(can_run_block, blocks)):
             packed = PackedBlocks(blocks)
-            if not (is_heads and blocks) or keeps(packed.is_as_written(module.model)):
+            if not (is_clover and blocks) or keeps(packed.is_as_written(module.model)):
                 module.set_submodule(name, packed)
-    if isinstance(module, CloverHeads):
+    if is_clover:
         if can_run_heads(module) and keeps((packed := PackedHeads(module)).is_as_written(module)):
             module.heads = packed
     elif is_heads and can_run_layer(module):
@@ -536,16 +537,21 @@ class PackedLayer(Blocks):
     def __init__(self, heads):
         super().__init__(heads.blocks)
         self.tensors = []  # keeps alive what the structs point to
-        self.augment = ctypes.pointer(block_struct(self[0], self.tensors))
-        self.augment[0].norm_before_residual = heads.config.norm_before_residual
+        layer = self[0]
+        self.augment = ctypes.pointer(block_struct(layer, self.tensors))
+        self.mix_in = header.HeadWeights(norm_struct(layer.state_norm, self.tensors),
+                                         norm_struct(layer.embed_norm, self.tensors))
+        if hasattr(layer, "fc"):
+            self.mix_in.mix = layer.fc.packed.linear
         owner = heads.model if heads.embed is None else heads
         if type(owner.embed) is nn.Embedding:
             table = PackedLinear(pack_floats(owner.embed.weight.detach()))
             owner.embed = PackedEmbedding(table, heads.model.dtype)
         self.struct = header.Heads(
-            n_embd=heads.config.layers.n_embd, n_weights=1, is_layer=True, scale=1,
-            norm_output=heads.config.norm_output, norm=norm_struct(heads.norm, self.tensors),
-            table=owner.embed.table.packed.linear)
+            n_embd=heads.config.layers.n_embd, n_head=1, n_weights=1, mix=header.LAYER, scale=1,
+            norm_before_residual=heads.config.norm_before_residual,
+            norm_output=heads.config.norm_output, mix_in=ctypes.pointer(self.mix_in),
+            norm=norm_struct(heads.norm, self.tensors), table=owner.embed.table.packed.linear)
 
     def set_vocabulary(self, heads):
         self.struct.rows = heads.lm_head.packed.linear

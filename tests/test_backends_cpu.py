@@ -173,12 +173,6 @@ SAMPLINGS = Sampling(), Sampling(0.8, seed=2**62), Sampling(1.3, seed=-5), Sampl
 TOKENS = [96, 3, 50, 7, 21, 8, 0, 11]
 
 
-@pytest.fixture
-def exact(monkeypatch):
-    """Packs heads in float32: with 4 bits, torch and C round differently and some tokens differ."""
-    monkeypatch.setattr(cpu_layers, "pack_rounded", cpu_layers.pack_floats)
-
-
 def packed_toy(shape="llama", name=None, dtype=torch.float32, **flags):
     """(model, heads), packed; every second token ties with the one before."""
     model = toy_model(**MODELS[shape] | flags).to(dtype)

@@ -162,7 +162,7 @@ def taught(kind):
 
 @pytest.mark.parametrize("packed", [False, pytest.param(True, marks=needs_compiler)])
 @pytest.mark.parametrize("kind", ["eagle3", "dspark", "mtp"])
-def test_heads_read_the_committed_rows_in_any_slot(kind, packed):
+def test_heads_read_the_committed_rows_in_any_slot(kind, packed, exact):
     """Bug: keys of a rejected node, of a draft's MASK, of a cancelled sequence or of a prefix's other successor, left
     in a committed row, which only cost acceptance."""
     model = toy_of(kind)
@@ -178,7 +178,7 @@ def test_heads_read_the_committed_rows_in_any_slot(kind, packed):
             engine.step()
         slots = engine.decoder.slots
         for sequence in sequences:
-            text, n = sequence.prompt + sequence.tokens, slots.cache.lengths[sequence.slot]
+            text, n = sequence.prompt + sequence.tokens, slots.heads_cache.lengths[sequence.slot]
             assert len(sequence.tokens) > (9 if kind == "mtp" else 16)  # many guesses are accepted
             cache = heads.new_cache(1, 200)
             states = model(torch.tensor([text[:n]]), layers=heads.hidden_layers)

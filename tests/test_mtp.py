@@ -104,7 +104,7 @@ def their_logits(w, theirs, prompt, path=()):
     (partial(save_folder, name="qwen3_5-vision"), TENSORS, False, 97),
     (save_gguf, TENSORS, None, 97), (save_gguf, TENSORS | OWN, False, 97), (save_gguf, TENSORS, False, 40)],
     ids=["folder", "own", "tied", "vision", "gguf", "gguf-own", "gguf-vocabulary"])
-def test_logits_and_chains_are_those_of_the_format(save, tensors, packed, n, tmp_path, monkeypatch):
+def test_logits_and_chains_are_those_of_the_format(save, tensors, packed, n, tmp_path, monkeypatch, exact):
     """Bug: a norm without its 1, the embedding after the state, a state before the final norm, gates of other heads, a
     position off by one, the output before mtp.norm fed back; another beam's state, keys or token; a row of the draft
     vocabulary for a token. Sequences of unequal lengths, in other slots than their rows."""

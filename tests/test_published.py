@@ -130,7 +130,7 @@ class NotingHead(torch.nn.Module):
 
 @pytest.mark.parametrize("packed", [False, True])
 @by_format
-def test_logits_are_those_recorded(case, form, packed, tmp_path):
+def test_logits_are_those_recorded(case, form, packed, tmp_path, exact):
     """Bug: a norm, residual, position, mask or weight that differs from the one that the heads were trained with; a row
     of the draft vocabulary for a token, a row of the block one place off. Sequences differ in length."""
     close = partial(torch.testing.assert_close, rtol=0, atol=1e-4 if packed else 1e-5)
@@ -160,7 +160,7 @@ def test_logits_are_those_recorded(case, form, packed, tmp_path):
 
 
 @pytest.mark.parametrize("case", ["dflash", "dspark", "dspark-masks"])
-def test_block_heads_draft_a_beam_search(case, tmp_path):
+def test_block_heads_draft_a_beam_search(case, tmp_path, exact):
     """Bug: a beam with the bias of another one's token."""
     loaded = Loaded(tmp_path, case, speculators, packed=True)
     _, root, cache = loaded.read([COMMITTED])
