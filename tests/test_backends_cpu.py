@@ -33,6 +33,7 @@ from generate import NOISE, Decoder, Plan, Sampling, decoder_class, generate
 from hf import checkpoint
 from kernels import gumbel_argmax, tree_attention_reference
 from test_clover import random_heads
+from test_drafters import MAKERS, random_published
 from test_kernels import as_int64, random_forest
 from test_model import chain
 
@@ -108,14 +109,14 @@ def test_rows_are_rounded_as_the_formula_says(k):
     assert torch.equal(sums[finite], want[finite, None].expand(-1, k)) and not sums[4:6].isfinite().any()
 
 
-def attend(q, kv, slopes, window, lengths, ancestors, threads=1, slots=None):
+def attend(q, kv, slopes, window, lengths, ancestors, threads=1, slots=None, first=0):
     """cpu.c's attention of q [B, T, Hq, D] over keys and values kv [2, slots, Hkv, S, D]."""
     B, T, Hq, D = q.shape
     sizes = dict(n_head=Hq, n_kv_head=kv.shape[2], head_size=D)
     block = header.BlockWeights(**sizes, window=window, rope=-1, scale=D ** -0.5)
     tensors = slots, lengths, ancestors, None, None, None, slopes, kv
     a_pass = header.Pass(B, T, threads, kv.dtype == torch.bfloat16, kv.shape[3], 0,
-                         *map(cpu_layers.pointer, tensors), 0, *kv.stride()[:3])
+                         *map(cpu_layers.pointer, tensors), 0, *kv.stride()[:3], first=first)
     out = torch.empty_like(q)
     library().attention(block, a_pass, q.data_ptr(), out.data_ptr())
     return out
@@ -144,6 +145,9 @@ def test_attention_of_a_tree_is_tree_attention(T, Hq, Hkv, D, dtype, biased, win
     slots = torch.tensor([2, 0], dtype=torch.int32)
     rows = q[slots], kv, slopes, window, lengths, ancestors[slots]
     assert torch.equal(attend(*rows, slots=slots), got[slots])
+    n = T // 3  # the first nodes are in the cache already
+    rest = (x[:, n:].contiguous() for x in (q, ancestors))
+    assert torch.equal(attend(next(rest), kv, slopes, window, lengths, next(rest), first=n), got[:, n:])
     # a prompt is a chain
     prompt = attend(q, kv, slopes, window, lengths, None)
     assert torch.equal(prompt, attend(q, kv, slopes, window, lengths, chain(T).expand(3, T).contiguous()))
@@ -173,9 +177,18 @@ SAMPLINGS = Sampling(), Sampling(0.8, seed=2**62), Sampling(1.3, seed=-5), Sampl
 TOKENS = [96, 3, 50, 7, 21, 8, 0, 11]
 
 
+LAYERS = MAKERS | {  # heads of a layer; 17 depths of 4 beams fill a mask
+    "eagle3 of 17": partial(random_published, n_draft=17, norm_before_residual=True, norm_before_fc=True, fc_norm=True),
+    "eagle3 with biases": partial(random_published, n_draft=3, own_embed=True,
+                                  layers=dict(qk_norm="head", qkv_bias=True))}
+
+
 def packed_toy(shape="llama", name=None, dtype=torch.float32, **flags):
-    """(model, heads), packed; every second token ties with the one before."""
+    """(model, heads), packed. Every second token ties with the one before, unless a layer's output may round apart."""
     model = toy_model(**MODELS[shape] | flags).to(dtype)
+    if name in LAYERS:
+        cpu.apply(model)
+        return model, LAYERS[name](model)
     model.head.weight.data[1::2] = model.head.weight[:-1:2]
     heads = name and random_heads(model, name.removesuffix(" with NaN")).to(dtype)
     if name and name.endswith("NaN"):
@@ -232,13 +245,16 @@ def test_heads_in_c_read_no_row_before_the_first():
     ("untied-biased", "clover2", False, 5, TOKENS, True), ("gpt2", "medusa", True, 2, [], False),
     ("llama", "clover with NaN", True, 30, [], True), ("gemma", None, True, 20, [], True),
     ("hybrid", "clover2", False, 5, [], False), ("gpt2", None, False, 1, [], False),
+    ("hybrid", "mtp", False, 5, [], False), ("hybrid", "mtp", True, 9, [], True),
+    ("gemma", "eagle3", False, 17, [], True), ("untied-biased", "eagle3 of 33 tokens", True, 9, [], False),
+    ("gpt2", "eagle3 with biases", False, 5, [], False), ("untied-biased", "eagle3 of 17", False, 18, [], False),
     ("llama", None, False, 9, [], True)])
 def test_steps_in_c_are_those_of_the_decoder(shape, name, lookup, T, vocabulary, grammars, exact, monkeypatch):
     """Bug: another beam's state, another order of equals, a match that is not the latest, another token's embedding,
     position or noise, another slot's row, state that one step leaves wrong for the next; a mask of another row, a chain
     of forced text beyond its end, counts of sequences with a grammar."""
-    model, heads = packed_toy(shape, name, embed_scale=3.7)
-    if heads:
+    model, heads = packed_toy(shape, name, embed_scale=1.0 if name in LAYERS else 3.7)
+    if heads and name not in LAYERS:
         heads.set_vocabulary(vocabulary)
     engines = []
     for cls in (Decoder, cpu.CompiledDecoder):
