@@ -21,7 +21,6 @@ from backends.cpu_layers import (
     PackedLinear,
     PackedLMHead,
     check_room,
-    compiled,
     norm_struct,
     pack,
     pass_struct,
@@ -34,7 +33,7 @@ from backends.slots import SomeSlots, batch_of
 from clover import Tree
 from common.values import warn
 from engine.policy import Policy
-from generate import FILTERED, MAX_CHAIN, Accepted, Decoder, Draft
+from generate import FILTERED, MAX_CHAIN, Accepted, Draft
 from model import KVCache
 
 FEWER = 1.15    # more threads must be this much faster than fewer to be used
@@ -128,14 +127,6 @@ def torch_multiplies_bfloat16():
 # --------------------------------------------------------------------------------------------------
 # Decoding
 
-def run_blocks(model, draft, cache, layers, norm):
-    """Runs a packed model on a tree, in pieces that end with the `layers` that heads read -> hidden
-    states, their norm in float32, the layers' states. norm: a `NormWeights`."""
-    hidden = model.embeddings(draft.tree.tokens, draft.positions)
-    return model.blocks.run(hidden, model.tables, draft.positions, cache, draft.tree.ancestors,
-                            layers=layers, norm=norm)
-
-
 class PackedDecoder(SomeSlots):
     """A `generate.Decoder` for heads that cpu.c does not run. It keeps float32 up to the LM head
     like `CompiledDecoder`, so that both compute the same bits."""
@@ -146,12 +137,15 @@ class PackedDecoder(SomeSlots):
         self.norm = norm_struct(model.norm, self.tensors)
 
     def verify(self, plan, draft):
-        cache = replace(self.slots.cache, slots=draft.batch.slots)
-        hidden, normed, states = run_blocks(self.model, draft, cache, self.hidden_layers, self.norm)
+        model = self.model
+        hidden, normed, states = model.blocks.run(
+            model.embeddings(draft.tree.tokens, draft.positions), model.tables, draft.positions,
+            replace(self.slots.cache, slots=draft.batch.slots), draft.tree.ancestors,
+            layers=self.hidden_layers, norm=self.norm)
         return normed, states if self.hidden_layers else hidden
 
 
-class CompiledDecoder(Decoder):
+class CompiledDecoder(PackedDecoder):
     """A `generate.Decoder` with one call of cpu.c per stage. A step runs only the slots that hold
     sequences. The augmenting blocks read accepted tokens only when the heads draft again, so the
     heads' cache may be shorter than the model's. Each step overwrites the results of the one
@@ -161,8 +155,9 @@ class CompiledDecoder(Decoder):
 
     @classmethod
     def for_heads(cls, heads):
-        """This class, if heads are None or cpu.c runs them."""
-        return cls if heads is None or compiled(heads) else PackedDecoder
+        """This class, if heads are None or cpu.c runs them: a `PackedHeads` or `PackedLayer`."""
+        runs = heads is None or hasattr(getattr(heads, "heads", None), "struct")
+        return cls if runs else PackedDecoder
 
     @torch.inference_mode()
     def __init__(self, model, **options):
@@ -184,7 +179,6 @@ class CompiledDecoder(Decoder):
             self.results["hidden"] = torch.zeros_like(self.results["x"], dtype=model.dtype)
         self.reads = getattr(self.heads, "g", None)  # makes what heads read of the model's states
         self.views = {}    # (B, T) -> views of the results
-        self.tensors = []  # keeps alive what the struct points to
         self.embeds = (isinstance(model.embed, PackedEmbedding) and model.embed_positions is None
                        and model.config.embed_scale == 1)
         self.struct = self.step_struct()
@@ -204,9 +198,8 @@ class CompiledDecoder(Decoder):
             tensors |= dict(seconds=policy.step_seconds, drafted=policy.drafted)
         struct = header.Step(
             blocks=model.blocks.structs, n_blocks=len(model.blocks),
-            n_delta=model.blocks.n_delta(len(model.blocks)),
-            norm=norm_struct(model.norm, self.tensors), K=policy.depth, W=self.beams,
-            with_lookup=policy.lookup, words=-(-model.config.vocab_size // 32),
+            n_delta=model.blocks.n_delta(len(model.blocks)), norm=self.norm, K=policy.depth,
+            W=self.beams, with_lookup=policy.lookup, words=-(-model.config.vocab_size // 32),
             history_stride=slots.history.stride(0),
             trees=self.slot_pass(slots.cache, model.tables),
             **{name: pointer(x) for name, x in tensors.items()})
@@ -219,17 +212,16 @@ class CompiledDecoder(Decoder):
         return struct
 
     def add_heads(self, struct):
-        heads = self.heads
-        part = compiled(heads)
-        part.set_vocabulary(heads)
-        cache = self.slots.cache.kv
-        self.hidden_rows = cache.new_zeros(self.batch_size, cache.shape[4],
-                                           self.model.config.n_embd)
-        struct.heads = ctypes.pointer(part.struct)
-        struct.paths = self.slot_pass(self.slots.heads_cache,
-                                      getattr(heads, "tables", self.model.tables))
-        struct.augment = part.augment
-        struct.n_augment = len(self.slots.heads_cache.kv)
+        model = self.model
+        heads = self.heads.heads
+        heads.set_vocabulary(self.heads)
+        cache = self.slots.heads_cache
+        rows = self.batch_size, self.slots.cache.kv.shape[4]
+        self.hidden_rows = cache.kv.new_zeros(*rows, model.config.n_embd)
+        struct.heads = ctypes.pointer(heads.struct)
+        struct.paths = self.slot_pass(cache, getattr(self.heads, "tables", model.tables))
+        struct.augment = heads.augment
+        struct.n_augment = len(cache.kv)
         struct.hidden_rows = self.hidden_rows.data_ptr()
         struct.hidden_stride = self.hidden_rows.stride(0)
 
@@ -261,7 +253,7 @@ class CompiledDecoder(Decoder):
             self.views[key] = self.step_views(*key)
         self.view = self.views[key]
         batch = None  # cpu.c reads the slots itself
-        if self.samples_in_torch(plan):
+        if self.samples_in_torch(plan) or self.hidden_layers:
             batch = batch_of(self.slots, torch.tensor(self.running))
         return Draft(batch, self.view.tree, self.view.positions, None)
 
@@ -279,10 +271,8 @@ class CompiledDecoder(Decoder):
     def verify(self, plan, draft):
         view = self.view
         states = view.hidden
-        if self.hidden_layers:
-            cache = replace(self.slots.cache, slots=torch.tensor(self.running))
-            _, normed, states = run_blocks(self.model, draft, cache, self.hidden_layers,
-                                           self.struct.norm)
+        if self.hidden_layers:       # torch collects them between calls of cpu.c
+            normed, states = super().verify(plan, draft)
             view.normed.copy_(normed)
         else:
             if not self.embeds:

@@ -53,7 +53,7 @@ def pack(module):
         if can_run_heads(module) and keeps((packed := PackedHeads(module)).is_as_written(module)):
             module.heads = packed
     elif is_heads and can_run_layer(module):
-        module.blocks = PackedLayer(module)
+        module.heads = PackedLayer(module)
     elif is_heads:
         warn("draft heads of this kind run in torch, where a step that they draft takes several "
              "times as long; EAGLE-3, MTP and Clover heads run in the C kernels")
@@ -88,9 +88,10 @@ def can_run_block(block):
 
 
 def can_run_layer(heads):
-    """Whether cpu.c can run the layer of these draft heads: it is EAGLE-3's or MTP's."""
-    return hasattr(heads.blocks[0], "embed_norm") and can_run_block(heads.blocks[0]) and isinstance(
-        heads.lm_head, PackedLMHead)
+    """Whether cpu.c can run these draft heads: EAGLE-3's or MTP's, on its LM head."""
+    layer = heads.blocks[0]
+    is_packed = can_run_block(layer) and isinstance(heads.lm_head, PackedLMHead)
+    return is_packed and hasattr(layer, "embed_norm")
 
 
 def can_run_heads(clover):
@@ -196,16 +197,6 @@ class PackedWeight:
                           threads())
         return out
 
-    def front(self, n):
-        """The first n rows, in the same memory."""
-        assert n <= self.linear.n
-        front = copy.copy(self)
-        front.below = None
-        front.linear = header.Linear.from_buffer_copy(self.linear)
-        front.linear.n = n
-        front.linear.next = None
-        return front
-
     def unpack(self, index):
         """Rows of the weight: int64 [n] -> float32 [n, k]. Raises IndexError."""
         index = index.contiguous()
@@ -306,10 +297,13 @@ class PackedLMHead(PackedLinear):
     """`model.LMHead` with a `PackedWeight`."""
 
     def select(self, tokens):
-        n = len(tokens)
-        if torch.equal(tokens.long(), torch.arange(n)):
-            return PackedLMHead(self.packed.front(n))
-        return PackedLMHead(pack_floats(self.packed.unpack(tokens.long())))
+        tokens = tokens.long()
+        if not torch.equal(tokens, torch.arange(len(tokens))) or self.packed.below:
+            return PackedLMHead(pack_floats(self.packed.unpack(tokens)))
+        front = copy.copy(self.packed)  # the lowest ids are the front of the same memory
+        front.linear = header.Linear.from_buffer_copy(front.linear)
+        front.linear.n = len(tokens)
+        return PackedLMHead(front)
 
     def topk(self, hidden, k, vocab_ids=None, noise=None):
         return best_tokens(self.packed.multiply(hidden), k, vocab_ids, noise)
@@ -524,20 +518,12 @@ def block_struct(block, tensors):
 # --------------------------------------------------------------------------------------------------
 # Heads
 
-def compiled(heads):
-    """The part of draft heads that cpu.c runs, a `PackedHeads` or `PackedLayer`; None without."""
-    parts = () if heads is None else heads.children()
-    return next((part for part in parts if hasattr(part, "struct")), None)
-
-
-class PackedLayer(Blocks):
-    """The layer of EAGLE-3 or MTP heads with packed weights, which cpu.c runs in steps: `struct`,
-    and in `augment` the `BlockWeights`. Called, it runs in torch."""
+class PackedLayer:
+    """EAGLE-3 or MTP heads with packed layers, run by cpu.c: `augment` is their layer."""
 
     def __init__(self, heads):
-        super().__init__(heads.blocks)
         self.tensors = []  # keeps alive what the structs point to
-        layer = self[0]
+        layer = heads.blocks[0]
         self.augment = ctypes.pointer(block_struct(layer, self.tensors))
         self.mix_in = header.HeadWeights(norm_struct(layer.state_norm, self.tensors),
                                          norm_struct(layer.embed_norm, self.tensors))

@@ -48,8 +48,7 @@ class MTPHeads(Eagle3Heads):
         super().place()
         if self.n_rows > 2 * VOCABULARY:
             self.n_rows = VOCABULARY
-            self.vocabulary = torch.arange(VOCABULARY, dtype=torch.int32, device=self.model.device)
-            self.head = self.lm_head.select(self.vocabulary)
+            self.head = self.lm_head.select(torch.arange(VOCABULARY, device=self.model.device))
         return self
 
     def g(self, hidden):
