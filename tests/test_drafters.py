@@ -10,13 +10,14 @@ from safetensors.torch import save_file
 
 from backends import cpu
 from backends.tensor_parallel import Group, VocabParallelHead
+from common.values import warn
 from conftest import MODELS, needs_compiler, random_prompts, refusal, toy_model
 from drafters.base import BlockConfig, Eagle3Config
 from drafters.block import BlockHeads
 from drafters.eagle3 import Eagle3Heads
 from drafters.mtp import MTPHeads
 from engine.batching import Engine
-from generate import Fixed, generate
+from generate import Fixed, decoder_class, generate
 from hf.heads import load_heads
 from hf.published_heads import read_config
 from model import GPTConfig, add
@@ -188,6 +189,17 @@ def test_heads_read_the_committed_rows_in_any_slot(kind, packed, exact):
             if kind != "dspark":
                 torch.testing.assert_close(slots.state[sequence.slot], h[0, -1], atol=1e-3, rtol=1e-3)
             engine.cancel(sequence)
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", MAKERS)
+def test_a_line_says_which_heads_run_in_torch(kind, capsys):
+    """Bug: heads that take ten times a plain step without a word, or that C could run."""
+    warn.cache_clear()
+    model = toy_of(kind)
+    cpu.apply(model)
+    in_c = decoder_class(model, MAKERS[kind](model)) is cpu.CompiledDecoder
+    assert in_c == (kind == "mtp" or "eagle3" in kind) and capsys.readouterr().err.count("\n") == (not in_c)
 
 
 # ---------------------------------------------------------------------------------------------------------------------

@@ -6,7 +6,6 @@ import math
 from functools import cache
 from importlib.util import find_spec
 from itertools import cycle, product
-from tempfile import TemporaryDirectory
 
 import pytest
 import torch
@@ -54,17 +53,18 @@ PUBLISHED = [(f"{kind}+lookup" if mode == "filtered" else kind, T, B, mode, dtyp
              for (B, T, mode), kind, dtype in zip(
                  product((1, 3), (5, 17, None), ("greedy", "filtered", "sampled")), cycle(KINDS),
                  cycle(("float32", "bfloat16", "int4", "float32-torch")))]
-MTP = [(*row, "taught hybrid", ahead, ahead) for *row, ahead in product(
-    ("mtp", "mtp+lookup"), (1, 5, None), (1, 8), ("greedy", "sampled"), ("float32", "float32-torch", "bfloat16-torch"),
-    (0, 1))]
+LAYERS = [(*row, dtype, "deep" if row[0] == "eagle3" else "taught hybrid", ahead, ahead)
+          for (*row, ahead), dtype in zip(
+              product(("mtp", "mtp+lookup", "eagle3"), (1, 5, 17, None), (1, 8), ("greedy", "filtered"), (0, 1)),
+              cycle(("float32", "bfloat16", "int4", "float32-torch", "bfloat16-torch")))]
 TRAINED = [(*draft, *rest, "demo", 0, 0) for draft, *rest in product(
     [("clover", 17), ("medusa", 5), ("clover+lookup", 17), ("clover+lookup", None)], (1, 3), ("greedy", "filtered"),
     ("bfloat16", "int8", "int4"))]
 TRAINED += [("clover+lookup", 17, 3, way, "stored", "smollm2", 0, 0) for way in SAMPLING_MODES]
 # covers three quarters of the pairs of values of two columns
-SAMPLE = {*TOYS[8::43], *HYBRIDS[5::17], *PUBLISHED, *MTP[5::11], *TRAINED[::7]}
+SAMPLE = {*TOYS[8::43], *HYBRIDS[5::17], *PUBLISHED, *LAYERS[3::9], *TRAINED[::7]}
 ROWS = [pytest.param(*row, marks=[] if row in SAMPLE else pytest.mark.slow)
-        for row in TOYS + HYBRIDS + PUBLISHED + MTP + TRAINED]
+        for row in TOYS + HYBRIDS + PUBLISHED + LAYERS + TRAINED]
 heldout = cache(lambda: prompts(load_tokens(None, load_encoding(DEMO), "heldout"), 4, 48, seed=1))
 
 
@@ -96,25 +96,23 @@ def load(preset, dtype, name):
     if preset == "vocabulary":
         heads.set_vocabulary(range(96, 0, -3))
         heads.info["acceptance"] = dict(greedy=[[90, 100]] * BINS, sampled=[[0, 0]] * BINS)
+    pack(model, dtype, heads)
+    lengths = [1, 900, 20, 3, 517, 2, 111, 64] if name == "long" else [7, 1, 30, 2, 90, 12, 3, 18]
+    return model, heads, random_prompts(lengths)
+
+
+def pack(model, dtype, heads=None):
     for path, layer in list(model.named_modules()):
         if dtype == "int4" and type(layer) is torch.nn.Linear:
             cpu.put(model, path, [cpu_layers.pack_rounded(layer.weight)])
     if dtype not in BY_TORCH:
         cpu.apply(model, heads)
-    lengths = [1, 900, 20, 3, 517, 2, 111, 64] if name == "long" else [7, 1, 30, 2, 90, 12, 3, 18]
-    return model, heads, random_prompts(lengths)
 
 
 def load_published(kind, dtype, model):
     """(the model in this dtype, its heads of a `MAKERS` or None)"""
-    if dtype == "int4":
-        with TemporaryDirectory() as folder:
-            model.save_pretrained(folder)
-            model = checkpoint.load(folder, device="cpu", quantize="int4")
-    else:
-        model = model.to(getattr(torch, dtype.removesuffix("-torch")))
-        if dtype not in BY_TORCH:
-            cpu.apply(model)
+    model = model.to(torch.float32 if dtype == "int4" else getattr(torch, dtype.removesuffix("-torch")))
+    pack(model, dtype)
     weights = taught(kind) if "eagle3" in kind or kind == "mtp" else None
     return model, MAKERS[kind](model, weights=weights) if kind else None
 

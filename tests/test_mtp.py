@@ -7,6 +7,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 
+from backends.cpu_library import library
 from backends.tensor_parallel import Group
 from conftest import edit_json, edit_weights, random_prompts, refusal, toy_model, write_tokenizer
 from drafters import mtp
@@ -150,6 +151,8 @@ def test_they_are_found_without_a_flag(tmp_path, monkeypatch):
     write_tokenizer(tmp_path)
     loaded = load()
     assert isinstance(loaded.heads, MTPHeads) and loaded.heads.hash and loaded.heads.lm_head.out_features == 100
+    if library():  # without a copy of the rows
+        assert loaded.heads.lm_head.packed.memory is loaded.model.head.packed.memory
     texts = [generate(loaded.model, [[1, 2, 3]], 20, heads, tree_size=9).tokens for heads in (loaded.heads, None)]
     assert texts[0] == texts[1]
     assert load("--heads", "none").heads is load("--draft", "lookup").heads is None
