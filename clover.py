@@ -182,7 +182,8 @@ class Tree(NamedTuple):
 
 
 class Candidates(NamedTuple):
-    """The n best proposals of the heads at each depth, [B, K, n]; unused ones are -inf, 0, -1."""
+    """The n best proposals of the heads at each depth, [B, K, n]; unused ones are -inf, 0, -1. n
+    does not depend on the tree's size, so a smaller tree is the front of a larger one."""
     joint: torch.Tensor    # float32: log-probability of the path from the root
     tokens: torch.Tensor   # int64
     parents: torch.Tensor  # int64: the beam that proposed it, an index into the previous depth
@@ -452,21 +453,18 @@ class CloverHeads(nn.Module):
         return outputs
 
     @torch.no_grad()
-    def draft(self, state, root, tree_size, W, sampling=None, masks=None,
+    def draft(self, state, root, K, W, sampling=None, masks=None,
               extend=extend_candidates, cache=None):
         """Beam search (arXiv 2406.16858, section 4): at each depth, the W candidates of highest
         joint log-probability propose their W best tokens. A child's joint probability never exceeds
         its parent's, so the best candidates are a tree.
 
-        state [B, C] at the last committed position, root [B] -> `Candidates` for a tree of
-        tree_size > 1 nodes. sampling: (temperature, seed, sequence, position) of the roots, each
-        [B]. Where the temperature is above 0, the sampler's noise is added to the logits. masks: of
-        the tokens that may follow the roots, as in `is_allowed`; others are no nodes. extend: a
-        backend's `extend_candidates`. cache: the heads' own, which these do not read."""
+        state [B, C] at the last committed position, root [B] -> `Candidates` by the first K heads.
+        sampling: (temperature, seed, sequence, position) of the roots, each [B]. Where the
+        temperature is above 0, the sampler's noise is added to the logits. masks: of the tokens
+        that may follow the roots, as in `is_allowed`; others are no nodes. extend: a backend's
+        `extend_candidates`. cache: the heads' own, which these do not read."""
         B, C = state.shape
-        K = min(self.config.n_draft, tree_size - 1)
-        # n does not depend on tree_size, so a smaller tree is the front of a larger one; the first
-        # W candidates of a depth are its beams
         candidates = Candidates.empty(root, K, min(W * W, MAX_TREE - 1))
         noise = None
         if sampling:
@@ -484,7 +482,7 @@ class CloverHeads(nn.Module):
             if masks is not None and depth == 0:
                 logprobs = logprobs.masked_fill(~is_allowed(masks, tokens), -math.inf)
             extend(logprobs.view(B, -1, W), tokens.view(B, -1, W), candidates, depth)
-            guessed = candidates.tokens[:, depth, :W]
+            guessed = candidates.tokens[:, depth, :W]  # the beams
             if self.reads_tokens and depth < K - 1:
                 beam = candidates.parents[:, depth, :W, None].expand(B, W, C)
                 states = states.gather(1, beam)

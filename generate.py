@@ -434,7 +434,7 @@ class Decoder:
             noise = (batch.sampling["temperature"], batch.sampling["seed"], batch.sequence,
                      batch.lengths) if plan.mode != GREEDY else None
             state = self.slots.state if batch.slots is None else self.slots.state[batch.slots]
-            candidates = self.heads.draft(state, batch.root, T, self.beams, noise, masks,
+            candidates = self.heads.draft(state, batch.root, plan.depths, self.beams, noise, masks,
                                           self.extend_candidates,
                                           replace(self.slots.heads_cache, slots=batch.slots))
         chain = self.chain(batch, T, masks, forced)

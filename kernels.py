@@ -1197,7 +1197,6 @@ def _num_warps(elements, per_warp):
 # Input checks. A step runs about a hundred, so messages are built only on failure.
 
 SIZES = "sizes, dtypes and devices as documented"
-REAL = torch.float32, torch.float16, torch.bfloat16, torch.float64
 INTEGERS = torch.int32, torch.int64
 
 
@@ -1210,8 +1209,8 @@ def require(condition, expected, *got):
 
 
 def is_real(x):
-    """Whether a tensor holds floats, at least one."""
-    return x.dtype in REAL and x.numel() > 0
+    """Whether a tensor holds floats of 16 bits or more, at least one."""
+    return x.is_floating_point() and x.dtype.itemsize > 1 and x.numel() > 0
 
 
 def fits(x, like, shape, *dtypes):

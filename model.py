@@ -154,8 +154,7 @@ def causal_attention(q, k, v, mask=None, scale=None):
     G = q.shape[2] // k.shape[1]
     dtype = q.dtype
     if mask is not None:
-        n = mask.shape[-1]  # earlier rows are outside every token's window
-        k, v = (x[:, :, -n:] for x in (k, v))
+        k, v = (x[:, :, -mask.shape[-1]:] for x in (k, v))  # earlier rows are outside all windows
     if mask is not None and mask.is_floating_point():  # a bias, which half precision would round
         q, k, v = (x.to(mask.dtype) for x in (q, k, v))
     if q.is_cuda and G > 1 and (q.dtype == torch.float32 or mask is not None):

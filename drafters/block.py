@@ -75,12 +75,10 @@ class BlockHeads(PublishedHeads):
         return self.markov_w2(e).float()
 
     @torch.no_grad()
-    def draft(self, state, root, tree_size, beams, sampling=None, masks=None,
+    def draft(self, state, root, K, W, sampling=None, masks=None,
               extend=extend_candidates, cache=None):
         """`CloverHeads.draft`; state is not read. Without a bias all beams propose the same."""
         B = len(root)
-        W = beams
-        K = min(self.n_draft, tree_size - 1)
         candidates = Candidates.empty(root, K, min(W * W, MAX_TREE - 1))
         normed = self.block_rows(root, cache)[:, :K]
         if self.markov_w1 is None:

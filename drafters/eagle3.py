@@ -104,12 +104,10 @@ class Eagle3Heads(PublishedHeads):
         return add(hidden, residual)
 
     @torch.no_grad()
-    def draft(self, state, root, tree_size, beams, sampling=None, masks=None,
+    def draft(self, state, root, K, W, sampling=None, masks=None,
               extend=extend_candidates, cache=None):
         """`CloverHeads.draft`. Writes the drafted rows to the cache beyond its lengths."""
         B, C = state.shape
-        W = beams
-        K = min(self.n_draft, tree_size - 1)
         own = KVCache(cache.kv[0], cache.lengths, cache.slots)
         lengths = cache.lengths if cache.slots is None else cache.lengths[cache.slots]
         candidates = Candidates.empty(root, K, min(W * W, MAX_TREE - 1))

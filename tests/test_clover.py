@@ -78,7 +78,7 @@ def test_draft_equals_a_plain_beam_search(name, switches, tree_size, beams, toke
         cpu.apply(model)
     with torch.inference_mode():
         chances = torch.exp(-torch.arange(SOURCES) / 4).repeat(2, 1)  # the joint probability
-        candidates = heads.draft(state, root, tree_size, beams)
+        candidates = heads.draft(state, root, min(heads.n_draft, tree_size - 1), beams)
         tree = build_tree(root, candidates, None, chances, torch.zeros(len(root)), tree_size)
     for b, want in enumerate(wanted):
         got = paths(tree, b)

@@ -116,7 +116,7 @@ def test_eagle3_drafts_a_beam_search(beams, switches):
         states[slot] = heads.augment(hidden[:, :-1], tokens[:, 1:], cache=cache.one(slot))[0, -1]
         cache.lengths[slot] = len(prompt) - 1
     root = torch.tensor([prompt[-1] for prompt in prompts])
-    candidates = heads.draft(states[slots], root, 64, beams, cache=replace(cache, slots=slots))
+    candidates = heads.draft(states[slots], root, heads.n_draft, beams, cache=replace(cache, slots=slots))
     for b, prompt in enumerate(prompts):
         hidden = model(torch.tensor([prompt]), layers=heads.hidden_layers)[0, :-1]
         paths = [((), 0.0)]

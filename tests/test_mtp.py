@@ -127,7 +127,7 @@ def test_logits_and_chains_are_those_of_the_format(save, tensors, packed, n, tmp
         state[slot] = out[0, -1]
         cache.lengths[slot] = len(prompt) - 1
     root = torch.tensor([prompt[-1] for prompt in prompts])
-    candidates = heads.draft(state[slots], root, 64, 4, cache=replace(cache, slots=slots))
+    candidates = heads.draft(state[slots], root, heads.n_draft, 4, cache=replace(cache, slots=slots))
     for b, prompt in enumerate(prompts):
         paths = [((), 0.0)]
         for depth in range(heads.n_draft):

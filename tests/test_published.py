@@ -145,7 +145,7 @@ def test_logits_are_those_recorded(case, form, packed, tmp_path, exact):
             candidates.tokens[:, depth, 0] = teacher[depth + 1:][:ROWS]
             candidates.parents[:, depth] = 0
         h, root, cache = loaded.read([*range(1, ROWS + 1)])
-        heads.draft(h, root, STEPS + 1, 1, extend=extend, cache=cache)
+        heads.draft(h, root, STEPS, 1, extend=extend, cache=cache)
         close(torch.stack(heads.head.noted), loaded.result("logits"))
         return
     _, root, cache = loaded.read(ANCHORS)
@@ -164,7 +164,7 @@ def test_block_heads_draft_a_beam_search(case, tmp_path, exact):
     """Bug: a beam with the bias of another one's token."""
     loaded = Loaded(tmp_path, case, speculators, packed=True)
     _, root, cache = loaded.read([COMMITTED])
-    candidates = loaded.heads.draft(None, root, 64, 4, cache=cache)
+    candidates = loaded.heads.draft(None, root, loaded.heads.n_draft, 4, cache=cache)
     weights = recorded.weights_of(case)
     logits = loaded.result("logits")[-1, loaded.heads.config.first:]
     paths = [((root.item(),), 0.0)]
@@ -194,7 +194,7 @@ def test_the_noise_is_the_samplers(case, tmp_path):
     h, root, cache = loaded.read([3, COMMITTED])
     key = torch.tensor([7, 9]), torch.tensor([4, 1])
     sampling = torch.full((2,), 1e6), *key, cache.lengths  # so hot that only the noise counts
-    candidates = loaded.heads.draft(h, root, STEPS + 1, 1, sampling, cache=cache)
+    candidates = loaded.heads.draft(h, root, STEPS, 1, sampling, cache=cache)
     for depth in range(STEPS):
         noise = gumbel(*key, cache.lengths + depth + 1, loaded.ids)
         assert torch.equal(candidates.tokens[:, depth, 0], loaded.ids[noise.argmax(-1)])
