@@ -706,8 +706,8 @@ def _check_head(hidden, weight, temperature, seed, sequence, position, vocab_ids
     M, C = hidden.shape
     V = weight.shape[0]
     B = M if sequence is None else len(sequence)
-    require(is_real(hidden) and fits(weight, hidden, (V, C)) and V > 0 and M % B == 0
-            and fits(temperature, hidden, (B,), torch.float32)
+    require(is_real(hidden) and fits(weight, hidden, (V, C)) and V > 0 and weight.shape[1] == C
+            and M % B == 0 and fits(temperature, hidden, (B,), torch.float32)
             and fits(seed, hidden, (B,), torch.int64) and fits(sequence, hidden, (B,), *INTEGERS)
             and fits(position, hidden, (M,), *INTEGERS)
             and fits(vocab_ids, hidden, (V,), torch.int32)

@@ -289,7 +289,7 @@ def linear_rows(x, weight, bias=None, *, norm=None, eps=1e-5, activation=None, r
     outputs = weight.shape[0]
     parts = 1 if activation is None else 2
     N = outputs // parts
-    plain = weight if isinstance(weight, torch.Tensor) else None
+    plain = weight if isinstance(weight, torch.Tensor) else weight.check(x)
     require(is_real(x) and fits(plain, x, (outputs, C)) and fits(bias, x, (outputs,))
             and fits(norm, x, (C,), x.dtype, torch.float32) and fits(residual, x, (*rows, N))
             and activation in (None, "silu", "gelu") and parts * N == outputs,
