@@ -18,7 +18,7 @@ from backends import cpu_layers, quantized
 from backends.linear import Quantized
 from common.files import check_content
 from common.values import one_line, one_of, warn
-from hf.families import family_of, value_of
+from hf.families import HYBRID_TYPES, family_of, value_of
 from hf.paths import gguf_parts
 from hf.tensors import MTP, StoredTensor
 from hf.tokenizer_json import END_TOKENS, PIECE_IS_TOKEN, byte_level_spec, sentencepiece_spec
@@ -182,6 +182,7 @@ class GGUFFile:
         head_size = value_of(self.meta, "attention.key_length", int, size)
         rotary_size = value_of(self.meta, "rope.dimension_count", int, head_size)
         gemma_27b = raw["num_hidden_layers"] == 62  # scales by size, not head_size
+        recurrent = self.meta.get("attention.recurrent_layers", ())[:self.n_layer]
         expect(not self.meta.get("attention.temperature_scale"),
                "attention.temperature_scale is not supported; use another model")
         if self.meta.get("rope.scaling.finetuned") is False and self.family == "granite":
@@ -195,6 +196,7 @@ class GGUFFile:
             attention_bias="blk.0.attn_q.bias" in tensors, mlp_bias="blk.0.ffn_up.bias" in tensors,
             attention_output_bias="blk.0.attn_output.bias" in tensors,
             attention_multiplier=raw["attention_multiplier"] or head_size ** -0.5,
+            layer_types=[HYBRID_TYPES[int(kind)] for kind in recurrent] or None,
             linear_value_head_dim=raw["linear_key_head_dim"], tiled_heads=True)
 
     @property

@@ -56,12 +56,13 @@ FILES = {  # name: (architecture, a folder of test_hf_checkpoint, changed fields
     "granite": ("granite", "granite", {}),
     "granite-biased": ("granite", "granite-biased", {}),
     "mistral3": ("mistral3", "mistral-window", dict(sliding_window=None)),
-    **{name.replace("3_", "3"): ("qwen35", name, dict(linear_value_head_dim=16, layer_types=None, attention_bias=False))
+    **{name.replace("3_", "3"): ("qwen35", name, dict(linear_value_head_dim=16, attention_bias=False))
        for name in ("qwen3_5", "qwen3_5-1", "qwen3_5-3")},
 }
 
 
-UNTYPED = {  # linear, but no key says so; None: left out
+UNTYPED = {  # linear, or each fourth layer of full attention, but no key says so; None: left out
+    "qwen35": {"qwen35.attention.recurrent_layers": None},
     "gemma3-typeless": {"gemma3.rope.scaling.type": None},
     "llama-scale": {"llama.rope.scaling.type": None, "llama.rope.scaling.factor": None, "llama.rope.scale_linear": 4.0}}
 
@@ -145,6 +146,7 @@ def metadata(architecture, c):
         values |= {"ssm.time_step_rank": c.linear_num_value_heads, "ssm.group_count": c.linear_num_key_heads,
                    "ssm.state_size": c.linear_key_head_dim, "ssm.conv_kernel": c.linear_conv_kernel_dim,
                    "ssm.inner_size": c.linear_num_value_heads * c.linear_value_head_dim, "full_attention_interval": 4,
+                   "attention.recurrent_layers": [kind == "linear_attention" for kind in c.layer_types] + [False],
                    "rope.dimension_count": int(head * rope["partial_rotary_factor"]), "nextn_predict_layers": 1,
                    "block_count": c.num_hidden_layers + 1}
     if architecture == "granite":
@@ -173,7 +175,8 @@ def rope_factors(model):
 
 @pytest.mark.parametrize("name", FILES)
 def test_a_file_of_every_architecture_is_the_model_of_its_folder(name, tmp_path):
-    """Catches rows left permuted, a norm that is 1 too large, and misread windows, RoPE or layers without RoPE."""
+    """Catches rows left permuted, a norm that is 1 too large, and misread windows, RoPE, layers without RoPE or
+    recurrent layers."""
     architecture, folder, flags = FILES[name]
     theirs, tokens = theirs_of(folder, **flags), torch.tensor(random_prompts([90, 90]))
     theirs.save_pretrained(tmp_path / "folder")
@@ -565,7 +568,7 @@ VALUES = {  # case: (changes to tensors and metadata, part of the message)
     "a LoRA adapter": ({"general.type": "adapter"}, "is a LoRA adapter"),
     "scaled attention": ({"llama.attention.temperature_scale": 0.1}, "attention.temperature_scale is not supported"),
     "another architecture": ({"general.architecture": "mamba"}, "general.architecture 'mamba' is not supported"),
-    "a size that is text": ({"llama.embedding_length": "64"}, "hidden_size must be a whole number above 0"),
+    "a size that is text": ({"llama.embedding_length": "64"}, "hidden_size must be a whole number from 1 to"),
     "too many layers": ({"llama.block_count": 99_999}, "99999 layers, but 21 tensors"),
     "another shape": ({"llama.attention.head_count_kv": 1}, "expected floats of shape (16, 64)"),
     "no embeddings": ({"-": "token_embd.weight"}, "KeyError: 'token_embd.weight'"),
