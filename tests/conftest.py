@@ -6,6 +6,7 @@ import shutil
 import tempfile
 from collections import Counter
 from functools import partial
+from pathlib import Path
 
 os.environ.setdefault("HF_HUB_OFFLINE", "1")  # tests run without network
 if not os.access(os.path.expanduser("~"), os.W_OK):  # without a home, Triton would write to ./~
@@ -19,6 +20,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from torch.utils._python_dispatch import TorchDispatchMode
 
+import kernels
 from backends import cpu_layers, cpu_library
 from clover import PRESETS, CloverHeads
 from common.files import read_json
@@ -26,6 +28,8 @@ from model import GPT, GPTConfig, InputError
 from recurrent.layers import DeltaConfig
 from training.data import builtin_corpus
 
+ROOT = Path(__file__).parent.parent
+INTERPRETED = kernels.INTERPRETED.value
 slow = partial(pytest.param, marks=pytest.mark.slow)
 needs_compiler = pytest.mark.skipif(cpu_library.library() is None, reason="needs a C compiler, such as gcc")
 needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
@@ -35,7 +39,7 @@ needs_cuda = pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a C
 def pytest_collection_modifyitems(items):
     """Under Triton's interpreter, which is slow, five of seven cases of a test are `slow`."""
     seen = Counter()
-    for item in items if os.environ.get("TRITON_INTERPRET") else ():
+    for item in items if INTERPRETED else ():
         test = item.location[0], getattr(item, "originalname", item.name)
         if seen[test] % 7 not in (0, 3):  # neither always the first of two nor of three dtypes
             item.add_marker(pytest.mark.slow)
@@ -198,6 +202,15 @@ def seeded():
 def exact(monkeypatch):
     """Packs heads in floats: with 4 bits, torch and C round differently and some tokens differ."""
     monkeypatch.setattr(cpu_layers, "pack_rounded", cpu_layers.pack_floats)
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[
+    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="no CUDA device")])])
+def device(request):
+    """Of a kernel's test. Fills new memory with NaN, which exposes reads of scratch memory before it is written."""
+    torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import the inductor
+    yield request.param
+    torch.set_deterministic_debug_mode("default")
 
 
 @pytest.fixture(scope="session")

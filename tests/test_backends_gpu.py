@@ -109,8 +109,7 @@ def test_quantised_weights_take_little_more_memory_than_their_file(kind, most, t
 
 
 def test_act_order_permutes_the_inputs(tmp_path, monkeypatch):
-    """Bug: inputs in another order than their scales, or than the layer's other parts; a CPU's layers ignore it, or
-    are dequantised without it."""
+    """Bug: inputs in another order than their scales, or the layer's other parts; a CPU's layers ignore it."""
     path = write_quantised(tmp_path, "gptq-4")
     model = checkpoint.load(path, BF16, "cpu")
     order = torch.randperm(128)

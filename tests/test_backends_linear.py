@@ -10,7 +10,7 @@ from backends.gpu import QuantizedHead
 from backends.linear import Quantized, dequantize, linear_rows
 from backends.quantized import select_rows, stack
 from conftest import needs_cuda
-from test_kernels import BF16, DTYPES, FP16, FP32, device, every_second, glu_formula, slow_to_interpret
+from test_kernels import BF16, DTYPES, FP16, FP32, every_second, glu_formula, slow_to_interpret
 
 ERROR = {FP32: 2e-6, FP16: 2e-3, BF16: 3e-2}  # of the largest output; the interpreter truncates bfloat16
 FORMATS = {  # name: (dtype of q, inputs that share a scale, dtype of minimums)
@@ -18,7 +18,6 @@ FORMATS = {  # name: (dtype of q, inputs that share a scale, dtype of minimums)
     "int8-zeros": (torch.int8, 64, torch.int8), "fp8": (torch.float8_e4m3fn, 64, None),
     "int4": (torch.uint8, 64, None), "int4-minimums": (torch.uint8, 32, BF16),
     "int4-zeros": (torch.uint8, 32, torch.uint8)}
-__all__ = ["device"]  # the fixture
 
 
 def draw(*shape):
@@ -87,9 +86,6 @@ def check(M, N, weight, dtype, device, present, activation=None):
     assert (got.double().cpu() - want).abs().max() <= ERROR[dtype] * want.abs().max()
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# linear_rows
-
 @DTYPES
 @pytest.mark.parametrize("present, activation", [
     ("", None), ("norm bias", "silu"), ("norm", "gelu"), ("bias residual", None)], ids=str)
@@ -97,8 +93,7 @@ def check(M, N, weight, dtype, device, present, activation=None):
                                      pytest.param(2, 1536, 576, marks=slow_to_interpret),
                                      pytest.param(33, 576, 1536, marks=slow_to_interpret)])
 def test_linear_rows_is_the_formula(M, N, K, present, activation, dtype, device):
-    """Bug: padding in the mean of squares, a norm of the product, gate and up swapped, a row or column of another
-    tile, an assumed stride."""
+    """Bug: padding in the mean of squares, a norm of the product, gate and up swapped, another tile, a stride."""
     torch.manual_seed(M)
     weight = draw(N if activation is None else 2 * N, K).to(dtype)
     check(M, N, weight, dtype, device, present, activation)
@@ -164,9 +159,6 @@ def test_the_lm_heads_kernels_read_quantised_weights(kind, device):
     got = kernels.project_sample(*args, 0.8, 5, *[place.to(device)] * 2)
     assert torch.equal(got.cpu(), noisy.argmax(-1))
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Weights
 
 @pytest.mark.parametrize("kinds", [("int4-zeros", "int8-groups"), ("int4-minimums", "int8-groups"),
                                    ("int4-zeros", "int4-zeros"), ("int8-minimums", "int4-zeros")], ids="+".join)

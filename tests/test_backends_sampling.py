@@ -7,10 +7,9 @@ import torch
 
 import kernels
 from backends.sampling import filtered_sample
-from test_kernels import INTERPRETED, device, every_second, slow_to_interpret
+from test_kernels import INTERPRETED, every_second, slow_to_interpret
 from test_kernels_fused import normal
 
-__all__ = ["device"]  # the fixture
 FILTERS = [(0, 1e-6, 0), (0, 0.9, 0), (0, 0.9999, 0), (5, 1, 0), (50, 0.9, 0.01), (1, 1, 0), (999, 0.5, 0), (0, 1, 0.3)]
 FLAT = [(6000, 0.1, 0, 0.9, 0), (6000, 0.1, 0, 0.3, 0), (6000, 0.1, 700, 0.9, 0)]  # more groups than a tile has
 
@@ -36,28 +35,11 @@ MIXED = dict(temperature=[0.0, 0.7, 1.0, 1.3, 0.0, 2.0], top_k=[0, 0, 3, 400, 2,
 
 
 @pytest.mark.parametrize("V", [60, pytest.param(1500, marks=slow_to_interpret)])
-def test_rows_have_their_own_parameters(V, device):
-    """Bug: another row's parameter or seed, a filter in a row without one, noise in a greedy row; a token that differs
-    from that of the row alone, with plain numbers."""
+def test_rows_have_their_own_parameters_and_masks(V, device):
+    """Bug: another row's parameter, seed or mask, a bit of another word or beyond V, a mask after the filters instead
+    of before, noise in a greedy row; if nothing is filtered, a token that differs from `project_sample`'s."""
     logits, index = normal(12, V) * 3, torch.arange(6)
     logits[8, [3, 7]] = 50.0  # a tie of a greedy row, which top_k=2 keeps
-    tensors = {name: torch.tensor(values) for name, values in MIXED.items()}
-    places = dict(sequence=index * 5, position=torch.arange(12) * 7)
-    want = kernels.sample_filtered(logits, **tensors, **places)
-    assert want[8] == 3 and torch.equal(want[[0, 1, 9]], logits[[0, 1, 9]].argmax(-1))
-    logits, places, tensors = logits.to(device), *({k: x.to(device) for k, x in y.items()} for y in (places, tensors))
-    assert torch.equal(filtered_sample(logits, **tensors, **places).cpu(), want)
-    for m in (1, 2, 5, 7, 8, 11):
-        numbers = {name: values[m // 2] for name, values in MIXED.items()}
-        place = dict(sequence=places["sequence"][m // 2:][:1], position=places["position"][m:m + 1])
-        assert filtered_sample(logits[m:m + 1], **numbers, **place).item() == want[m]
-
-
-@pytest.mark.parametrize("V", [60, 97])
-def test_masks_forbid_tokens(V, device):
-    """Bug: another row's mask, a bit of another word or beyond V, a mask after the filters instead of before; if
-    nothing is filtered, a token that differs from `project_sample`'s, with masks or without."""
-    logits, index = normal(12, V) * 3, torch.arange(6)
     masks = torch.randint(-2**31, 2**31, (12, -(-V // 32))).int()
     masks[0], masks[1] = -1, 0
     masks[1, 1] = 1 << 17  # one token
@@ -71,7 +53,9 @@ def test_masks_forbid_tokens(V, device):
     eye, weight, logits, masks = (x.to(device) for x in (eye, weight, logits, masks))
     places, tensors = ({k: x.to(device) for k, x in y.items()} for y in (places, tensors))
     noise = {name: tensors[name] for name in ("temperature", "seed")}
-    for some, want in ((None, kernels.sample_filtered(logits, **tensors, **places).cpu()), (every_second(masks), want)):
+    free = kernels.sample_filtered(logits, **tensors, **places).cpu()
+    assert free[8] == 3 and torch.equal(free[[0, 1, 9]], logits.cpu()[[0, 1, 9]].argmax(-1))
+    for some, want in ((None, free), (every_second(masks), want)):
         assert torch.equal(filtered_sample(logits, **tensors, **places, masks=some).cpu(), want)
         got = kernels.project_sample(eye, weight, **noise, **places, masks=some).cpu()  # the product is exact
         assert torch.equal(got[[0, 1, 2, 3, 8, 9]], want[[0, 1, 2, 3, 8, 9]])  # the unfiltered rows

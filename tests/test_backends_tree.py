@@ -14,14 +14,8 @@ from clover import BINS, SCHEMA, SOURCES, Candidates, Tree
 from engine.acceptance import ACTIVE, GUIDED
 from generate import Accepted
 from static import module_of
-from test_kernels import INTERPRETED, as_int64, device, every_second, slow_to_interpret
+from test_kernels import INTERPRETED, as_int64, every_second, slow_to_interpret
 from test_kernels_fused import normal
-
-__all__ = ["device"]  # the fixture
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# extend_candidates
 
 # B, K, W, T, whether all beams share proposals
 TREES = {"small": (3, 4, 4, 16, False), "two-nodes": (2, 1, 1, 2, False), "shared-proposals": (2, 4, 3, 30, True),
@@ -30,8 +24,8 @@ TREES = {"small": (3, 4, 4, 16, False), "two-nodes": (2, 1, 1, 2, False), "share
 
 
 def random_proposals(B, w, W):
-    """logprobs and tokens [B, w, W] with many ties, -inf, NaN and one above 0."""
-    logprobs = -torch.rand(B, w, W).mul(3).round().sort(-1).values
+    """logprobs and tokens [B, w, W] with many ties, -inf, NaN and one above 0, half of them between two bins."""
+    logprobs = -torch.rand(B, w, W).mul(8).round().mul(3 / 8).sort(-1).values
     tokens = torch.stack([torch.randperm(max(W, 9))[:W] for _ in range(B * w)]).view(B, w, W)
     logprobs[0, 0, -1] = -math.inf
     if w > 1:
@@ -70,9 +64,6 @@ def test_candidates_are_those_of_a_plain_search(B, K, W, T, shared, device):
             assert list(got) == best + [(-math.inf, 0, -1)] * (n - len(best))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# ngram_lookup
-
 def plain_lookup(text, n):
     """The length of the match and the chain, by trying every place from the newest back."""
     last = len(text) - 1
@@ -103,17 +94,13 @@ LENGTHS = {"1": [1], "2": [2, 1], "3": [3, 2, 1], "ragged": [7, 1, 4, 2, 111, 3,
 @pytest.mark.parametrize("lengths", LENGTHS.values(), ids=LENGTHS.keys())
 @pytest.mark.parametrize("vocabulary", VOCABULARIES.values(), ids=VOCABULARIES.keys())
 def test_lookup_is_a_plain_search(vocabulary, lengths, n, device):
-    """Bug: a token truncated to 16 bits, the end of a tile left out, a suffix or a match outside its text; a nearer,
-    shorter match wins, a match of 5 tokens, the newest token matches itself."""
+    """Bug: a token of 16 bits, a tile's end left out, a match outside its text, of 5 tokens, nearer but shorter."""
     rng = random.Random(0)
     texts = [rng.choices(vocabulary, k=length) for length in lengths]
     texts += [text[:-2] + text[:2] for text in texts]  # so that a large vocabulary has matches too
     got = lookup(texts, n, device, rng)
     assert got == [plain_lookup(text, n) for text in texts]
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# build_tree
 
 # B, K, W, candidates per depth, tokens of the chain
 POOLS = {"heads": (3, 4, 4, 16, 0), "lookup": (3, 0, 0, 0, 15), "one-token": (2, 0, 0, 0, 1), "both": (4, 4, 4, 16, 15),
@@ -183,8 +170,8 @@ def plain_trees(root, candidates, lookup, chances, temperature, T):
 @pytest.mark.parametrize("pool", POOLS.values(), ids=POOLS.keys())
 def test_trees_are_the_front_of_a_plain_search(pool, table, device):
     """Bug: a wrong order of ties, a child without its parent, one token twice, padding or a forbidden token that counts
-    as a node; a small tree that is not the front of a larger one; a chance that rises along a path; chances of the
-    other mode."""
+    as a node; a small tree that is not the front of a larger one; a chance that rises along a path, is of the other
+    mode, a power too many or not interpolated between bins; the smaller chance or its source for a merged node."""
     for _ in range(1 if INTERPRETED else 20):
         root, candidates, lookup = random_pool(*pool)
         chances, temperature = torch.tensor([table, table[::-1]]), torch.randint(0, 2, root.shape).float()
@@ -195,25 +182,6 @@ def test_trees_are_the_front_of_a_plain_search(pool, table, device):
             got = triton_tree.build_tree(on_device[0], heads, *on_device[1:], T)
             assert all(torch.equal(x.cpu(), y[:, :T]) for x, y in zip(got, want, strict=True)), T
 
-
-def test_chances_are_the_formula(device):
-    """Bug: no interpolation between bins, a power too many, the smaller chance or its source for a merged node."""
-    joint = torch.tensor([[[-0.125, -1.5, -99.0], [-0.625, -10.0, -math.inf]]])
-    tokens, parents = torch.tensor([[[5, 6, 7], [8, 9, 3]]]), torch.tensor([[[0, 0, 0], [0, 0, -1]]])
-    candidates = Candidates(*(x.to(device) for x in (joint, tokens, parents)))
-    chances = torch.zeros(2, SOURCES)
-    chances[1, :8], chances[1, BINS + 2] = torch.tensor([0.75, 0.5, 0.5, 0.25, 0.25, 0.25, 0.125, 0]), 0.5
-    inputs = torch.tensor([4]), torch.tensor([[2, 5, 8, 5]]), chances, torch.tensor([0.7])
-    root, *inputs = (x.to(device) for x in inputs)
-    *columns, probabilities = (x[0].tolist() for x in triton_tree.build_tree(root, candidates, *inputs, 8))
-    assert probabilities == [1, 0.625, 0.375, 0.125, 0.125, 0, 0, 0]
-    assert [*zip(*columns)] == [
-        (4, 0, 0, 1, -1), (5, 0, 1, 3, 0), (8, 1, 2, 7, 2), (6, 0, 1, 9, 6), (5, 2, 3, 23, 43), (7, 0, 1, 33, 40),
-        (9, 1, 2, 67, 40), (0, 0, 0, 0, -1)]
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# accept_path
 
 def random_tree(rng, T, max_depth=6):
     """[tokens, parents, depths, bitmasks] of T nodes, some of them padding; a node's i-th child has the token i."""
@@ -290,14 +258,10 @@ def test_paths_and_counts_are_those_of_a_plain_walk(n_chain, device):
         assert all(map(torch.equal, triton_tree.to_host(got), (x.cpu() for x in got)))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# prompt_chain
-
 @pytest.mark.parametrize("T", [1, 2, 13, 64])
 @pytest.mark.parametrize("n_chain", [None, 0, 15])
 def test_a_prompt_is_a_chain_that_is_accepted(T, n_chain, device):
-    """Bug: a known token that is rejected or replaced by a sample, padding that is accepted, another sequence's tree
-    changed, a prompt's tokens counted as guesses."""
+    """Bug: a known token rejected or replaced by a sample, padding accepted, another tree changed, a guess counted."""
     rng = random.Random(T)
     starts, ends = [0, 5, 0, 40, 7, 90], [70, 5, 0, 41, 7 + T, 3]  # the second, the third and the last have been read
     texts = torch.randint(0, 99, (6, 200))
@@ -325,9 +289,6 @@ def test_a_prompt_is_a_chain_that_is_accepted(T, n_chain, device):
                    for at in range(start + 1, start + n + 1)]
         assert out.tokens[b, :n].tolist() == emitted and out.path[b, :n].tolist() == [*range(n)] and out.count[b] == n
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# advance, and slots
 
 def by_slot():
     """{function: (arguments of 5 sequences, names of those that slots index, names of those changed in place)}"""

@@ -11,7 +11,7 @@ import torch
 
 from backends import cpu
 from clover import BINS, PRESETS, SOURCES, CloverHeads, build_tree, preset
-from conftest import SHAPES, edit_json, edit_weights, random_prompts, refusal, toy_model
+from conftest import MODELS, edit_json, edit_weights, random_prompts, refusal, toy_model
 from hf import checkpoint
 from hf.heads import load_heads
 
@@ -88,8 +88,9 @@ def test_draft_equals_a_plain_beam_search(name, switches, tree_size, beams, toke
             assert tree.probabilities[b, node] == pytest.approx(math.exp(want[path]), rel=0.01, abs=5e-5)
 
 
-def test_a_draft_vocabulary_survives_the_disk(toy, tmp_path):
-    """Catches ids rounded to bfloat16, and a vocabulary that heads without one get."""
+def test_heads_survive_the_disk(toy, tmp_path):
+    """Catches ids of a draft vocabulary that are rounded, a vocabulary that heads without one get, norms or biases in 8
+    bits, heads that are not read back in the model's dtype."""
     heads = random_heads(toy)
     for tokens in ([3, 4, 3], [97], [-1], [2**40]):
         refusal(lambda: heads.set_vocabulary(tokens), "a draft vocabulary has token ids outside 0..96, or one twice")
@@ -102,10 +103,6 @@ def test_a_draft_vocabulary_survives_the_disk(toy, tmp_path):
     refusal(lambda: CloverHeads.from_pretrained(tmp_path, toy), "outside 0..96")
     random_heads(toy).save_pretrained(tmp_path)
     assert CloverHeads.from_pretrained(tmp_path, toy).vocabulary is None
-
-
-def test_matrices_in_8_bits_survive_the_disk(toy, tmp_path):
-    """Catches norms or biases that are rounded too, and heads that are not read back in the model's dtype."""
     heads = random_heads(toy)
     heads.save_pretrained(tmp_path, dtype=torch.float8_e4m3fn)
     same = CloverHeads.from_pretrained(tmp_path, toy).state_dict()
@@ -150,10 +147,6 @@ def test_presets_start_where_the_papers_start(toy):
     for name in ("medusa", "hydra"):
         for out in CloverHeads(preset(name), toy)(hidden, tokens):
             torch.testing.assert_close(toy.lm_head(out), toy.lm_head(hidden), atol=1e-3, rtol=1e-3)
-
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Folders
 
 
 def test_heads_serve_their_model_in_any_format_and_no_other_one(toy, tmp_path, capsys):
@@ -212,13 +205,15 @@ def test_heads_do_not_see_across_documents(name):
             torch.testing.assert_close(out[:, start:start + n], want, atol=1e-4, rtol=1e-4)
 
 
-@pytest.mark.parametrize("shape", ["gemma", "olmo", "partial"])
-def test_the_augmenting_block_is_a_copy_of_the_last_layer(shape):
-    """Catches the window, rotation or norms of another layer; here all layers differ."""
-    model = toy_model(**SHAPES[shape])
+@pytest.mark.parametrize("shape", ["gemma", "olmo", "partial", "hybrid"])
+def test_the_augmenting_block_is_a_copy_of_the_last_layer_with_attention(shape):
+    """Catches the window, rotation or norms of another layer; here all layers differ. A recurrent one would have a
+    state that no tree of the heads changes."""
+    model = toy_model(**MODELS[shape])
     heads = CloverHeads(preset("clover"), model)
     x, positions = torch.randn(2, 30, 64), torch.arange(30).expand(2, 30)
-    last, own = (blocks(x, model.tables, positions) for blocks in (model.blocks[-1:], heads.augment_blocks))
+    last = 1 if shape == "hybrid" else 2
+    last, own = (blocks(x, model.tables, positions) for blocks in (model.blocks[last:last + 1], heads.augment_blocks))
     assert torch.equal(last[0], own[0]) and torch.equal(last[1], own[1])
     heads.augment_blocks[0].attn.window += 1
     changed = heads.augment_blocks(x, model.tables, positions)

@@ -5,15 +5,14 @@ import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 import torch
 from safetensors.torch import load_file
 
+from conftest import ROOT
 from model import GPT, GPTConfig
 
-ROOT = Path(__file__).parent.parent
 FOUR = ["kernels.py", "model.py", "clover.py", "generate.py"]
 WEIGHTS, EXAMPLE = re.findall(r"^```python\n(.*?)^```", (ROOT / "docs" / "copying.md").read_text(), re.M | re.S)
 CASES = {  # name: (files, code, pattern of its output)

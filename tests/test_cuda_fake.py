@@ -342,35 +342,17 @@ def test_sequences_with_different_sampling_share_a_step_on_a_fake_gpu(start):
         assert ("_filtered_sample_kernel" in world.launches) == (mode == 2) != ("_project_kernel" in world.launches)
 
 
-def test_prompts_are_read_by_replays_on_a_fake_gpu(start):
-    """Bug: an operation, an eager pass or a capture for a prompt, while which the other sequences wait."""
-    world, model, heads = start()
-    engine = Engine(model, policy=Policy(model, heads, True), batch_size=32, capacity=200)
-    warm_up(engine)
-    graphs = len(world.graphs)
-    world.launches.clear()
-    seen = set()
-
-    def note(name, args, result):
-        if any(x.is_cuda for x in tensors((args, result))):
-            seen.add(name)
-    with Operations(note):
-        output = engine.generate([[*range(2 + n)] for n in range(90)], 5)
-    assert output.emitted == 90 * 5 and not world.launches and len(world.graphs) == graphs
-    # views, and the results' copies to the host
-    assert seen <= {"as_strided", "expand", "device", "to", "_to_copy", "zero_"}, seen
-
-
 @pytest.mark.parametrize("tree_size, kind", [(None, None), slow(5, "clover")])
 def test_a_server_captures_everything_beforehand(tree_size, kind, start):
-    """Bug: a capture while requests run, in any sampling mode or for any number of them; steps of more rows than there
-    are sequences; options that were left out are chosen; times that are not learnt."""
+    """Bug: a capture or an operation while requests run, in any sampling mode, for any number of them or for a prompt;
+    steps of more rows than there are sequences; options that were left out are chosen; times that are not learnt."""
     world, model, heads = start(kind=kind)
     engine = Engine(model, policy=Policy(model, heads, True, tree_size), batch_size=6, capacity=200)
     policy = engine.policy
     seen = []
     capture_all(engine, lambda steps: seen.extend(steps) or steps)
     assert [*engine.decoder.batch_sizes] == [1, 2, 4, 6] and policy.captured == {False: {*seen}, True: set()}
+    assert tree_size or {T for _, T, _ in seen} <= {1, *gpu.GraphDecoder.read_sizes, *gpu.GraphDecoder.tree_sizes}
     rows = [B * T for B, T, _ in seen]
     trees = [n for n, (_, T, _) in zip(rows, seen) if T not in (1, tree_size)]
     assert trees == sorted(trees, reverse=True) == rows[-len(trees):]
@@ -378,16 +360,19 @@ def test_a_server_captures_everything_beforehand(tree_size, kind, start):
     assert all(n <= LARGEST_STEP for n in rows) and {B for B, T, _ in seen if T == 64} <= {1, 2, 4, 6}
     assert len(policy.times.corrections) > 6
     world.launches.clear()
-    ran = []
+    ran, names = [], set()
+    note = lambda name, args, result: names.update([name] * any(x.is_cuda for x in tensors((args, result))))
     launch = engine.decoder.launch
     engine.decoder.launch = lambda plan, *rest: ran.append((plan.B, len(engine.running))) or launch(plan, *rest)
-    for n in (1, 2, 3, 6, 14):
-        for sampling in (Sampling(), Sampling(0.8), Sampling(0.8, top_k=5)):
-            engine.generate([[*range(2 + 7 * n)] for n in range(n)], 5, sampling=[sampling] * n)
+    for n in (1, 2, 3, 14):
+        with Operations(note):
+            for sampling in (Sampling(), Sampling(0.8), Sampling(0.8, top_k=5)):
+                engine.generate([[*range(2 + 7 * n)] for n in range(n)], 5, sampling=[sampling] * n)
         policy.tree_size = 1  # a request without drafting
         engine.generate([[1, 2, 3]] * n, 5)
         policy.tree_size = tree_size
     assert not world.launches and len(world.graphs) == 3 * len(seen)
+    assert names <= {"as_strided", "expand", "device", "to", "_to_copy", "zero_"}  # views, and copies to the host
     assert all(running <= B < 2 * running or B == 6 for B, running in ran) and {B for B, _ in ran} == {1, 2, 4, 6}
 
 
@@ -415,16 +400,15 @@ def test_a_capture_without_memory_is_not_tried_again(guided, start, monkeypatch)
         raise torch.OutOfMemoryError
     monkeypatch.setattr(generate_module, "capture", full)
     with patch.object(ToyGrammar, "take", lambda _, tokens: len(tokens)):
-        output = engine.generate([[1, 2], [3]], 20, grammars=[ToyGrammar(), None] if guided else None)
-    assert output.emitted == 40 and not world.graphs
+        output = engine.generate([[1, 2], [3]], 9, grammars=[ToyGrammar(), None] if guided else None)
+    assert output.emitted == 18 and not world.graphs
     assert len(tried) == len(engine.decoder.eager) <= 4 and {*tried} == {"draft" if guided else "step"}
     capture_all(engine)
     assert not engine.policy.captured[False]
 
 
 def launched(engine, part):
-    """A list that collects, of each step, whether it has a guide (part 1) or log-probabilities (part 2), and how many
-    steps are in flight."""
+    """Collects of each step whether it has a guide (part 1) or log-probabilities (part 2), and the steps in flight."""
     launch, seen = engine.decoder.launch, []
 
     def note(plan, with_trees, step):
@@ -463,8 +447,7 @@ def test_steps_with_grammars_are_three_graphs_on_a_fake_gpu(start):
 
 @pytest.mark.parametrize("bits", [None, 4])
 def test_log_probabilities_are_enqueued_beside_the_graphs_on_a_fake_gpu(bits, start):
-    """Bug: a wait or a capture for a request that asks, one step in flight less, more rows than a quantised head
-    multiplies."""
+    """Bug: a wait or a capture for a request that asks, one step in flight less, more rows than a head multiplies."""
     world, model, heads = start(kind=None, bits=bits)
     engine = Engine(model, policy=Policy(model, None, True, 5, schema=True), batch_size=4, capacity=200)
     warm_up(engine)
@@ -507,16 +490,6 @@ def test_policies_get_the_device_time_of_each_step(warm, start):
     captured = MIXED if warm else [*MIXED[1:], MIXED[0]]  # in this order; the first option runs once, then the others
     for index, (T, _) in enumerate(captured):
         assert (seconds := engine.policy.seconds[T]) == slow + [(1 + index) / 1e3] * (len(seconds) - len(slow)) != slow
-
-
-def test_the_policy_selects_among_few_sizes_on_a_fake_gpu(start):
-    """Bug: arbitrary sizes, each of which needs a capture; a wait for the policy's tables."""
-    world, model, heads = start()
-    engine = Engine(model, policy=Policy(model, heads, True), batch_size=2, capacity=700)
-    engine.generate([[1, 2], [3]], 600)
-    sizes = {plan.tree_size for plan in plans(engine)}
-    assert 1 < len(sizes) and sizes <= {1, *gpu.GraphDecoder.tree_sizes} == {T for T, _ in engine.policy.options}
-    assert 1 < len(world.graphs) == len(engine.decoder.graphs)
 
 
 def cancel_all(engine):
@@ -564,8 +537,7 @@ def test_a_capture_is_in_inference_mode(world):
 
 @pytest.mark.parametrize("name, kind", [("llama", "clover"), ("alibi", "clover2"), ("gpt2", "hydra")])
 def test_losses_of_training_on_a_fake_gpu(name, kind, start, monkeypatch):
-    """Bug: a mask on the CPU, a loss that is read back, products in float32, sums in bfloat16, cuDNN attention, whose
-    gradient with a mask may be NaN. Forward pass only."""
+    """Bug: a mask on the CPU, a loss that is read back, products in float32, sums in bfloat16, cuDNN attention."""
     world, model, heads = start(name, kind, BF16)
     allowed, products = [], set()
     operations = Operations(lambda name, args, _: products.update(x.dtype for x in args[:2] if name in ("mm", "addmm")))
@@ -582,9 +554,6 @@ def test_losses_of_training_on_a_fake_gpu(name, kind, start, monkeypatch):
     assert allowed and torch.nn.attention.SDPBackend.CUDNN_ATTENTION not in allowed
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Planted defects that the fake GPU must detect
-
 def move(decoder, accepted, old=[]):
     old.append(decoder.slots.state)  # still alive, but the host writes elsewhere
     decoder.slots.state = decoder.slots.state.clone()
@@ -593,15 +562,13 @@ def move(decoder, accepted, old=[]):
 PLANTED = {
     "_local_scalar_dense": lambda decoder, accepted: accepted.count.sum().item(),
     "host's data while capturing": lambda decoder, accepted: accepted.count.add_(torch.tensor([1] * 3, device="cuda")),
-    "nonzero|not linked": lambda decoder, accepted: accepted.count.nonzero(),
     "a number from the host": lambda decoder, accepted: decoder.slots.active.__setitem__(0, 1),
     "memory that is gone": lambda decoder, accepted: setattr(decoder.slots, "state", decoder.slots.state.clone()),
-    "on memory that is gone": lambda decoder, accepted: setattr(decoder.policy, "chances", decoder.policy.chances + 0),
     "tensors were": move}
 
 
 @pytest.mark.parametrize("error", PLANTED)
-def test_defects_of_a_step_are_detected(error, start, monkeypatch):
+def test_planted_defects_of_a_step_are_detected(error, start, monkeypatch):
     world, model, heads = start()
     commit = Decoder.commit
 

@@ -15,7 +15,7 @@ import pytest
 import test_demo
 from bench import __main__ as bench
 from bench import timing
-from conftest import call_once
+from conftest import ROOT, call_once
 from generate import Decoder, generate
 from test_train_heads import measured, write_lines
 from tools.flags import parse_generate, parse_serve
@@ -24,7 +24,6 @@ from training import data, evaluate
 from training.flags import parse_heads
 from training.program import main as train_main
 
-ROOT = Path(__file__).parent.parent
 DOCS = [ROOT / "demo" / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 BENCH = ("decode", "cpu", "gpu", "draw")
 FLAG = r"(?<![\w-])--[a-z][\w-]*"

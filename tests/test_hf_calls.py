@@ -82,8 +82,7 @@ TOKENS = [(HERMES, {}, f"<think>é</think>{hermes(GET)}", "<think>é</think>", [
 @pytest.mark.parametrize("template, options, output, text, calls", WRITTEN + TOKENS)
 @pytest.mark.parametrize("are_tokens", [False, True])
 def test_calls_are_allowed_and_read(marked, are_tokens, template, options, output, text, calls):
-    """Bug: a marker that is a token spelt as text, a brace in a string that ends a call, a call in the content, text
-    that only looks like a call and is lost, a stream whose calls differ."""
+    """Bug: a token spelt as text, a call that a string's brace ends, text like a call that is lost, another stream."""
     if not are_tokens and output.startswith(("<think>", "<|python")):
         pytest.skip("has tokens")
     *_, encoding, tokenizer = (None, *marked) if are_tokens else load()
@@ -109,8 +108,7 @@ def test_calls_are_allowed_and_read(marked, are_tokens, template, options, outpu
     (HERMES, dict(required=True, only="get"), hermes(GET, GET)), (HERMES, dict(required=True), ""),
     (LLAMA, {}, llama("x", "{}")), (LLAMA, {}, llama(*GET) + " so"), (LLAMA, {}, llama(*TIME) + "; " + llama(*TIME))])
 def test_other_calls_are_forbidden(marked, template, options, output):
-    """Bug: an unknown function, arguments that break the schema, text after calls, a second call that was not asked
-    for, text where a call is required."""
+    """Bug: an unknown function, arguments that break the schema, text after calls or instead, a second call."""
     for encoding, tokenizer in (marked, load()[2:]):
         grammar = tokenizer.compile("tools", Tools(templated(encoding, template), TOOLS, **options))
         number, total, may_end = written(grammar, encoding, output)

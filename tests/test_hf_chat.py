@@ -1,6 +1,7 @@
 """hf/chat.py: templates render like transformers; stop tokens and sampling defaults come from the folder."""
 
 import json
+import shutil
 
 import pytest
 
@@ -159,32 +160,24 @@ def test_a_broken_or_hostile_template_is_refused_in_one_line(source, reason, tmp
 
 
 def test_where_a_template_is_looked_for(tmp_path):
+    """Bug: a file of templates that is not read, or does not win; "default" renders a chat with tools, without them."""
     assert chat.load_chat_template(tmp_path) is None
-    one = said(("user", "x"))
-    named = [{"name": "tool_use", "template": "tools"}, {"name": "default", "template": "default {{ bos_token }}"}]
-    tk.write(tmp_path, {"tokenizer_config.json": json.dumps({"chat_template": named})})
-    tk.write(tmp_path, {"special_tokens_map.json": '{"bos_token": {"content": "<s>"}}'})
-    assert chat.load_chat_template(tmp_path).render(one) == "default <s>"
-    tk.write(tmp_path, {"chat_template.jinja": "file {{ messages[0].content }}\n"})
-    assert chat.load_chat_template(tmp_path).render(one) == "file x"
-    (tmp_path / "chat_template.jinja").unlink()
+    named = [{"name": name, "template": name + " {{ tools }}{{ mode }}{{ bos_token }}"}
+             for name in ("default", "tool_use", "rag")]
+    in_files = {"chat_template.jinja": "file " + named[0]["template"],
+                "additional_chat_templates/tool_use.jinja": "file " + named[1]["template"]}
+    for where, files in (("", {"tokenizer_config.json": json.dumps({"chat_template": named})}), ("file ", in_files)):
+        tk.write(tmp_path, files | {"special_tokens_map.json": '{"bos_token": {"content": "<s>"}}'})
+        template = chat.load_chat_template(tmp_path)
+        template.variables["mode"] = "!"  # as --template-kwargs do
+        assert template.render(CHATS[0]) == f"{where}default None!<s>"
+        assert template.render(CHATS[0], tools=["f"]) == f"{where}tool_use ['f']!<s>"
+    for name in ("chat_template.jinja", "tokenizer_config.json"):
+        (tmp_path / name).unlink()
+    refusal(lambda: chat.load_chat_template(tmp_path), "a template named default")
+    shutil.rmtree(tmp_path / "additional_chat_templates")
     for broken in (7, [], [{"name": "tool_use", "template": "x"}], ["x"], {"default": 1}):
         tk.write(tmp_path, {"tokenizer_config.json": json.dumps({"chat_template": broken})})
         refusal(lambda: chat.load_chat_template(tmp_path), tmp_path / "tokenizer_config.json", "default")
     tk.write(tmp_path, {"tokenizer_config.json": "[]"})
     refusal(lambda: chat.load_chat_template(tmp_path), tmp_path / "tokenizer_config.json")
-
-
-def test_a_template_for_tools_is_used_when_tools_are_given(tmp_path):
-    """Bug: "default" renders the chat, without its tools."""
-    named = [{"name": name, "template": name + " {{ tools }}{{ mode }}"} for name in ("default", "tool_use", "rag")]
-    in_files = {"chat_template.jinja": named[0]["template"],
-                "additional_chat_templates/tool_use.jinja": named[1]["template"]}
-    for files in ({"tokenizer_config.json": json.dumps({"chat_template": named})}, in_files):
-        tk.write(folder := tmp_path / str(len(files)), files)
-        template = chat.load_chat_template(folder)
-        template.variables["mode"] = "!"  # as --template-kwargs do
-        assert template.render(CHATS[0]) == "default None!"
-        assert template.render(CHATS[0], tools=["f"]) == "tool_use ['f']!"
-    (folder / "chat_template.jinja").unlink()
-    refusal(lambda: chat.load_chat_template(folder), "a template named default")

@@ -74,8 +74,8 @@ def permuted(value, heads):
 
 def write(path, architecture, model, edit=lambda tensors, values: None, convert=lambda name, value: (value, None),
           **options):
-    """Writes a transformers model to a GGUF file. edit: changes tensors and metadata first. convert: (name, float32
-    values) -> (values to write, their type). options: for the writer."""
+    """Writes a transformers model as GGUF. edit: changes tensors and metadata first. convert: (name, float32 values) ->
+    (values, their type). options: for the writer."""
     c = model.config
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[architecture.upper()], c.num_hidden_layers)
     tensors = rope_factors(model)
@@ -208,8 +208,7 @@ EDGES = [0, 0x8000, 1, 0x83ff, 0x0400, 0x3c00, 0x7bff, 0x7c00, 0xfc00, 0x7e01]  
 @needs_compiler
 @pytest.mark.parametrize("name", cpu_layers.FORMATS)
 def test_blocks_are_packed_as_they_are(name):
-    """Catches misplaced bits, scales or minimums, rows in the wrong order, edge cases of float16, wrong outputs of
-    stacked weights."""
+    """Catches misplaced bits, scales or minimums, rows in another order, edges of float16, stacked weights mixed up."""
     kind = Type[name]
     raw = random_blocks(kind, (37, 512), EDGES)
     order = torch.randperm(37)
@@ -253,8 +252,7 @@ def test_values_of_a_type_are_those_of_the_package(kind, tmp_path):
     ("llama-tied", ("1.attn.qkv", "1.attn.proj")),
     ("qwen3_5", ("3.attn.qkv", "3.attn.proj", "1.attn.qkvz", "1.attn.out_proj"))])
 def test_packed_values_on_a_cpu_are_those_of_the_file(name, layers, tmp_path, capfd):
-    """Catches rows of the wrong tensor, layers of several types, a dequantised embedding table, and types with or
-    without kernels whose values differ from the package's."""
+    """Catches rows of the wrong tensor, layers of several types, a dequantised table, values unlike the package's."""
     hybrid = dict(linear_value_head_dim=16, tie_word_embeddings=True) if name == "qwen3_5" else {}
     theirs = theirs_of(name, hidden_size=256, intermediate_size=256, **hybrid)
     kinds = {"token_embd": Type.Q6_K, "attn_q": Type.Q4_K, "attn_k": Type.Q5_K, "attn_v": Type.Q6_K,
@@ -462,13 +460,9 @@ def test_the_real_file_has_the_ids_and_logits_of_transformers():
             torch.testing.assert_close(model.lm_head(model(ids[None])), theirs(ids[None]).logits, atol=1e-4, rtol=0)
 
 
-# --------------------------------------------------------------------------------------------------
-# Names and errors
-
 @pytest.mark.parametrize("packed", [False, pytest.param(None, marks=needs_compiler)])
 def test_a_split_file_is_read_whole_from_any_of_its_parts(packed, corpus, tmp_path):
-    """Catches a tensor that is read, packed or released in the wrong part's memory, and a part that is missing or
-    belongs to another model."""
+    """Catches a tensor read, packed or released in another part's memory, a part that is missing or another model's."""
     def convert(name, value):
         return (random_blocks(Type.Q4_0, value.shape), Type.Q4_0) if "ffn" in name else (value, None)
     spec = tk.byte_level(corpus[:2], tk.BYTE_LEVEL)
@@ -549,7 +543,8 @@ def patched(offset, form, value):
 
 
 NORM = b"output_norm.weight\1\0\0\0\x40\0\0\0\0\0\0\0"  # name, one dimension of 64; the type follows
-HEADER = {  # case: (function that breaks the bytes of a file, part of the message)
+HEADER = {  # case: (function that breaks the bytes of a file or removes it, part of the message)
+    "missing": (None, "m.gguf"),
     "empty": (lambda data: data.clear(), "cannot mmap an empty file"),
     "a pointer": (lambda data: data.__setitem__(slice(None), b"version https://git-lfs.github"), "git-lfs pointer"),
     "2^60 tensors": (patched(8, "<Q", 2**60), "truncated, or not"),
@@ -557,7 +552,6 @@ HEADER = {  # case: (function that breaks the bytes of a file, part of the messa
     "2^60 tokens": (patched(b"ggml.tokens\t\0\0\0\b\0\0\0", "<Q", 2**60), "truncated, or not"),
     "no such type": (patched(NORM, "<I", 99), "99 is not a valid GGMLQuantizationType"),
     "integers": (patched(NORM, "<I", 26), "Dequantization for I32 is not"),
-    "2^60 rows": (patched(b"output_norm.weight\1\0\0\0", "<Q", 2**60), "truncated, or not"),
     "2^31 dimensions": (patched(b"output_norm.weight", "<I", 2**31), "truncated, or not"),
     "another version": (patched(4, "<I", 1), "GGUF version 1 and big-endian files are not supported"),
 }
@@ -581,8 +575,9 @@ SPELLED = {"tokenizer.ggml.tokens": ["a", "b", "ab"], "tokenizer.ggml.merges": [
 def test_a_broken_header_is_refused_at_once_in_one_line(case, toy_file, tmp_path):
     """Catches a trusted count, such as 2^60 values that are read until memory runs out."""
     data, file = bytearray(toy_file.read_bytes()), tmp_path / "m.gguf"
-    HEADER[case][0](data)
-    file.write_bytes(data)
+    if HEADER[case][0]:
+        HEADER[case][0](data)
+        file.write_bytes(data)
     for call in (read_family, GPT.from_pretrained, load_encoding):
         refusal(lambda: call(file), HEADER[case][1])
 
@@ -598,11 +593,6 @@ def test_values_and_tensors_that_do_not_fit_are_refused(case, tmp_path):
         values.update(SPELLED | {key: value for key, value in changes.items() if len(key) > 1})
     file = write(tmp_path / "m.gguf", "llama", theirs_of("llama"), edit)
     refusal(lambda: (load_encoding if "tokenizer.ggml" in [*changes][0] else GPT.from_pretrained)(file), says)
-
-
-def test_a_missing_file_is_named(tmp_path):
-    for call in (read_family, GPT.from_pretrained, load_encoding):
-        refusal(lambda: call(tmp_path / "none.gguf"), "none.gguf")
 
 
 def test_no_bytes_make_another_error(toy_file, tmp_path):

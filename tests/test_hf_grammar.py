@@ -95,9 +95,6 @@ def test_masks_of_a_tree_are_those_of_its_paths(thinks):
     assert matcher.ended == "stop" and not matcher.error
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Decoding
-
 SAMPLINGS = Sampling(), Sampling(1.0, seed=3), Sampling(0.8, top_k=20, top_p=0.9, seed=5)
 POINT = OBJECT | dict(properties=dict(x=dict(type="integer", minimum=-9, maximum=120)), required=["x"])
 DOCUMENT = OBJECT | {"$defs": dict(point=POINT), "required": ["name", "points"], "properties": dict(
@@ -116,7 +113,7 @@ def test_output_is_valid_and_that_of_plain_decoding(drafter, tree_size, batch_si
     if decoder == "c" and cpu_library.library() is None:
         pytest.skip("needs a C compiler, such as gcc")
     model, heads, encoding, tokenizer = load("demo", dtype, None if decoder == "c" else False)
-    given = [kind and tokenizer.compile(kind, source) for kind, source in SOURCES]
+    given = [kind and tokenizer.compile(kind, source) for kind, source in SOURCES[:4 if decoder == "ahead" else 8]]
     prompts = [encoding.encode("# a document\n") + encoding.encode(str(n)) * n for n in range(len(given))]
     options = dict(sampling=[way for way, _ in zip(cycle(SAMPLINGS), given)], grammars=given)
     plain = new_engine(model, capacity=200).generate(prompts, N, tokenizer.stop, **options)
@@ -125,7 +122,7 @@ def test_output_is_valid_and_that_of_plain_decoding(drafter, tree_size, batch_si
                         ahead=decoder == "ahead")
     counted = Statistics()
     output = engine.generate(prompts, N, tokenizer.stop, counted.count, **options)
-    assert (output.tokens, output.ended) == (plain.tokens, plain.ended) and output.ended.count("stop") > 3
+    assert (output.tokens, output.ended) == (plain.tokens, plain.ended) and output.ended.count("stop") >= len(given) / 2
     for (kind, source), tokens, ended in zip(SOURCES, output.tokens, output.ended):
         text = encoding.decode([token for token in tokens if token not in tokenizer.stop])
         if kind == "regex" and ended == "stop":
@@ -145,8 +142,7 @@ EXPLODES = ambiguous(40)
 
 
 def test_a_grammar_that_explodes_ends_its_sequence_only():
-    """Bug: an error for all sequences of the batch, a guess that fails in place of the sequence's own tokens, a token
-    after the failure, an error that the caller cannot see."""
+    """Bug: an error for the whole batch, a guess that fails for the sequence, a token after it, a lost error."""
     model, heads, encoding, tokenizer = load()
     grammars = [tokenizer.compile("lark", EXPLODES), tokenizer.compile("json_schema", SCHEMA_A), None]
     prompts = [encoding.encode("aaa a aa aaa a aa")] * 3

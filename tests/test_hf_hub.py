@@ -88,7 +88,7 @@ def site(offline, monkeypatch):
 
 
 def test_a_repository_is_fetched_once_and_only_what_is_read(site, monkeypatch, capsys):
-    """Catches downloads of other formats of the weights, and programs that reject the name."""
+    """Catches downloads of other formats of the weights or beside a local path, and programs that reject the name."""
     want = GPT.from_pretrained(site.repositories["org/model"], device="cpu")
     got = GPT.from_pretrained("org/model", device="cpu")
     assert got.hash == want.hash and got.config == want.config
@@ -103,14 +103,16 @@ def test_a_repository_is_fetched_once_and_only_what_is_read(site, monkeypatch, c
     assert "temperature 1 " in capsys.readouterr().err
     run = run_config(parse_heads(["--model", "org/model"]), site.cache)
     assert run.model == "org/model"  # so that --resume works in any directory
-    assert site.downloads == [READ]
+    monkeypatch.chdir(site.cache.parent)
+    assert find_model("org/none.gguf").name == "none.gguf" and str(find_model("./org/model")) == "org/model"
+    shutil.copytree(site.repositories["org/model"], "org/model")
+    assert read_family("org/model") and str(find_model("org/model")) == "org/model" and site.downloads == [READ]
 
 
 @pytest.mark.parametrize("name", ["{}/folder", "{}/files/m-Q4_K_M.gguf", "{}/files/m-f32.gguf", "org/folder",
                                   "org/files:Q4_K_M"])
 def test_heads_that_ship_are_found_however_a_model_is_loaded(name, site, tmp_path, monkeypatch):
-    """Catches heads that are found by a path only, heads of a fine-tuned model of the same sizes, and those beside the
-    model that are passed over."""
+    """Catches heads found by a path only, those of a fine-tuned model, and those beside the model passed over."""
     theirs = theirs_of("llama-tied", hidden_size=256, intermediate_size=256).bfloat16()
     folder, files, shipped = (tmp_path / part for part in ("folder", "files", "demo"))
     theirs.save_pretrained(folder)
@@ -143,13 +145,6 @@ def test_heads_are_fetched_by_name(site, folder, tmp_path):
     args = parse_generate(["--heads", "org/heads"])
     assert load_heads(args.heads, model).hash == load_heads(folder / "clover", model).hash
     assert site.downloads == [["heads.json", "heads.safetensors"]]
-
-
-def test_a_local_path_wins(site, tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    assert find_model("org/none.gguf").name == "none.gguf" and str(find_model("./org/model")) == "org/model"
-    shutil.copytree(site.repositories["org/model"], "org/model")
-    assert read_family("org/model") and str(find_model("org/model")) == "org/model" and not site.downloads
 
 
 @pytest.mark.parametrize("files", [
@@ -186,17 +181,13 @@ def test_gguf_files_are_listed_if_the_name_does_not_pick_one(site):
     for name in ("other-Q4_K_M.gguf", *FULL[1:4]):  # leaves one model, and a projector
         (site.repositories["org/GGUF"] / name).unlink()
     assert find_model("org/GGUF").read_text() == FULL[0]
-
-
-def test_an_adapter_is_named_for_what_it_is(site):
-    """Bug: a LoRA adapter's repository is searched for GGUF files."""
     folder = site.repositories["org/model"]
     (folder / "config.json").rename(folder / "adapter_config.json")
-    refusal(lambda: read_family("org/model"), "is a LoRA adapter")
+    refusal(lambda: read_family("org/model"), "is a LoRA adapter")  # and not searched for GGUF files
 
 
 def test_offline_the_cache_is_used(offline):
-    """Catches a cached model that needs the network, and an incomplete one that is not refused in a line."""
+    """Catches a cached model that needs the network, an incomplete one not refused, GGUF files behind a link."""
     for name in ("org/model", "org/GGUF:Q8_0"):
         refusal(lambda: find_model(name), name, "HF_HUB_OFFLINE=0")
     offline.store("org/model", READ[:3])
@@ -206,18 +197,11 @@ def test_offline_the_cache_is_used(offline):
     offline.store("org/GGUF", FULL[1:4])
     assert find_model("org/GGUF:Q8_0").read_text() == FULL[2]
     refusal(lambda: find_model("org/GGUF:Q4_K_M"), "as org/GGUF:NAME: Qwen-0.5B-Q4_K_S q/Qwen-0.5B-Q8_0")
-
-
-def test_a_cache_of_linked_folders_is_read(offline):
-    """Bug: GGUF files behind a link are not listed."""
-    offline.store("org/model", READ)
-    offline.store("org/GGUF", FULL[2:4])
-    for home in offline.cache.iterdir():
-        for number, folder in enumerate([home / f"snapshots/{SHA}/q", home / "snapshots"]):
-            if folder.exists():
-                folder.rename(home / str(number))
-                folder.symlink_to(home / str(number))
-    assert read_family("org/model") and find_model("org/GGUF:Q8_0").read_text() == FULL[2]
+    home = offline.cache / "models--org--GGUF"
+    for number, folder in enumerate([home / f"snapshots/{SHA}/q", home / "snapshots"]):
+        folder.rename(home / str(number))
+        folder.symlink_to(home / str(number))
+    assert find_model("org/GGUF:Q8_0").read_text() == FULL[2]
 
 
 def test_an_error_of_the_hub_is_one_line(site, monkeypatch):

@@ -9,17 +9,15 @@ import sys
 from functools import partial
 from importlib.metadata import version
 from itertools import cycle, product
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 import kernels
+from conftest import INTERPRETED, ROOT
 from static import BF16, FP16, FP32, h200, launches_of
 
-ROOT = Path(__file__).resolve().parent.parent
-INTERPRETED = kernels.INTERPRETED.value
 plain = pytest.mark.skipif(INTERPRETED, reason="tests no kernel")
 slow_to_interpret = [pytest.mark.slow] if INTERPRETED else []
 DTYPES = pytest.mark.parametrize("dtype", [FP32, pytest.param(FP16, marks=slow_to_interpret), BF16], ids=str)
@@ -31,24 +29,11 @@ if INTERPRETED:  # patch Triton's language once: the interpreter does so at ever
     interpreter._patch_lang = lambda function: interpreter._LangPatchScope()
 
 
-@pytest.fixture(params=["cpu", pytest.param("cuda", marks=[
-    pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available() or INTERPRETED, reason="no CUDA device")])])
-def device(request):
-    """Fills new memory with NaN, which exposes kernels that read scratch memory before writing it."""
-    torch.manual_seed(0)
-    torch.set_deterministic_debug_mode("warn")  # use_deterministic_algorithms would import the inductor
-    yield request.param
-    torch.set_deterministic_debug_mode("default")
-
-
 def glu_formula(gate, up, activation):
     """act(gate) * up by the formula."""
     tanh = torch.tanh(math.sqrt(2 / math.pi) * (gate + 0.044715 * gate ** 3))
     return (gate * torch.sigmoid(gate) if activation == "silu" else 0.5 * gate * (1 + tanh)) * up
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# tree_attention
 
 def random_forest(T, unused, generator):
     """Ancestor bitmasks of T nodes with a random parent or none; `unused` nodes have mask 0 and no children."""
@@ -170,7 +155,8 @@ def every_second(x):
 
 
 def turned(x):
-    return torch.empty(*x.shape[::-1], device=x.device, dtype=x.dtype).permute(3, 2, 1, 0).copy_(x)
+    """x with its dimensions in the opposite order in memory."""
+    return x.permute(*range(x.dim())[::-1]).contiguous().permute(*range(x.dim())[::-1])
 
 
 STRIDES = {
@@ -237,9 +223,6 @@ def test_grids_fit_the_work_and_the_gpu():
         assert first < 2**31 and all(n <= 65535 for n in others), name
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# project_topk
-
 PROJECTIONS = {
     "k-is-V": (1, 16, 7, 7, FP32), "V-no-tile-divides": (5, 70, 997, 4, FP32), "70-rows": (70, 32, 130, 5, FP32),
     "several-tiles-a-program": (3, 17, 1303, 2, FP32), "k-is-V-is-32": (2, 16, 32, 32, BF16),
@@ -283,8 +266,7 @@ def test_project_topk_matches_float64(M, C, V, k, dtype, gathered, noisy, device
 @pytest.mark.parametrize("order", ["ascending", "shuffled"])
 @pytest.mark.parametrize("V, k, multiprocessors", [(200, 32, 4), (1500, 3, 4), (1500, 5, 1)])
 def test_the_first_of_equal_logits_wins(V, k, multiprocessors, order, device, monkeypatch):
-    """Bug: another of several equal logits wins, within a tile, between tiles or between programs; or the wrong one is
-    replaced in a list by a better logit of a later tile."""
+    """Bug: another of equal logits wins, in a tile, between tiles or programs, or is replaced by a later tile's."""
     monkeypatch.setattr(kernels, "_gpu", lambda _: h200(multiprocessors))
     generator = torch.Generator().manual_seed(4)
     hidden, weight = (torch.randint(-1, 2, (n, 24), generator=generator) for n in (4, V))
@@ -305,8 +287,7 @@ def test_the_first_of_equal_logits_wins(V, k, multiprocessors, order, device, mo
 
 @pytest.mark.filterwarnings("ignore::RuntimeWarning")  # numpy's, of NaN
 def test_projections_survive_infinity_and_nan(device):
-    """Bug: an endless loop or a token outside the vocabulary if logits overflow; NaN logits that rank first in a
-    reference and last in its kernel."""
+    """Bug: an endless loop or a token outside the vocabulary if logits overflow; NaN that ranks first."""
     weight = torch.randn(20, 16, generator=torch.Generator().manual_seed(8)).to(device)
     hidden = torch.stack([torch.full((16,), value, device=device) for value in (math.inf, -math.inf, math.nan, 1.0)])
     place = torch.arange(4, device=device)
@@ -327,9 +308,6 @@ def test_projections_survive_infinity_and_nan(device):
         others = filtered(temperature=torch.full((8,), temperature, device=device), sequence=place, position=place)
         assert not {3, 4} & {*own.tolist(), *others.tolist()} and (len({*own.tolist()}) > 1) == (temperature > 0)
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# project_sample and its noise
 
 def noise_by_hand(seed, sequence, position, token):
     """The noise in Python integers, from its documentation."""
@@ -357,9 +335,6 @@ def test_gumbel_is_the_documented_function(seed):
     assert got.dtype == torch.float32 and torch.allclose(got, want, rtol=1e-5, atol=1e-5)
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# commit_path
-
 @pytest.mark.parametrize("D, dtype, integers", [(20, FP32, torch.int64), (80, BF16, torch.int32)], ids=["fp32", "bf16"])
 def test_commit_path_moves_only_the_path(D, dtype, integers, device):
     """Bug: a row overwritten before it is read, nodes beyond count moved, or rows outside the path changed."""
@@ -377,9 +352,6 @@ def test_commit_path_moves_only_the_path(D, dtype, integers, device):
     kernels.commit_path(kv, lengths.int().to(device), paths.to(integers).to(device), counts.to(integers).to(device))
     assert torch.equal(outer.cpu(), want)
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# under the interpreter
 
 @records
 @pytest.mark.parametrize("cases", ["not slow", pytest.param("slow", marks=pytest.mark.slow)])

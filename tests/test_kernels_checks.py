@@ -13,30 +13,19 @@ import kernels
 from static import FP32, MODULES, TENSORS, arguments, module_of, quantized_weight
 from test_kernels import INTERPRETED, as_int64, plain
 
-GIVEN = dict(  # arguments of each function, optional tensors included
-    tree_attention=dict(B=2, N=4, T=3, Hq=4, Hkv=2, D=16, S=10, present="slopes slots"),
-    linear_rows=dict(M=2, C=8, N=9, present="bias norm residual"),
-    project_topk=dict(M=2, C=8, V=9, k=2, present="vocab_ids"),
-    project_sample=dict(M=2, C=8, V=9, present="masks"),
-    commit_path=dict(L=1, B=2, N=4, Hkv=1, S=10, D=16, P=3, present="slots"), glu=dict(C=8),
-    cosine_mix=dict(C=8, n_head=2), add_norm=dict(C=8, present="delta weight bias"),
-    rope_cache=dict(B=2, N=4, T=3, H=4, Hkv=1, D=16, S=10, present="rope q_weight k_weight slots"),
-    extend_candidates=dict(w=2, W=2, K=3, n=5, depth=1), ngram_lookup=dict(N=4, S=8, n=3, present="slots"),
-    build_tree=dict(K=3, n=5, tree_size=6, present="chain"), prompt_chain=dict(N=4, S=8, T=3, present="chain slots"),
-    accept_path=dict(N=4, S=8, T=3, max_path=3, present="chain prompts slots"),
-    advance=dict(N=4, S=8, P=3, C=8, present="history states state slots"),
-    filtered_sample=dict(M=2, V=8, present="masks"), tree_conv=dict(N=4, T=3, C=8, n=4, present="slots"),
-    tree_delta=dict(N=4, T=3, H=4, Hk=2, Dk=16, Dv=16, present="slots"),
-    commit_delta=dict(N=4, T=3, H=4, Hk=2, Dk=16, Dv=16, C=8, n=4, P=3, present="slots"))
-NAMES = [*GIVEN]
+SIZES = dict(B=2, L=1, M=2, N=4, T=3, H=4, Hq=4, Hkv=2, Hk=2, D=16, Dk=16, Dv=16, S=10, C=8, V=9, k=2, P=3, n=4, K=3,
+             w=2, W=2, n_head=2, depth=1, tree_size=6, max_path=3)
+OWN = dict(linear_rows=dict(N=9), rope_cache=dict(Hkv=1), commit_path=dict(Hkv=1))  # sizes of one function
 TORCH = dict(  # what runs without Triton, if it is not called name_reference
     extend_candidates=clover.extend_candidates, build_tree=clover.build_tree, ngram_lookup=generate.ngram_lookup,
     accept_path=generate.accept_path, advance=generate.advance, filtered_sample=kernels.sample_filtered)
 
 
 def valid(name, **given):
-    """Valid arguments of a function, on the CPU."""
-    made = arguments(name, FP32, device="cpu", **GIVEN[name] | given)
+    """Valid arguments of a function, on the CPU, optional tensors included."""
+    optional = [argument for argument, spec in TENSORS[name].items() if spec.endswith("?")]
+    present = dict(present=" ".join([*optional, *["prompts"] * (name == "accept_path")]))
+    made = arguments(name, FP32, device="cpu", **SIZES | OWN.get(name, {}) | present | given)
     if name == "rope_cache":
         made["rope"] = made["rope"] + 0.5
     return made
@@ -135,12 +124,9 @@ def test_offsets_have_64_bits(name, changed, given, dims):
         assert all(map(torch.equal, near.values(), far.values()))
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# kernel or reference, also under the interpreter
-
 @pytest.mark.parametrize("name, wanted", [
-    *((name, None) for name in NAMES), ("tree_attention", "q"), ("rope_cache", "qkv"), ("rope_cache", "kv"),
-    ("linear_rows", "bias"), ("add_norm", "delta"), ("cosine_mix", "kv"), ("glu", "x")])
+    *((name, None) for name in TENSORS if name != "dequantize"), ("tree_attention", "q"), ("rope_cache", "qkv"),
+    ("rope_cache", "kv"), ("linear_rows", "bias"), ("add_norm", "delta"), ("cosine_mix", "kv"), ("glu", "x")])
 def test_dispatch(name, wanted, monkeypatch):
     """Bug: kernels run on a CPU, or the interpreter tests run the reference; signatures differ; a kernel runs although
     a tensor requires a gradient."""

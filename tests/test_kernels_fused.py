@@ -7,10 +7,9 @@ import torch
 
 import kernels
 from static import BF16, FP16, FP32
-from test_kernels import DTYPES, INTERPRETED, device, every_second, glu_formula
+from test_kernels import DTYPES, INTERPRETED, every_second, glu_formula
 
 ERROR = {FP32: 3e-6, FP16: 3e-3, BF16: 2.5e-2}  # a few roundings of numbers from about 1 to 3
-__all__ = ["device"]  # the fixture
 
 
 def close(got, want, dtype):
@@ -21,9 +20,6 @@ def close(got, want, dtype):
 def normal(*shape, dtype=FP32):
     return torch.randn(*shape).to(dtype)
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# add_norm, glu, cosine_mix
 
 @DTYPES
 @pytest.mark.parametrize("kind", ["rms", "layer", "no-weight", "no-delta"])
@@ -72,9 +68,6 @@ def test_cosine_mix_is_the_formula(C, n_head, dtype, device):
     want = (parts(z) + cosine[..., None] * v).view(2, 3, C)
     close(kernels.cosine_mix(*(every_second(x.to(device)) for x in (z, q, kv)), n_head), want, dtype)
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# rope_cache
 
 # B, T, Hq, Hkv, D, rotated, normed. They cover D 16 to 256, odd sizes and sizes that do not fill a tile; one query head
 # per key head and 8; more heads than one program has.

@@ -7,17 +7,17 @@ import shutil
 import subprocess
 import sys
 from graphlib import TopologicalSorter
-from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
+from conftest import ROOT
+
 # each imports only from itself and from those before it
 ORDER = ["kernels", "model", "clover", "generate", "train_heads", "common", "engine", "recurrent", "backends",
          "drafters", "hf", "tools", "training", "bench"]
 FOLDERS = [name for name in ORDER if (ROOT / name).is_dir()]
 FILES = [name for name in ORDER if name not in FOLDERS and "." not in name]
-LINES = dict(library=16991, tests=13109)  # at most: all Python without tests, and tests
+LINES = dict(library=16991, tests=12682)  # at most: all Python without tests, and tests
 CEILINGS = dict(kernels=1225, model=590, clover=554, generate=881, train_heads=243)  # lines of the root's files
 MODULES = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
            for pattern in ("*.py", *(f"{folder}/*.py" for folder in FOLDERS)) for file in sorted(ROOT.glob(pattern))}

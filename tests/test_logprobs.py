@@ -3,6 +3,7 @@
 import pytest
 import torch
 
+from backends import cpu
 from conftest import ToyGrammar, needs_compiler, random_prompts
 from engine import batching
 from engine.guide import GuidedSequence
@@ -27,9 +28,8 @@ def theirs(tmp_path_factory):
 
     def load(packed):
         ours = GPT.from_pretrained(path, torch.float32, "cpu", packed=False)
-        heads = random_heads(ours).requires_grad_(False).eval()
+        heads = random_heads(ours)
         if packed:
-            from backends import cpu
             cpu.apply(ours, heads)
         return ours, heads
     return model, load

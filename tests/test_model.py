@@ -13,9 +13,6 @@ def chain(n):
     return ((2 << torch.arange(n)) - 1)[None]
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# Forward passes agree
-
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=[pytest.mark.gpu, needs_cuda])])
 @pytest.mark.parametrize("shape", MODELS)
 def test_prefill_and_steps_agree(shape, device):
@@ -101,8 +98,9 @@ def test_position_tables_grow_as_they_are_needed():
 
 
 def test_alibi_is_exact_in_half_precision():
-    """Catches a bias rounded to bfloat16, in which distances above 256 have no units."""
+    """Catches a bias rounded to bfloat16, in which distances above 256 have no units; slopes in another order."""
     slopes = models.alibi_slopes(6)
+    assert slopes.tolist() == [2.0 ** -n for n in (2, 4, 6, 8, 1, 3)]
     mask = models.causal_mask(torch.zeros(1, 500, 8).bfloat16(), slopes=slopes)
     distance = torch.arange(500)[:, None] - torch.arange(500)
     want = (-slopes[:, None, None] * distance).masked_fill(distance < 0, -torch.inf)

@@ -48,8 +48,7 @@ def test_chances_begin_with_those_of_the_heads_training(toy):
 
 
 def test_step_times_follow_what_steps_take():
-    """Bug: an error attributed to the wrong rows or heads, other load on the machine attributed to one size, a size
-    never measured that ignores its neighbours."""
+    """Bug: an error or other load attributed to the wrong rows or heads, a size that ignores its neighbours."""
     times = StepTimes(0.15, 0, 0.05)
     seconds = lambda rows, depths: 5e-3 * (1 + 0.3 * (rows - 1) + 0.1 * depths)
     for _ in range(300):
@@ -91,8 +90,7 @@ def test_costs_on_a_gpu_are_guessed_as_they_were_measured(record, size, weights,
 @needs_compiler
 @pytest.mark.parametrize("name, lookup", [(None, True), ("clover", False), ("clover2", True)])
 def test_a_compiled_step_has_the_size_of_most_tokens_per_second(name, lookup):
-    """Bug: a sum over the wrong sequences, another number of heads, or a tree that is not the front of the largest
-    tree."""
+    """Bug: a sum over the wrong sequences, another number of heads, a tree that is not the front of the largest."""
     model, heads = load(name, True)
     engine = new_engine(model, heads, tree_size=None, lookup=lookup, batch_size=4, capacity=100)
     for prompt, sampling in zip(random_prompts([3, 5, 4], vocab_size=9), MIXED):
@@ -177,8 +175,7 @@ def drive(shift, lookup, costs, compiled, guess=None, steps=600):
     (None, True, (0.05, 0), (16, 0)), (1, False, (0.05, 0.05), (5, 4)), (3, False, (0.05, 0.05), (1, 0)),
     (1, False, (1.2, 0.05), (1, 0)), slow(3, True, (0.05, 0.05), (16, 0)), slow(None, True, (1.2, 0), (1, 0))])
 def test_the_size_of_most_tokens_per_second_is_selected(shift, lookup, costs, want, compiled):
-    """Bug: trials that are too frequent or never end, a best size that is never found or blamed for other load, heads
-    that are always or never used."""
+    """Bug: trials that never end, a best size that is never found or blamed for other load, heads never left out."""
     policy = drive(shift, lookup, costs, compiled)
     used = policy.used[300:]
     tokens = sum(min(T, 16 if lookup else 1 + depths * (shift == 1)) for T, depths in used)
@@ -230,8 +227,7 @@ def test_prompts_are_read_by_the_size_of_most_tokens_per_second(toy, tree_size, 
 
 
 def test_ranks_select_alike_though_their_parts_and_clocks_differ(toy, monkeypatch):
-    """Bug: ranks hold unequal parts of the vocabulary, guess other costs, or learn their own clock's seconds, select
-    other trees, and hang."""
+    """Bug: ranks that guess costs from unequal parts or learn their own clock's seconds select other trees and hang."""
     said, used, policies = [], [], []
     first = SimpleNamespace(broadcast=lambda value: said.append(value) or value)
     for group, costs in ((first, (0.15, 0, 0)), (SimpleNamespace(broadcast=lambda value: said.pop()), (9, 0, 0))):

@@ -9,22 +9,7 @@ import torch.nn.functional as F
 
 from recurrent import delta
 from static import BF16, FP16, FP32, compiled, launches_of, signature
-from test_kernels import as_int64, device, every_second, random_forest, records
-
-__all__ = ["device"]  # the fixture
-
-
-def inside(x):
-    """x as a slice in every dimension of a larger tensor, which holds NaN elsewhere."""
-    outer = torch.full([n + 2 for n in x.shape], math.nan, device=x.device, dtype=x.dtype)
-    return outer[(slice(1, -1),) * x.dim()].copy_(x)
-
-
-def turned(x):
-    """x with its dimensions in the opposite order in memory."""
-    order = [*range(x.dim())][::-1]
-    return x.permute(order).contiguous().permute(order)
-
+from test_kernels import as_int64, every_second, inside, random_forest, records, turned
 
 STRIDES = {"contiguous": lambda x: x, "inside-NaN": inside, "every-second-column": every_second, "turned": turned}
 

@@ -5,12 +5,8 @@ import pytest
 import torch
 
 from backends import cpu
-from backends.tensor_parallel import Group
-from clover import CloverHeads, preset
-from common import machine
-from conftest import MODELS, needs_compiler, random_prompts, refusal, toy_model
+from conftest import MODELS, needs_compiler, random_prompts, toy_model
 from engine import batching
-from engine.policy import Policy
 from generate import generate
 from model import GPT
 from recurrent.layers import CHUNK, DeltaConfig
@@ -34,8 +30,7 @@ def states_after(model, tokens):
 
 @pytest.mark.parametrize("n", [1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK + 5])
 def test_pieces_of_a_prompt_leave_what_the_whole_leaves(n):
-    """Bug: a chunk's last token that is padding, a window or a state cut at the border of a piece or a chunk, the state
-    of the sequence that had the cache before."""
+    """Bug: a last token that is padding, a window or state cut at a border, the state of the sequence before."""
     model = toy_model(**HYBRID).double()
     tokens = torch.tensor(random_prompts([n, n]))
     want = model(tokens)
@@ -155,32 +150,3 @@ def test_slots_that_are_cancelled_or_reused_start_right(reads_prompts, compiled,
             engine.step()
         assert [sequence.tokens for sequence in sequences[number:]] == want[number:]
         prompts, want = prompts[::-1], want[::-1]
-
-
-def test_the_states_of_a_batch_are_counted(monkeypatch):
-    """Bug: a memory check without the states, those of the last tree, or the two that are kept."""
-    model = toy_model(**HYBRID)
-    policy = Policy(model, tree_size=1)
-    cache = model.new_cache(4, 102, device="meta", nodes=1)
-    size = sum(x.nbytes for x in (cache.kv, *cache.states, *cache.states.committed, *cache.states.committed))
-    monkeypatch.setattr(machine, "free_memory", lambda device: size)
-    refusal(lambda: batching.check_memory(model, policy, 4, 100), "4 sequences of 102 tokens")
-    monkeypatch.setattr(machine, "free_memory", lambda device: size + 2000)
-    batching.check_memory(model, policy, 4, 100)
-
-
-def test_the_augmenting_block_is_a_copy_of_the_last_full_attention_block():
-    """Bug: a copy of a recurrent block, whose state no tree of the heads changes."""
-    model = toy_model(**HYBRID)
-    heads = CloverHeads(preset("clover2"), model)
-    assert model.blocks.last_attention == 1
-    for block in heads.augment_blocks:
-        assert all(map(torch.equal, block.state_dict().values(), model.blocks[1].state_dict().values()))
-    assert heads.new_cache(2, 30).kv.shape[0] == 2 and heads.new_cache(2, 30).states is None
-
-
-def test_ranks_do_not_divide_a_hybrid():
-    """Bug: a rank that computes other heads than it has weights of."""
-    group = Group()
-    group.size = 2
-    refusal(lambda: group.shard_config(toy_model(**HYBRID).config), "recurrent layers", "run one process")

@@ -5,14 +5,11 @@ import json
 
 import pytest
 
-for package in ("httpx", "starlette", "uvicorn", "llguidance"):
-    pytest.importorskip(package, reason=f"needs pip install {package}")
-
-from conftest import toy_model  # noqa: E402
-from test_hf_calls import CITY, HERMES, TOOLS, add_markers, calls_of, tool  # noqa: E402
-from test_tools_cli import main  # noqa: E402
-from test_tools_cli import refusal as refused  # noqa: E402
-from test_tools_serve import Running, events, until  # noqa: E402
+from conftest import toy_model
+from test_hf_calls import CITY, HERMES, TOOLS, add_markers, calls_of, tool
+from test_tools_cli import main
+from test_tools_cli import refusal as refused
+from test_tools_serve import Running, events, until
 
 CHAT = "/v1/chat/completions"
 SAID = [dict(role="user", content="hi")]
@@ -61,8 +58,7 @@ def streamed(parts):
 @pytest.mark.parametrize("choice, parallel", [("auto", True), ("required", True), (named("get.time"), True),
                                               ("required", False)])
 def test_responses_and_streams_have_the_same_calls(agent, choice, parallel):
-    """Bug: a marker in the content, a call cut in another place, arguments that are no JSON, a wrong reason, 400
-    for a call that comes back with its result."""
+    """Bug: a marker in the content, a call cut elsewhere, no JSON, a wrong reason, 400 for a call and its result."""
     body = ask(tool_choice=choice, parallel_tool_calls=parallel, n=20 if choice == "auto" else 6)
     whole = agent.post(body, CHAT).json()["choices"]
     parts = events(agent.post(body | dict(stream=True, show_steps=True), CHAT).text.splitlines())
@@ -101,32 +97,24 @@ def test_tools_beside_a_response_format(agent, choice):
     assert said["usage"]["prompt_tokens"] == agent.post(ask(), CHAT).json()["usage"]["prompt_tokens"]
 
 
-BAD = [(dict(tool_choice=named("x")), "tool_choice is 'x', but the tools are get, get.time, "),
-       (dict(tool_choice="any"), "tool_choice must be none, auto, required or an object"),
-       (dict(tool_choice="required", tools=[]), "tool_choice needs tools"),
-       (dict(tool_choice=dict(type="custom")), "tool_choice.type"),
-       (dict(structured_outputs=dict(regex="a")), "beside tools, an answer can match a JSON schema, but"),
-       (dict(tools=[tool("a"), tool("a")]), "tools[1]: there is another tool named 'a'; rename one"),
-       (dict(tools=[tool("b", strict=True, parameters=dict(properties=dict(x=dict(uniqueItems=True))))]),
-        "tool 'b': the grammar cannot be used: Unimplemented keys"),
-       (dict(tools=[tool("")]), "tools[0].function.name must"),
-       (dict(tools=[dict(type="web_search")]), "tools[0] must be a function, not of type 'web_search'"),
-       (dict(tools=[tool("a", parameters=dict(type="array"))]), "tools[0].function.parameters must be a JSON schema")]
+BAD = [(dict(tool_choice=named("x")), "tool_choice"), (dict(tool_choice="any"), "tool_choice"),
+       (dict(tool_choice="required", tools=[]), "tool_choice"), (dict(tool_choice=dict(type=1)), "tool_choice.type"),
+       (dict(structured_outputs=dict(regex="a")), "beside tools"), (dict(tools=[tool("a"), tool("a")]), "tools[1]: "),
+       (dict(tools=[tool("b", strict=True, parameters=dict(properties=dict(x=dict(uniqueItems=True))))]), "tool 'b': "),
+       (dict(tools=[tool("")]), "tools[0].function.name"), (dict(tools=[dict(type="web_search")]), "tools[0]"),
+       (dict(tools=[tool("a", parameters=dict(type="array"))]), "tools[0].function.parameters")]
 
 
 @pytest.mark.parametrize("fields, says", BAD)
 def test_bad_requests_for_calls_get_a_line(agent, fields, says):
+    """Bug: a 500, or a choice or a schema that is ignored."""
     answer = agent.post(ask(**fields), CHAT)
     message = answer.json()["error"]["message"]
     assert answer.status_code == 400 and message.startswith(says) and "\n" not in message
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# On the command line
-
 def test_calls_on_the_command_line_are_lines_of_json(capsys, tmp_path, monkeypatch):
-    """Bug: a marker that is printed, a prompt without its tools, --compare without its grammar, a template that is not
-    replaced."""
+    """Bug: a marker that is printed, a prompt without its tools, --compare without its grammar, another template."""
     prompt = dict(prompt="hi", tools=TOOLS, parallel_tool_calls=False)
     prompts = [prompt | dict(tool_choice="required"), prompt, prompt | dict(tool_choice=named("get.time"))]
     files = {"tools.json": json.dumps(TOOLS), "prompts.jsonl": "\n".join(map(json.dumps, prompts)), "bad.json": "[",

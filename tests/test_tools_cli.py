@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from backends import cpu_library
-from conftest import edit_json, random_prompts, toy_model
+from conftest import ROOT, edit_json, random_prompts, toy_model
 from engine.batching import Engine
 from generate import Fixed, Sampling, Sequence, generate
 from hf.heads import load_heads
@@ -32,7 +32,6 @@ from tools.printer import COLOURS
 from tools.run import main as program
 from training.flags import parse_heads
 
-ROOT = Path(__file__).parent.parent
 PROMPTS = random_prompts([7])
 FILTERED = dict(temperature=0.7, top_k=20, top_p=0.8, seed=2**40)
 
@@ -245,8 +244,7 @@ def test_a_cut_is_reported(chat_folder, capsys, flags, says, ended):
 
 
 def test_a_chat_is_sampled_unless_something_says_otherwise(chat_folder, capsys):
-    """Bug: the same poem in every session; a seed that nobody knows; text that is sampled although no chat is; a fixed
-    seed for --seed -1."""
+    """Bug: the same poem in every chat; a seed that nobody knows; other text that is sampled; a fixed seed for -1."""
     def said(*more):
         main(chat_folder, "--prompt", "hi", "--max-new-tokens", 20, "--quiet", *more)
         out, err = capsys.readouterr()
@@ -439,8 +437,7 @@ def test_standard_output_holds_only_prompt_and_output(folder, capsys):
 
 
 def test_prompts_of_a_file(folder, capsys, tmp_path):
-    """Bug: outputs in the order in which they end; lines dropped, or split at more characters; a byte order mark;
-    --compare and --show-tree computed beside --json but not printed."""
+    """Bug: outputs in another order; lines dropped, or split at more characters; a byte order mark; no --compare."""
     texts = ["abc\u2028d", "import os\x0c\x85", "x", "def f(\x1c", "abc"]
     flags = folder, "--max-new-tokens", 12, "--batch-size", 2
     want = [result(capsys, *flags, "--prompt", text)["texts"][0] for text in texts]

@@ -7,11 +7,8 @@ import subprocess
 
 import pytest
 
-pytest.importorskip("httpx", reason="the tests of the server need pip install httpx")
-pytest.importorskip("uvicorn", reason="the server needs pip install starlette uvicorn")
-
-from test_tools_serve import Running, ask, until  # noqa: E402
-from test_tools_serve import folder as model_folder  # noqa: E402, F401
+from test_tools_serve import Running, ask, until
+from test_tools_serve import folder as model_folder  # noqa: F401
 
 pytestmark = pytest.mark.skipif(not shutil.which("chromium"), reason="needs chromium")
 

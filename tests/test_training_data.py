@@ -147,8 +147,7 @@ def test_roles_are_read_as_other_trainers_read_them(tmp_path, capsys):
 
 
 def test_a_line_holds_a_text_or_a_prompt_and_its_completion_or_messages_gzipped_or_not(tmp_path):
-    """Catches a missed field, a record misread because another field is null, chats in TRL's format that are refused or
-    whose loss covers answers within the prompt."""
+    """Catches a missed field or one that is null, chats in TRL's format refused, a loss that covers their prompt."""
     turns = messages([("user", "q"), ("assistant", "a"), ("user", "r"), ("bot", "b")])["messages"]
     trl = jsonl([dict(prompt=turns[:n], completion=turns[n:]) for n in (3, 1)])
     lines = trl + jsonl([{"text": "t"}, PAIR, CHAT, PAIR | {"text": None}, CHAT | {"prompt": "p"}, {"text": ""},
@@ -245,7 +244,7 @@ def test_messages_without_a_template_odd_templates_and_damaged_files_are_refused
     ("DeepSeek-LLM", {}, None, [" hell<｜end▁of▁sentence｜>", " he<｜end▁of▁sentence｜>"])])
 def test_the_loss_begins_where_a_chat_leaves_the_prompt(name, variables, thought, counted, tmp_path):
     """Bug: all chats are refused where the prompt opens a block that the template does not render again; heads trained
-    on the user's text, the template's, a greeting that no prompt asks for, or a message without an answer."""
+    on the user's text, the template's, a greeting that no prompt asks for, what has no answer, half a <tool_call>."""
     encoding = save_family(tmp_path, name)
     encoding.template.variables |= variables
     think = f"<think>\n{thought}\n</think>\n\n" if thought else ""
@@ -254,6 +253,9 @@ def test_the_loss_begins_where_a_chat_leaves_the_prompt(name, variables, thought
     [record] = records_of(tmp_path, [messages([*greeting, *turns, ("user", "bye")])], encoding.template)
     assert [text for text, in_loss in record.parts if in_loss] == counted
     assert record.text == encoding.template.render(messages(turns)["messages"], add_generation_prompt=False)
+    for text in ("<tool_call>2", "[b]", "he"):
+        assert data.shared_length("q<|im_end|>\n<think>\n", f"q<|im_end|>\n{text}") == len("q<|im_end|>\n")
+    assert data.shared_length("Assistant", "Assistants") == len("Assistant")
 
 
 def test_tools_their_calls_and_contents_in_parts_reach_the_template(tmp_path, capsys):
@@ -282,13 +284,6 @@ def test_a_prompt_that_a_template_refuses_is_named_by_its_line(tmp_path):
     assert [prompt[:3] for prompt in found] == list(zip(said, (dict(tools=tools), dict(tools=tools), {}), [None] * 3))
     refusal(lambda: read_prompt_file(tmp_path / "b.jsonl", template=CHATML), "line 3", "no such role")
     refusal(lambda: read_prompt_file(tmp_path / "c.jsonl", "--chat"), "line 2", "tools need --chat")
-
-
-def test_a_prompt_is_not_left_within_a_name(tmp_path):
-    """Bug: a tool call after a prompt that ends with <think> is split into "<t" and "ool_call>", two texts."""
-    for text in ("<tool_call>2", "[b]", "he"):
-        assert data.shared_length("q<|im_end|>\n<think>\n", f"q<|im_end|>\n{text}") == len("q<|im_end|>\n")
-    assert data.shared_length("Assistant", "Assistants") == len("Assistant")
 
 
 def test_written_ids_are_read_as_they_are_in_their_own_format_only(chatty, tmp_path):
@@ -370,8 +365,7 @@ def store(file, paths, encoding):
 
 
 def test_stored_tokens_are_used_again_until_what_they_are_of_changes(paths, chatty, tmp_path, monkeypatch):
-    """Catches tokenising again on each --resume or where data was touched, copied or renamed; stale tokens, mixed-up
-    splits, and token ids that the model does not have."""
+    """Catches tokenising again where data was touched, copied or renamed; stale tokens, mixed-up splits, odd ids."""
     file = tmp_path / "tokens.pt"
     first = store(file, paths, chatty)
     assert all(same(first[split], data.load_tokens(paths, chatty, split)) for split in data.SPLITS)
@@ -433,8 +427,7 @@ def test_a_pass_reads_all_windows_once_in_an_order_of_the_seed(N, n):
 
 
 def test_windows_carry_their_loss_masks_and_the_numbers_of_their_documents():
-    """Catches wrong document indices, the last document read as one with the first, which follows it, and states of
-    other tokens."""
+    """Catches wrong document indices, the last document read as one with the first, and states of other tokens."""
     rng = np.random.default_rng(0)
     begins = np.append(True, rng.random(299) < 0.2)
     states = torch.arange(300).bfloat16().view(torch.int16)[:, None].expand(-1, 2).numpy()

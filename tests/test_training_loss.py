@@ -26,8 +26,7 @@ def inputs(model):
 
 
 def plain(model, outputs, hidden, ids):
-    """The plain computation in float64, all logits at once: losses, hits [K, B, T]. The heads' logits are -inf for
-    tokens outside the draft vocabulary."""
+    """In float64, all logits at once: losses, hits [K, B, T]. Logits outside the draft vocabulary are -inf."""
     model = copy.deepcopy(model).double()
     teacher = model.lm_head(hidden.double())
     drafted = torch.isin(torch.arange(97), torch.tensor(ids))
@@ -66,8 +65,7 @@ def test_losses_gradients_and_hits_equal_the_plain_computation(chunk, ids, monke
 
 
 def test_a_step_weights_the_losses_of_heads_that_read_the_tokens_before():
-    """Catches heads that read tokens one position off, loss weights that rise, such as 0.7^-i instead of 0.7^i, and
-    training that changes the base model."""
+    """Catches heads that read tokens one position off, loss weights that rise, training that changes the model."""
     model = toy_model().requires_grad_()
     heads, ids = random_heads(model), torch.tensor(random_prompts([25, 25]))
     hidden = model(ids)

@@ -34,8 +34,8 @@ def model(request, tmp_path):
     return GPT.from_pretrained(path, device="cpu", packed=None if request.param else False)
 
 
-def test_states_are_the_models_and_grow_with_the_text(model, tmp_path):
-    """Catches states of the document before, of a cut context, of another text, and states computed twice."""
+def test_states_are_the_models_and_grow_with_the_text(model, tmp_path, monkeypatch):
+    """Catches states of the document before, of a cut context, of another text, states computed twice, a full disk."""
     tokens = tokens_of(LENGTHS)
     got, logged = stored(tmp_path, model, tokens)
     for first, n in zip(tokens.starts, LENGTHS):
@@ -52,19 +52,13 @@ def test_states_are_the_models_and_grow_with_the_text(model, tmp_path):
     changed, logged = stored(tmp_path, model, other)
     assert "317 tokens" in logged[0] and torch.equal(changed[:60], got[:60]) and not torch.equal(changed, got)
     assert torch.equal(stored(tmp_path, model, other)[0], changed) and stored(tmp_path, model, other)[1] == []
-
-
-def test_states_without_room_are_refused(tmp_path, monkeypatch):
-    """Catches a disk that is full after hours."""
-    model = toy_model()
-    model.hash = "0123"
     monkeypatch.setattr(states.shutil, "disk_usage", lambda folder: type("Usage", (), dict(free=1000)))
-    refusal(lambda: states.store_states(tmp_path, model, tokens_of((90,))), "11.5 kB", "1 kB", "--store-states")
+    (tmp_path / "new").mkdir()
+    refusal(lambda: stored(tmp_path / "new", model, tokens_of((90,))), "11.5 kB", "1 kB", "--store-states")
 
 
 def test_training_on_stored_states_and_a_packed_model_is_training_as_before(model, tmp_path):
-    """Catches heads that start from other weights, as of a stacked weight or bias whose parts are left out or swapped;
-    losses of other states, and gradients that are lost."""
+    """Catches heads that start from other weights, such as swapped parts of a stack; other states, lost gradients."""
     tokens = tokens_of((250, 250))
     reference = toy_model(**BIASED)
     losses = []

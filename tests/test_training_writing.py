@@ -82,8 +82,7 @@ def conversations(folder):
 
 
 def test_a_chat_model_asks_and_answers_and_what_is_no_good_is_dropped(encoding, tmp_path, monkeypatch):
-    """Catches text of the wrong role, near-duplicates, runaways, special tokens, drawn messages in all chats or none,
-    reasons that are not counted."""
+    """Catches text of the wrong role, near-duplicates, runaways, special tokens, no drawn messages, lost reasons."""
     asked = ["what is 0", "What  is 0", "", "a b. c...", "2 <|im_start|>", "what is 5", "b b c", "what is 7"]
 
     def says(text, sampling, index):
@@ -144,7 +143,8 @@ def test_a_users_message_ends_where_the_template_goes_on(name, end, tmp_path, mo
 
 
 def test_a_drawn_message_may_quote_the_answer_of_the_chat_before(encoding, tmp_path, monkeypatch):
-    """Catches an empty quotation, another chat's answer, braces in an answer read as placeholders."""
+    """Catches an empty quotation, another chat's answer, braces in an answer read as placeholders, text or half a block
+    quoted as code, and code too long to quote."""
     def says(text, sampling, index):
         n = sampling.seed % 1_000_003
         return f"{n} {{name}} " + "".join(map(str, range(n * 8))) if text.endswith("assistant\n") else f"ask {n}"
@@ -156,12 +156,14 @@ def test_a_drawn_message_may_quote_the_answer_of_the_chat_before(encoding, tmp_p
     chats = conversations(tmp_path / "self")
     quotes = [(before[1], chat[0]) for before, chat in zip(chats, chats[1:]) if chat[0].startswith("Shorten")]
     assert quotes and all(quote == f"Shorten: {answer}" and len(answer) >= 50 for answer, quote in quotes)
+    block = "```python\n" + "x = 1\n" * 20 + "```"
+    assert writing.CODE.findall(f"Like this:\n\n{block}\n\nor `x`:\n\n```\nshort\n```\n") == [block]
+    assert writing.CODE.findall("```\n" + "x = 1\n" * 300 + "```") == []
 
 
 @pytest.mark.parametrize("template", [CHATML, None], ids=["chat", "base"])
 def test_a_killed_writer_continues_to_the_same_texts(encoding, tmp_path, monkeypatch, template):
-    """Catches texts that depend on their neighbours in the batch, on the process or on what was there before, and
-    texts written twice."""
+    """Catches texts that depend on their batch, the process or what was there before, and texts written twice."""
     def texts(name, slots=5, rank=0, size=1, stop_after=10**6):
         monkeypatch.setattr(writing, "SLOTS", dict(cpu=slots))
         monkeypatch.setattr(writing, "LONGEST", dict(user=6, assistant=12))
@@ -215,8 +217,7 @@ def test_prompts_are_answered_once_at_each_temperature(encoding, tmp_path, monke
 
 @pytest.mark.parametrize("name", ["prompts.json", "coding.json"])
 def test_templates_are_complete_and_seldom_repeat(name):
-    """Catches a placeholder without a list, one left in a message, entries that are there twice, and messages that
-    repeat."""
+    """Catches a placeholder without a list or left in a message, entries that are there twice, repeated messages."""
     grammar = writing.read_templates(writing.TEMPLATES.with_name(name))
     words = grammar["words"]
     for entries in (grammar["templates"], grammar["followups"], *words.values()):
@@ -271,10 +272,3 @@ def test_a_long_job_prints_a_line_a_minute_and_its_last():
             show(step, f"{step}")
     assert [line.split()[0] for line in lines] == ["60", "200"]
     assert lines[0] == "60  1 tokens/s  0:03:30 left"
-
-
-def test_code_is_quoted_whole():
-    """Catches an answer's text quoted as code, half a block, and blocks too long to quote."""
-    block = "```python\n" + "x = 1\n" * 20 + "```"
-    assert writing.CODE.findall(f"Like this:\n\n{block}\n\nor `x`:\n\n```\nshort\n```\n") == [block]
-    assert writing.CODE.findall("```\n" + "x = 1\n" * 300 + "```") == []
