@@ -146,10 +146,10 @@ class PackedDecoder(SomeSlots):
 
 
 class CompiledDecoder(PackedDecoder):
-    """A `generate.Decoder` with one call of cpu.c per stage. A step runs only the slots that hold
-    sequences. The augmenting blocks read accepted tokens only when the heads draft again, so the
-    heads' cache may be shorter than the model's. Each step overwrites the results of the one
-    before."""
+    """A `generate.Decoder` with one call of cpu.c per stage, but for verifying with heads that read
+    several states. A step runs only the slots that hold sequences. The augmenting blocks, or the
+    heads' layer, read accepted tokens only when the heads draft again, so the heads' cache may be
+    shorter than the model's. Each step overwrites the results of the one before."""
     tree_sizes = range(2, LARGEST + 1)
     chooses_size = True
 
@@ -214,7 +214,8 @@ class CompiledDecoder(PackedDecoder):
     def add_heads(self, struct):
         model = self.model
         heads = self.heads.heads
-        heads.set_vocabulary(self.heads)
+        heads.struct.rows = self.heads.lm_head.packed.linear
+        heads.struct.ids = pointer(self.heads.vocabulary)
         cache = self.slots.heads_cache
         rows = self.batch_size, self.slots.cache.kv.shape[4]
         self.hidden_rows = cache.kv.new_zeros(*rows, model.config.n_embd)
@@ -271,7 +272,7 @@ class CompiledDecoder(PackedDecoder):
     def verify(self, plan, draft):
         view = self.view
         states = view.hidden
-        if self.hidden_layers:       # torch collects them between calls of cpu.c
+        if self.hidden_layers:
             normed, states = super().verify(plan, draft)
             view.normed.copy_(normed)
         else:

@@ -297,10 +297,11 @@ class PackedLMHead(PackedLinear):
     """`model.LMHead` with a `PackedWeight`."""
 
     def select(self, tokens):
+        """As `LMHead.select`: the lowest ids without a copy, others in 4 bits, since they draft."""
         tokens = tokens.long()
         if not torch.equal(tokens, torch.arange(len(tokens))) or self.packed.below:
-            return PackedLMHead(pack_floats(self.packed.unpack(tokens)))
-        front = copy.copy(self.packed)  # the lowest ids are the front of the same memory
+            return PackedLMHead(pack_rounded(self.packed.unpack(tokens)))
+        front = copy.copy(self.packed)
         front.linear = header.Linear.from_buffer_copy(front.linear)
         front.linear.n = len(tokens)
         return PackedLMHead(front)
@@ -539,10 +540,6 @@ class PackedLayer:
             norm_output=heads.config.norm_output, mix_in=ctypes.pointer(self.mix_in),
             norm=norm_struct(heads.norm, self.tensors), table=owner.embed.table.packed.linear)
 
-    def set_vocabulary(self, heads):
-        self.struct.rows = heads.lm_head.packed.linear
-        self.struct.ids = pointer(heads.vocabulary)
-
 
 class PackedHeads(Packed, DraftHeads):
     """The draft heads of a `CloverHeads` with packed layers, run by cpu.c."""
@@ -567,8 +564,6 @@ class PackedHeads(Packed, DraftHeads):
         if clover.mix_in is not None:
             self.mix_in = mix_struct(clover.mix_in, self.tensors)
             self.struct.mix_in = ctypes.pointer(self.mix_in)
-        self.table = base.head.packed
-        self.set_vocabulary(clover)
 
     @torch.inference_mode()
     def is_as_written(self, clover):
@@ -587,17 +582,6 @@ class PackedHeads(Packed, DraftHeads):
             if not (are_close(own - x, state - x, x) and are_close(got, want, want)):
                 return False
         return True
-
-    def set_vocabulary(self, clover):
-        tokens = clover.vocabulary
-        if self.struct.rows.k and self.vocabulary is tokens:
-            return
-        self.vocabulary = tokens
-        self.rows = self.table
-        if tokens is not None:
-            self.rows = pack_rounded(self.table.unpack(tokens.long()))
-        self.struct.rows = self.rows.linear
-        self.struct.ids = pointer(tokens)
 
 
 def mix_struct(mix, tensors):

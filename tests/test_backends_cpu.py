@@ -246,7 +246,7 @@ def test_heads_in_c_read_no_row_before_the_first():
     ("llama", "clover with NaN", True, 30, [], True), ("gemma", None, True, 20, [], True),
     ("hybrid", "clover2", False, 5, [], False), ("gpt2", None, False, 1, [], False),
     ("hybrid", "mtp", False, 5, [], False), ("hybrid", "mtp", True, 9, [], True),
-    ("gemma", "eagle3", False, 17, [], True), ("untied-biased", "eagle3 of 33 tokens", True, 9, [], False),
+    ("gemma", "eagle3", False, 9, [], True), ("untied-biased", "eagle3 of 33 tokens", True, 9, [], False),
     ("gpt2", "eagle3 with biases", False, 5, [], False), ("untied-biased", "eagle3 of 17", False, 18, [], False),
     ("llama", None, False, 9, [], True)])
 def test_steps_in_c_are_those_of_the_decoder(shape, name, lookup, T, vocabulary, grammars, exact, monkeypatch):

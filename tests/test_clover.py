@@ -66,7 +66,7 @@ HEADS = [*((name, {}) for name in PRESETS), *zip(("clover2", "medusa", "clover",
 @pytest.mark.parametrize("tree_size, beams, tokens, packed", [
     (2, 1, None, False), (5, 2, None, False), (17, 4, None, False), (64, 8, None, False), (14, 3, None, False),
     (9, 1, None, False), (30, 4, TOKENS, False), (30, 4, TOKENS, True)], ids=str)
-def test_draft_equals_a_plain_beam_search(name, switches, tree_size, beams, tokens, packed):
+def test_draft_equals_a_plain_beam_search(name, switches, tree_size, beams, tokens, packed, exact):
     """Catches a beam that reads another beam's state, a wrong parent, a dropped proposal, a padding node; indices into
     a draft vocabulary mistaken for token ids; an ablation that crashes. B = 3."""
     model = toy_model()
