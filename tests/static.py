@@ -68,9 +68,6 @@ def recorded(multiprocessors=132):
         yield launches
 
 
-# ---------------------------------------------------------------------------------------------------------------------
-# The launches of a step
-
 class Launches(TorchDispatchMode):
     """Counts torch operations by name while it is active."""
 
@@ -122,9 +119,6 @@ def sized(name):
     gpu.apply(model)
     return model
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# Arguments of the kernels' functions
 
 # Sizes and dtype of each tensor. "real" is the dtype of the call, "?" marks optional tensors.
 HEAD = dict(hidden="M C real", weight="V C real")
@@ -215,9 +209,6 @@ def launches_of(name, dtype=BF16, present="", aligned=True, multiprocessors=132,
         getattr(module_of(name), name)(**made)
     return launches
 
-
-# ---------------------------------------------------------------------------------------------------------------------
-# What launches compile to
 
 HEAD_SIZES = [16, 32, 64, 256, 128]  # others use the tile of the next power of two, with masks
 ROWS = [8, 32, 64, 128, 512]

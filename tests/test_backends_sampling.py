@@ -36,8 +36,8 @@ MIXED = dict(temperature=[0.0, 0.7, 1.0, 1.3, 0.0, 2.0], top_k=[0, 0, 3, 400, 2,
 
 @pytest.mark.parametrize("V", [60, pytest.param(1500, marks=slow_to_interpret)])
 def test_rows_have_their_own_parameters_and_masks(V, device):
-    """Bug: another row's parameter, seed or mask, a bit of another word or beyond V, a mask after the filters instead
-    of before, noise in a greedy row; if nothing is filtered, a token that differs from `project_sample`'s."""
+    """Bug: another row's parameter, seed or mask, a bit beyond V, a mask after the filters, noise in a greedy row, a
+    token that differs from `project_sample`'s where nothing is filtered."""
     logits, index = normal(12, V) * 3, torch.arange(6)
     logits[8, [3, 7]] = 50.0  # a tie of a greedy row, which top_k=2 keeps
     masks = torch.randint(-2**31, 2**31, (12, -(-V // 32))).int()

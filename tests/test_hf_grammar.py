@@ -108,8 +108,7 @@ SOURCES = [("json_schema", DOCUMENT), (None, None), ("regex", "(ab|[0-9a-f]{1,6}
     ("heads+lookup+schema", None, 8, "bfloat16", "c"), ("lookup", 5, 3, "float32", "c"),
     ("schema", 17, 1, "float32", "c"), ("heads+lookup+schema", 9, 3, "float32", "ahead")])
 def test_output_is_valid_and_that_of_plain_decoding(drafter, tree_size, batch_size, dtype, decoder):
-    """Bug: a guess accepted that the grammar forbids, a matcher that lags behind or is ahead, a token after the end;
-    test_lossless.py has the other combinations, with a toy grammar."""
+    """Bug: a forbidden guess accepted, a matcher that lags behind, a token after the end; see also test_lossless.py."""
     if decoder == "c" and cpu_library.library() is None:
         pytest.skip("needs a C compiler, such as gcc")
     model, heads, encoding, tokenizer = load("demo", dtype, None if decoder == "c" else False)

@@ -205,6 +205,7 @@ def test_offline_the_cache_is_used(offline):
 
 
 def test_an_error_of_the_hub_is_one_line(site, monkeypatch):
+    """Bug: a traceback where the disk is full."""
     monkeypatch.setattr(hub, "snapshot_download", Mock(side_effect=OSError(28, "No space\nleft on device")))
     for call in (GPT.from_pretrained, load_encoding, find_model):
         refusal(lambda: call("org/model"), "org/model", "No space left")

@@ -69,8 +69,7 @@ def test_step_times_follow_what_steps_take():
     ("gpu-h100", "8b", 16e9, 0.15), ("gpu-h200", "8b", 16e9, 0.3), ("gpu-h200", "1.2b", 2.5e9, 0.3),
     ("gpu-h200", "135m", 0.27e9, 0.3)])
 def test_costs_on_a_gpu_are_guessed_as_they_were_measured(record, size, weights, rel):
-    """Bug: heads of an 8B model that are never used because each is thought to cost a fifth of a step; large trees of a
-    small model likewise, since compute is thought to be the bound."""
+    """Bug: heads of an 8B model, or large trees of a small one, that are never used as they are thought too costly."""
     base = size_config(size)
     with torch.device("meta"):
         head = Head(CloverConfig(), base).bfloat16()
@@ -215,8 +214,7 @@ def test_a_trial_of_heads_includes_the_rows_they_have_not_read(toy):
     (1, 1, [40], 64), (1, 8, [3] + [0] * 7, 1), (1, 8, [90] * 8, 16), (5, 8, [2] + [0] * 7, 5),
     (1, 8, [60] + [0] * 7, 4), (1, 8, [5000] + [0] * 7, 4), (None, 2, [30, 30], 32), (1, 8, [60], 16)])
 def test_prompts_are_read_by_the_size_of_most_tokens_per_second(toy, tree_size, B, unread, want, monkeypatch):
-    """Bug: a prompt read a token at a time, generating sequences slowed down for a few tokens, or, in the last case, a
-    prompt read in small steps for the sake of slots that nobody uses."""
+    """Bug: a prompt read a token at a time, or in small steps for idle slots (last case); slower neighbours."""
     monkeypatch.setattr(toy, "decoder", GraphDecoder)
     policy = Policy(toy, None, True, tree_size)
     policy.times = StepTimes(0.02, 0, 0)  # a further row takes a fiftieth of a step

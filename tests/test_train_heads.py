@@ -225,8 +225,7 @@ def test_a_loss_that_is_no_number_ends_the_run(checkpoint, texts, tmp_path, monk
     ("run.json", 1, "--resume"), ("heads.safetensors", 5, "--resume"), ("log.jsonl", 8, "--resume"),
     ("train_state.pt", 1, "--resume"), ("heads.json", 12, "--evaluate")])
 def test_a_full_disk_ends_the_run(file, saved, advice, finished, checkpoint, texts, tmp_path, monkeypatch, unmeasured):
-    """Catches a traceback, and files that do not fit one another, as where a run is killed, after which the next run
-    fails or goes on to other heads. The next test is of a partly written file."""
+    """Catches a traceback, and files that do not fit one another, so that the next run fails or has other heads."""
     monkeypatch.setattr(runs, "SAVE_EVERY", 0.0)
     replace, path = os.replace, tmp_path / "train_state.pt"
 
