@@ -1895,15 +1895,14 @@ static int lacks_rows(const Pass *pass) {
     return 0;
 }
 
-// x [M, C]: residual stream, in place; normed [M, C]: its norm. Returns 1 if the cache has no room. A
-// layer whose qkv reads pairs [2 C] finds them in normed [M, 2 C].
-int run_blocks(const BlockWeights *blocks, int count, const NormWeights *last, const Pass *first, float *x,
+// x [M, C]: residual stream, in place; normed [M, C]: its norm; the pass goes on to the next block. A
+// layer whose qkv reads pairs [2 C] finds them in normed [M, 2 C]. Returns 1 if a cache has no room.
+int run_blocks(const BlockWeights *blocks, int count, const NormWeights *last, Pass *pass, float *x,
                float *normed) {
-    Pass pass = *first;
-    int M = pass.B * pass.T, C = blocks->n_embd, inner = blocks->n_inner, threads = pass.threads;
-    if (lacks_rows(first))
+    int M = pass->B * pass->T, C = blocks->n_embd, inner = blocks->n_inner, threads = pass->threads;
+    if (lacks_rows(pass))
         return 1;
-    int size = C + 3 * inner + max(attention_size(blocks), delta_size(&pass.states));
+    int size = C + 3 * inner + max(attention_size(blocks), delta_size(&pass->states));
     float *delta = scratch(PASS, (size_t)M * size * sizeof *delta), *up = delta + (size_t)M * C;
     float *hidden = up + (size_t)M * 2 * inner, *memory = hidden + (size_t)M * inner;
     NormWeights none = {0};
@@ -1913,7 +1912,7 @@ int run_blocks(const BlockWeights *blocks, int count, const NormWeights *last, c
     add.delta = delta;
     for (const BlockWeights *c = blocks; c < blocks + count; c++) {
         Call act = {.block = c, .x = up, .out = hidden};
-        (c->conv ? mix_delta : mix_attention)(c, &pass, normed, memory, delta);
+        (c->conv ? mix_delta : mix_attention)(c, pass, normed, memory, delta);
         add.post = &c->attn_post_norm;
         add.norm = &c->mlp_norm;
         parallel(add_norm_row, &add, M, C, threads);
@@ -1924,9 +1923,9 @@ int run_blocks(const BlockWeights *blocks, int count, const NormWeights *last, c
         add.norm = c + 1 < blocks + count ? &c[1].attn_norm : last;
         parallel(add_norm_row, &add, M, C, threads);
         if (c->conv)
-            pass.states.layer++;
+            pass->states.layer++;
         else
-            pass.kv = (char *)pass.kv + pass.layer_stride * (pass.bfloat16 ? 2 : 4);
+            pass->kv = (char *)pass->kv + pass->layer_stride * (pass->bfloat16 ? 2 : 4);
     }
     return 0;
 }
@@ -2572,17 +2571,17 @@ int step_draft(Step *s) {
 
 // Fills `x`, `normed` and `hidden`. Returns 1 for a token out of range or a full cache.
 int step_verify(Step *s) {
-    Pass *pass = &s->trees;
-    int M = pass->B * pass->T, n = M * s->blocks->n_embd;
-    pass->positions = s->positions;
-    pass->ancestors = s->tree + 3 * M;
+    Pass pass = s->trees;
+    int M = pass.B * pass.T, n = M * s->blocks->n_embd;
+    pass.positions = s->positions;
+    pass.ancestors = s->tree + 3 * M;
     if (s->embed.k && unpack_rows(&s->embed, s->tree, M, s->x))
         return 1;
     if (s->embed.k && s->hidden) {  // rounds to bfloat16, the model's dtype
         write_row(s->hidden, 0, s->x, n, 1);
         read_row(s->hidden, 0, n, 1, s->x);
     }
-    if (run_blocks(s->blocks, s->n_blocks, &s->norm, pass, s->x, s->normed))
+    if (run_blocks(s->blocks, s->n_blocks, &s->norm, &pass, s->x, s->normed))
         return 1;
     if (s->hidden)
         write_row(s->hidden, 0, s->x, n, 1);

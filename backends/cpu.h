@@ -128,8 +128,8 @@ int unpack_rows(const Linear *weights, const int64_t *rows, int count, float *ou
 void attention(const BlockWeights *block, const Pass *pass, float *q, float *out);
 void commit_delta(const Pass *pass, int layers, const int64_t *path, const int64_t *count,
                   int stride);
-int run_blocks(const BlockWeights *blocks, int count, const NormWeights *last, const Pass *first,
-               float *x, float *normed);
+int run_blocks(const BlockWeights *blocks, int count, const NormWeights *last, Pass *pass, float *x,
+               float *normed);
 void sample(const Linear *w, const float *x, int M, int T, const int32_t *slots,
             const float *temperature, const int64_t *seed, const int64_t *sequence,
             const int64_t *position, const int32_t *masks, int64_t *out, int threads);

@@ -198,7 +198,7 @@ class CompiledDecoder(PackedDecoder):
             tensors |= dict(seconds=policy.step_seconds, drafted=policy.drafted)
         struct = header.Step(
             blocks=model.blocks.structs, n_blocks=len(model.blocks),
-            n_delta=model.blocks.n_delta(len(model.blocks)), norm=self.norm, K=policy.depth,
+            n_delta=len(model.blocks) - len(slots.cache.kv), norm=self.norm, K=policy.depth,
             W=self.beams, with_lookup=policy.lookup, words=-(-model.config.vocab_size // 32),
             history_stride=slots.history.stride(0),
             trees=self.slot_pass(slots.cache, model.tables),

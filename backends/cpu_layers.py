@@ -383,14 +383,14 @@ class PackedStates(DeltaStates):
                                rows[:, -1:].data_ptr(), rows.shape[1])
 
 
-def states_struct(states, layer=0):
-    """The `DeltaStates` of cpu.h. layer: of gated delta layers, the first one to run."""
+def states_struct(states):
+    """The `DeltaStates` of cpu.h."""
     if states is None:
         return header.DeltaStates()
     H, Dk, Dv = states.state.shape[2:]
     slots = states.state.stride(0) // states.state.stride(1)  # this may be a view of one
     return header.DeltaStates(H, states.keys.shape[3], Dk, Dv, states.history.shape[2] + 1, slots,
-                              states.u.shape[2], layer, *map(pointer, states))
+                              states.u.shape[2], 0, *map(pointer, states))
 
 
 class PackedBlocks(Packed, Blocks):
@@ -415,10 +415,6 @@ class PackedBlocks(Packed, Blocks):
         hidden, _, states = self.run(hidden, tables, positions, cache, ancestors, start, layers)
         return hidden, None, states
 
-    def n_delta(self, layer):
-        """How many of the blocks before this one have a `GatedDelta`."""
-        return sum(isinstance(block.attn, GatedDelta) for block in itertools.islice(self, layer))
-
     def run(self, hidden, tables, positions, cache, ancestors=None, start=0, layers=(), norm=None):
         """`forward` with a cache -> (hidden, its norm in float32, the states of `layers`). norm: a
         `NormWeights`; None: without weights."""
@@ -433,13 +429,11 @@ class PackedBlocks(Packed, Blocks):
         slots = None if cache.slots is None else cache.slots.int()
         normed = torch.empty_like(x)
         states = {0: hidden}
+        a_pass = pass_struct(hidden.shape, tables, cache.kv, lengths, ancestors, positions)
+        a_pass.slots = pointer(slots)
+        a_pass.states = states_struct(cache.states)
         stops = sorted({0, *layers, len(self)})  # cpu.c stops after each layer that is read
         for first, last in itertools.pairwise(stops):
-            layer = self.n_delta(first)
-            a_pass = pass_struct(hidden.shape, tables, cache.kv[first - layer:], lengths,
-                                 ancestors, positions)
-            a_pass.slots = pointer(slots)
-            a_pass.states = states_struct(cache.states, layer)
             failed = library().run_blocks(self.structs[first], last - first,
                                           norm or header.NormWeights(), a_pass, x.data_ptr(),
                                           normed.data_ptr())
