@@ -28,7 +28,6 @@ def parse(argv=None):
 
 def add_common_flags(parser):
     flags.add_model_flags(parser)
-    flags.add_quantize_flag(parser)
     parser.add_argument("--llama-cpp", action="store_true", help="also run llama.cpp on the same "
                         "GGUF file; needs llama-cpp-python")
     parser.add_argument("--out", type=flags.home, metavar="FILE",

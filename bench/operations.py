@@ -13,7 +13,7 @@ import kernels
 from backends import cpu, cpu_library, gpu, quantized
 from backends.linear import Quantized, linear_rows
 from bench import Table, size_config
-from bench.timing import PREFIX, copy_bandwidth, seconds, stage_times, step_time, timing_decoder
+from bench.timing import PREFIX, copy_bandwidth, seconds, stage_times, timing_decoder
 from clover import CloverHeads, preset
 from common.machine import check_memory, pick_device, weight_bytes
 from generate import Sampling, capture
@@ -64,7 +64,8 @@ def lm_head_cases(c, device, sizes):
         yield ("project_topk", dict(M=M, k=8), size, make, partial(kernels.project_topk, k=8),
                partial(topk, k=8))
         yield ("project_sample", dict(M=M), size, make,
-               partial(kernels.project_sample, **greedy), argmax)
+               partial(kernels.project_sample, **greedy),
+               lambda hidden, weight: (hidden @ weight.T).argmax(-1))
 
 
 def linear_cases(c, device, sizes):
@@ -100,10 +101,6 @@ def topk(hidden, weight, k):
     logits = hidden @ weight.T
     values, tokens = logits.topk(k)
     return values.float() - logits.float().logsumexp(-1, keepdim=True), tokens
-
-
-def argmax(hidden, weight):
-    return (hidden @ weight.T).argmax(-1)
 
 
 def kernel_row(case, device, bandwidth):
@@ -166,11 +163,6 @@ def quantize_randomly(model, bits):
             gpu.put(model, name, [weight])
 
 
-def drafters(name, heads):
-    """Arguments of a `Policy` for "plain", "lookup", "heads" or "heads + lookup"."""
-    return dict(heads=heads if "heads" in name else None, lookup="lookup" in name)
-
-
 def step_rows(model, heads, shapes, bandwidth):
     """Times a step and its stages for each shape (drafters, batch size, tree size, sampling).
     floor_ms: the time to read the cache and the weights, embeddings only if tied."""
@@ -179,14 +171,13 @@ def step_rows(model, heads, shapes, bandwidth):
     weights = weight_bytes(model) - sum(x.nbytes for x in model.tables if x is not None)
     weights -= 0 if c.tied else model.embed.weight.nbytes
     for name, B, T, sampling in shapes:
-        decoder = timing_decoder(model, tree_size=T, batch_size=B, sampling=sampling,
-                                 **drafters(name, heads))
-        ms = 1e3 * step_time(decoder)
+        decoder = timing_decoder(model, heads if name == "heads" else None, T, name == "lookup",
+                                 batch_size=B, sampling=sampling)
         floor = 1e3 * (weights + B * PREFIX * per_token) / bandwidth
-        stages = {f"{stage}_ms": 1e3 * time for stage, time in stage_times(decoder).items()}
+        times = {f"{part}_ms": 1e3 * time for part, time in stage_times(decoder).items()}
         yield dict(drafted_by=name, batch_size=B, tree_size=T, prefix=PREFIX,
-                   temperature=sampling.temperature, top_p=sampling.top_p, step_ms=ms,
-                   floor_ms=floor, share=floor / ms) | stages
+                   temperature=sampling.temperature, top_p=sampling.top_p,
+                   floor_ms=floor, share=floor / times["step_ms"]) | times
 
 
 def over_plain(rows):

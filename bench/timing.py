@@ -49,10 +49,10 @@ def copy_bandwidth(device):
 
 
 @torch.inference_mode()
-def timing_decoder(model, heads, tree_size, prefix=PREFIX, lookup=False, **options):
-    """A `Decoder` with one tree size that can step forever: its slots are idle, and have `prefix`
+def timing_decoder(model, heads, tree_size, lookup=False, **options):
+    """A `Decoder` with one tree size that can step forever: its slots are idle, and have PREFIX
     cached tokens, or as many as the model's context holds. options: the Decoder's."""
-    capacity = min(prefix + 1, model.config.block_size)
+    capacity = min(PREFIX + 1, model.config.block_size)
     policy = Policy(model, heads, lookup, tree_size)
     decoder = decoder_class(model, policy.heads)(model, policy=policy, capacity=capacity, **options)
     decoder.slots.cache.lengths.fill_(capacity - 1)
@@ -71,26 +71,14 @@ def decoder_seconds(decoder, body):
 
 
 @torch.inference_mode()
-def step_time(decoder):
-    """Seconds of one step of a `timing_decoder`; on CUDA, of its graph."""
-    with decoder.context():
-        return decoder_seconds(decoder, partial(decoder.run, decoder.step, only_plan(decoder)))
-
-
-def only_plan(decoder):
-    """The `Plan` of a `timing_decoder`'s steps."""
-    option, = decoder.policy.options
-    return Plan(decoder.batch_size, *option, decoder.sampling.mode)
-
-
-@torch.inference_mode()
 def stage_times(decoder):
-    """{stage: seconds} of a step of a `timing_decoder`. Each stage is timed by itself, in a CUDA
+    """{"step" or a stage of it: seconds} of a `timing_decoder`. Each is timed by itself, in a CUDA
     graph of its own if the decoder uses graphs. Drafting a tree of one node takes 0."""
-    plan = only_plan(decoder)
-    times = dict.fromkeys(STAGES, 0.0)
+    option, = decoder.policy.options
+    plan = Plan(decoder.batch_size, *option, decoder.sampling.mode)
+    times = dict.fromkeys(("step", *STAGES), 0.0)
     with decoder.context():
-        decoder.step(plan)  # compiles all stages
+        times["step"] = decoder_seconds(decoder, partial(decoder.run, decoder.step, plan))
         draft = decoder.draft(plan)
         normed, hidden = decoder.verify(plan, draft)
         target = decoder.sample(plan, draft, normed)

@@ -5,6 +5,8 @@ policy."""
 import math
 from dataclasses import dataclass, field
 from functools import cached_property, partial
+from itertools import compress, count
+from operator import ne
 
 import torch
 
@@ -161,7 +163,10 @@ class Engine(FifoEngine):
         start = timestamp(decoder.device)
         n_slow = decoder.n_slow
         step = decoder.launch(plan, with_trees, partial(run_step, decoder, guide, logprobs))
-        counts = self.copied_counts()  # filled by the time that the next line notes
+        self.launches += 1
+        is_due = self.launches % PERIOD == 0
+        # filled by the time that the next line notes
+        counts = to_host(self.policy.counts) if is_due else None
         times = start, timestamp(decoder.device)
         pause = guide.pause if guide else None
         step = MeasuredStep(**vars(step), times=times, pause=pause, counts=counts,
@@ -184,10 +189,6 @@ class Engine(FifoEngine):
         lengths, read = (cache.lengths for cache in (self.decoder.slots.cache,
                                                      self.decoder.slots.heads_cache))
         return 0 if read is lengths else int((lengths - read)[[*self.running]].sum())
-
-    def copied_counts(self):
-        self.launches += 1
-        return to_host(self.policy.counts) if self.launches % PERIOD == 0 else None
 
     def result(self, step, row, sequence, tokens, path, sources):
         read = step.reading.get(sequence, 0)  # known tokens, which the step accepted
@@ -304,14 +305,5 @@ def best_slot(idle, prompt, kept=None):
 
 
 def common_prefix(a, b):
-    """The length of the longest common prefix of two lists, by bisection: a loop over the tokens
-    of 64 slots would take longer than a step."""
-    low = 0
-    high = min(len(a), len(b))
-    while low < high:
-        middle = (low + high + 1) // 2
-        if a[low:middle] == b[low:middle]:
-            low = middle
-        else:
-            high = middle - 1
-    return low
+    """The length of the longest common prefix of two lists, without a loop in Python."""
+    return next(compress(count(), map(ne, a, b)), min(len(a), len(b)))

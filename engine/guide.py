@@ -47,10 +47,6 @@ class GuidedSequence(Sequence):
             self.matcher = grammar.start()
             self.stop_tokens |= set(grammar.stop)
 
-    @property
-    def error(self):
-        return self.matcher.error if self.matcher else ""
-
     def take(self, tokens):
         if not self.matcher and not self.stream:
             return super().take(tokens)
@@ -64,6 +60,7 @@ class GuidedSequence(Sequence):
             self.ended = "stop"
         if self.matcher and self.matcher.ended and self.ended != "stop":
             self.ended = self.matcher.ended
+            self.error = self.matcher.error
         return new
 
     def until_text(self, tokens):

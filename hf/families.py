@@ -46,11 +46,9 @@ GEMMA_NAMES = OLMO_NAMES | {
 QWEN3_5_NAMES = LLAMA_NAMES | {
     "blocks.N.attn.qkvz": tuple(f"model.layers.N.linear_attn.in_proj_{x}" for x in ("qkv", "z")),
     "blocks.N.attn.ab": tuple(f"model.layers.N.linear_attn.in_proj_{x}" for x in "ab"),
-    "blocks.N.attn.conv1d": ("model.layers.N.linear_attn.conv1d",),
-    "blocks.N.attn.norm": ("model.layers.N.linear_attn.norm",),
-    "blocks.N.attn.out_proj": ("model.layers.N.linear_attn.out_proj",),
-    "blocks.N.attn.A": ("model.layers.N.linear_attn.A_log",),  # whole names
-    "blocks.N.attn.dt_bias": ("model.layers.N.linear_attn.dt_bias",)}
+    "blocks.N.attn.A": ("model.layers.N.linear_attn.A_log",),  # a whole name, like dt_bias
+    **{f"blocks.N.attn.{x}": (f"model.layers.N.linear_attn.{x}",)
+       for x in ("conv1d", "norm", "out_proj", "dt_bias")}}
 GPT2_NAMES = {
     "embed": ("transformer.wte",),
     "embed_positions": ("transformer.wpe",),

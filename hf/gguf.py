@@ -111,9 +111,11 @@ class Reader:
         self.position = start + size
         return str(self.bytes[start:self.position], "utf-8")
 
-    def array(self, dtype, count):
+    def array(self, kind, count):
+        """The next numbers of a `GGUFValueType`, which has the name of numpy's."""
         start = self.position
-        self.position += count * np.dtype(dtype).itemsize
+        dtype = np.dtype(GGUFValueType(kind).name.lower())
+        self.position += count * dtype.itemsize
         return np.frombuffer(self.bytes[start:self.position], dtype)
 
     def value(self):
@@ -122,11 +124,11 @@ class Reader:
         if kind == GGUFValueType.STRING:
             return self.text()
         if kind != GGUFValueType.ARRAY:
-            return self.array(number_type(kind), 1).item()
+            return self.array(kind, 1).item()
         kind, count = self.numbers("IQ")
         if kind == GGUFValueType.STRING:
             return [self.text() for _ in range(count)]
-        return self.array(number_type(kind), count)
+        return self.array(kind, count)
 
     def header(self):
         """The next tensor's (name, type, shape, offset in the data)."""
@@ -138,7 +140,7 @@ class Reader:
     def tensor(self, first, name, kind, shape, offset):
         self.position = first + offset
         size = gguf.quant_shape_to_byte_shape(shape, kind)
-        data = self.array(np.uint8, math.prod(size)).reshape(size)
+        data = self.array(GGUFValueType.UINT8, math.prod(size)).reshape(size)
         return Tensor(name, kind, shape, self.file, data)
 
 
@@ -369,11 +371,6 @@ class GGUFFile:
              f"them; there are kernels for {', '.join(formats)}")
         weight = quantized.round_weight(self.read_values(tensor), 8, 32)
         return quantized.select_rows(weight, order)
-
-
-def number_type(kind):
-    """The name in numpy of a type of numbers in the metadata."""
-    return GGUFValueType(kind).name.lower()
 
 
 @lru_cache(maxsize=2)

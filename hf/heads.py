@@ -10,7 +10,7 @@ from safetensors import SafetensorError
 from clover import BINS, CloverConfig, CloverHeads, norm_hash, sizes_of
 from common.files import check_content, files_hash
 from common.values import one_line
-from hf.paths import find_model, is_gguf, is_repository
+from hf.paths import find_model, is_gguf
 from hf.published_heads import has_mtp, load_mtp, load_published
 from model import InputError, expect
 
@@ -39,10 +39,7 @@ def load_heads(path, model, tokenizer="", packed=True):
     those of `load_published`, or the MTP heads in a model's folder or GGUF file. packed: as in
     `CloverHeads.from_pretrained`. Raises InputError for a missing or broken folder, and for heads
     of another model or tokenizer."""
-    if is_repository(path):
-        from hf import hub
-        path = hub.fetch(path, is_heads=True)
-    path = Path(path)
+    path = find_model(path)
     if not (path / "heads.json").exists():
         if has_mtp(path):
             return load_mtp(path, model)

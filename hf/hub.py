@@ -1,4 +1,5 @@
-"""Downloads models by their name on Hugging Face, "org/repo", or a GGUF file as "org/repo:TYPE"."""
+"""Downloads models and draft heads by their name on Hugging Face, "org/repo", or a GGUF file as
+"org/repo:TYPE"."""
 
 import re
 from functools import cache
@@ -12,23 +13,21 @@ from model import InputError, expect
 
 PARTS = ["config.json", "generation_config.json", "tokenizer*", "vocab.json", "merges.txt",
          "added_tokens.json", "special_tokens_map.json", "chat_template.*",
-         "additional_chat_templates/*.jinja", "adapter_config.json"]
+         "additional_chat_templates/*.jinja", "adapter_config.json",
+         "heads.json", "heads.safetensors"]
 SAFETENSORS = ["model.safetensors", "model-*.safetensors", "model.safetensors-*.safetensors",
                "model.safetensors.index.json"]
-HEADS = ["config.json", "heads.json", "heads.safetensors"]
 NO_MODEL = "mmproj", "imatrix", "mtp-", "eagle3-", "dflash-", "dspark-"  # in names of GGUF files
 BIN = ["pytorch_model.bin", "pytorch_model-*.bin", "pytorch_model.bin.index.json"]
 
 
 @cache
-def fetch(name, is_heads=False):
+def fetch(name):
     """The Path of a model's folder or GGUF file, or of draft heads' folder, without a connection
     from huggingface_hub's cache. Raises InputError if it is not there either, or if several GGUF
     files have this TYPE."""
     repo, _, kind = name.partition(":")
     try:
-        if is_heads:
-            return download(repo, [*HEADS, *SAFETENSORS])
         return fetch_gguf(repo, kind) if kind else fetch_folder(repo)
     except InputError:
         raise
@@ -42,7 +41,8 @@ def fetch_folder(repo):
     folder = download(repo, [*PARTS, *SAFETENSORS])
     if not any(folder.glob("*.safetensors")):
         download(repo, BIN)
-    is_folder = any((folder / name).exists() for name in ("config.json", "adapter_config.json"))
+    names = "config.json", "adapter_config.json", "heads.json"
+    is_folder = any((folder / name).exists() for name in names)
     return folder if is_folder else fetch_gguf(repo, "")
 
 

@@ -14,14 +14,7 @@ from drafters.base import BlockConfig, Eagle3Config
 from drafters.block import BlockHeads
 from drafters.eagle3 import Eagle3Heads
 from drafters.mtp import DEPTH, MTPHeads
-from hf.checkpoint import (
-    BUFFERS,
-    match_parameters,
-    short,
-    stored_tensors,
-    text_tensors,
-    weight_files,
-)
+from hf import checkpoint
 from hf.families import LLAMA_NAMES, Family, family_of, text_config, value_of
 from hf.files import named_errors, optional_part, read_family
 from hf.tensors import MTP, open_tensors
@@ -81,7 +74,8 @@ def load_mtp(path, model):
     layers = replace(family.config, n_layer=1, mixers=())
     with named_errors(path):
         check_sizes(layers, model.config)
-    tensors = {name.removeprefix(MTP): tensor for name, tensor in text_tensors(path, family).items()
+    stored = checkpoint.text_tensors(path, family)
+    tensors = {name.removeprefix(MTP): tensor for name, tensor in stored.items()
                if name.startswith(MTP)}
     take_tokens(path, tensors, model)
     config = Eagle3Config(layers, DEPTH, (), norm_output=True,
@@ -93,7 +87,8 @@ def load_mtp(path, model):
 def has_mtp(path):
     """Whether a folder or GGUF file holds MTP heads that `load_mtp` reads: of one layer."""
     raw = text_config(optional_part(path, "config.json"))
-    return raw.get("mtp_num_hidden_layers") == 1 and f"{MTP}fc.weight" in stored_tensors(path)
+    is_one_layer = raw.get("mtp_num_hidden_layers") == 1
+    return is_one_layer and f"{MTP}fc.weight" in checkpoint.stored_tensors(path)
 
 
 def read_heads(path, heads_class, config, model, names, tensors, norm_offset=0.0):
@@ -101,10 +96,11 @@ def read_heads(path, heads_class, config, model, names, tensors, norm_offset=0.0
     with torch.device("meta"):  # without memory and random numbers: weights follow
         heads = heads_class(config, model)
     family = Family(config.layers, names, norm_offset=norm_offset)
+    sources = checkpoint.match_parameters(path, heads, family, tensors)
     weights = {name: torch.cat([tensor.load() for tensor in source.tensors])
-               for name, source in match_parameters(path, heads, family, tensors).items()}
+               for name, source in sources.items()}
     heads.load_state_dict(weights, strict=False, assign=True)
-    heads.hash = files_hash(weight_files(path))
+    heads.hash = files_hash(checkpoint.weight_files(path))
     return heads
 
 
@@ -189,13 +185,13 @@ def read_block(raw, kind, layers):
 
 def open_heads(path):
     """{name: StoredTensor} of a folder's heads."""
-    files = weight_files(path)
+    files = checkpoint.weight_files(path)
     expect(all(file.suffix == ".safetensors" for file in files),
            f"{path}: these heads are only read from safetensors; convert them")
-    tensors = {short(name).replace("midlayer.", "layers.0."): tensor
+    tensors = {checkpoint.short(name).replace("midlayer.", "layers.0."): tensor
                for file in files for name, tensor in open_tensors(file).items()}
     return {name: tensor for name, tensor in tensors.items()
-            if not name.startswith(UNREAD) and not name.endswith(BUFFERS)}
+            if not name.startswith(UNREAD) and not name.endswith(checkpoint.BUFFERS)}
 
 
 def take_tokens(path, tensors, model):

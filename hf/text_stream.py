@@ -76,16 +76,10 @@ class TextStream:
             text = self._take(end + length)
             self.held = ""
             return text
-        return self._take(self._start_of_stop())
-
-    def _start_of_stop(self):
-        """Where the longest start of a stop text begins at the end of what is held. What it passes
-        over is never looked at again, so this takes few steps per character of the text."""
-        for start in range(len(self.held)):
-            rest = self.held[start:]
-            if any(stop.startswith(rest) for stop in self.stop_texts):
-                return start
-        return len(self.held)
+        # what comes before the longest start of a stop text is never looked at again
+        starts = (start for start in range(len(self.held))
+                  if any(stop.startswith(self.held[start:]) for stop in self.stop_texts))
+        return self._take(next(starts, len(self.held)))
 
     def _take(self, count):
         """Removes the first `count` characters that are held; returns those that are shown."""

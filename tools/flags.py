@@ -76,9 +76,6 @@ def add_model_flags(parser, default=str(DEMO)):
     parser.add_argument("--template-kwargs", type=json_object, metavar="JSON",
                         default={} if default == str(DEMO) else default, help="variables of the "
                         "chat template, such as '{\"enable_thinking\": false}' for Qwen 3")
-
-
-def add_quantize_flag(parser):
     parser.add_argument("--quantize", choices=("int8", "int4"),
                         help="round the weights while loading; the LM head to int8")
 
@@ -200,7 +197,6 @@ def check_drafting_flags(parser, args):
 def add_machine_flags(parser, batch, batch_size=None):
     group = parser.add_argument_group("machine")
     add_model_flags(group)
-    add_quantize_flag(group)
     add = group.add_argument
     add("--chat-template", type=home, metavar="FILE", help="in place of the model's own")
     add("--batch-size", type=at_least(1), default=batch_size, metavar="N", help=batch)

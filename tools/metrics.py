@@ -1,5 +1,6 @@
 """The server's statistics in the Prometheus text format."""
 
+import json
 from bisect import bisect_left
 from itertools import accumulate
 
@@ -30,7 +31,7 @@ class Metrics:
         positions = counted.positions.copy()
         drafted = {T: steps for T, (steps, _) in sizes.items() if T > 1}
         first_tokens = [*accumulate(self.first_tokens)]
-        own = f'model_name="{escaped(model_name)}"'
+        own = f"model_name={json.dumps(model_name, ensure_ascii=False)}"
         bounds = zip((*BUCKETS, "+Inf"), first_tokens)
         seconds = {f'_bucket{{le="{bound}",{own}}}': n for bound, n in bounds} | {
             f"_sum{{{own}}}": self.first_token_seconds, f"_count{{{own}}}": first_tokens[-1]}
@@ -51,8 +52,3 @@ class Metrics:
             lines.append(f"# TYPE vllm:{name} {kind}\n")
             lines += [f"vllm:{name}{rest} {value}\n" for rest, value in samples.items()]
         return "".join(lines)
-
-
-def escaped(label):
-    """The value of a label, for between quotes."""
-    return label.replace("\\", r"\\").replace('"', r"\"").replace("\n", r"\n")

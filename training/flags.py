@@ -4,7 +4,7 @@ import argparse
 import os
 from dataclasses import dataclass, field, fields
 
-from tools.flags import DEMO, Parser, add_model_flags, add_quantize_flag, at_least, home
+from tools.flags import DEMO, Parser, add_model_flags, at_least, home
 
 absolute = lambda path: os.path.abspath(home(path))  # an argparse type
 SELF = "self"  # --data self: text that the model generates
@@ -89,7 +89,6 @@ def parse_heads(argv=None):
     run = parser.add_argument_group("run", "with --resume, defaults are those of the saved run",
                                     argument_default=argparse.SUPPRESS)
     add_model_flags(run, argparse.SUPPRESS)
-    add_quantize_flag(run)
     source = run.add_mutually_exclusive_group()
     add_data_flag(source, "self: text that the model generates; default: self for a chat model, "
                           "else Python's standard library")
