@@ -121,7 +121,7 @@ def kernels(run):
     beside their bounds and the same work in torch."""
     bandwidth = copy_bandwidth(run.device)
     random = partial(torch.randn, device=run.device, dtype=torch.bfloat16)
-    time_graph = lambda body: seconds(ops.in_graph(body, run.device), run.device)
+    time_graph = lambda body: seconds(ops.in_graph(body, run.device))
     n = run.sizes.matmul
     a, b = random(2, n, n)
     x, weight = random(2, 4096)

@@ -64,8 +64,7 @@ def lm_head_cases(c, device, sizes):
         yield ("project_topk", dict(M=M, k=8), size, make, partial(kernels.project_topk, k=8),
                partial(topk, k=8))
         yield ("project_sample", dict(M=M), size, make,
-               partial(kernels.project_sample, **greedy),
-               lambda hidden, weight: (hidden @ weight.T).argmax(-1))
+               partial(kernels.project_sample, **greedy), argmax)
 
 
 def linear_cases(c, device, sizes):
@@ -103,6 +102,10 @@ def topk(hidden, weight, k):
     return values.float() - logits.float().logsumexp(-1, keepdim=True), tokens
 
 
+def argmax(hidden, weight):
+    return (hidden @ weight.T).argmax(-1)
+
+
 def kernel_row(case, device, bandwidth):
     """Times a case. Cycles through about 100 MB of copies of its inputs, so that none is cached."""
     name, shape, size, make, ours, other = case
@@ -110,7 +113,7 @@ def kernel_row(case, device, bandwidth):
 
     def microseconds(function):
         body = in_graph(lambda: [function(*x) for x in inputs], device)
-        return 1e6 * seconds(body, device) / len(inputs)
+        return 1e6 * seconds(body) / len(inputs)
     us = microseconds(ours)
     row = dict(kernel=name) | shape | dict(us=us, share_of_copy=size / bandwidth * 1e6 / us)
     if other:

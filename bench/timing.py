@@ -1,11 +1,10 @@
 """Times a function, a decoding step, or the stages of a step."""
 
-import math
-import time
 from dataclasses import dataclass
 from functools import partial
 
 import torch
+from torch.utils.benchmark import Timer
 
 from engine.policy import Policy
 from generate import Output, Plan, capture, decoder_class
@@ -21,23 +20,11 @@ class Measured(Output):
     prompt_tokens: int = 0
 
 
-def seconds(body, device):
-    """Seconds per call of body(): on a CPU the fastest call, as other work only adds time; on CUDA
-    the mean of ten calls back to back, in the fastest round. Measures for about 0.1 s, at least
-    three rounds."""
-    calls = 10 if device.type == "cuda" else 1
-
-    def once():
-        start = time.perf_counter()
-        for _ in range(calls):
-            body()
-        if device.type == "cuda":
-            torch.cuda.synchronize(device)
-        return (time.perf_counter() - start) / calls
-    body()
-    times = [once() for _ in range(3)]
-    more = math.ceil(0.1 / max(calls * min(times), 1e-6)) - 3
-    return min(times + [once() for _ in range(more)])
+def seconds(body):
+    """Seconds per call of body(), of the fastest block of calls in about 0.1 s, as other work only
+    adds time."""
+    timer = Timer("body()", globals=dict(body=body), num_threads=torch.get_num_threads())
+    return min(timer.blocked_autorange(min_run_time=0.1).times)
 
 
 def copy_bandwidth(device):
@@ -45,7 +32,7 @@ def copy_bandwidth(device):
     size = 2**31 if device.type == "cuda" else 2**28
     source = torch.ones(size, device=device, dtype=torch.uint8)
     target = torch.empty_like(source)
-    return 2 * source.numel() / seconds(lambda: target.copy_(source), device)
+    return 2 * source.numel() / seconds(lambda: target.copy_(source))
 
 
 @torch.inference_mode()
@@ -67,7 +54,7 @@ def decoder_seconds(decoder, body):
         if heads_lengths is not lengths:  # in C, drafting reads new tokens: leave one unread
             heads_lengths.copy_(lengths).sub_(1).clamp_(min=0)
         body()
-    return seconds(once, decoder.device)
+    return seconds(once)
 
 
 @torch.inference_mode()

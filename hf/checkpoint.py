@@ -296,11 +296,9 @@ def copy_shard(target, value, start, shard):
 
 def save(model, path, dtype=None):
     """Writes a Llama folder: config.json and model.safetensors, which transformers can load too.
-    dtype: default the model's. Raises InputError for a sharded or packed model, and for one that
-    Llama's config.json cannot describe."""
+    dtype: default the model's. Raises InputError for a packed model, and for one that Llama's
+    config.json cannot describe."""
     path, dtype = Path(path), dtype or model.dtype
-    is_sharded = isinstance(model.head, tensor_parallel.VocabParallelHead)
-    expect(not is_sharded, f"{path}: the model is sharded; save it from one process")
     model.check_plain("saved")
     raw = llama_json(model.config, dtype)
     llama = family_of(raw)

@@ -93,15 +93,15 @@ class Job:
                     app.loaded.model.config, value, limit, self.sampling, self.stop,
                     len(self.sequences), encoding, own, self.body["top_logprobs"]))
 
-    async def parts(self):
-        """Yields the results of steps: (index of the choice, text of each new token, the same as
-        parts of text and calls, why the sequence ended or None, `step_record` or None, the field
-        logprobs)."""
+    async def choices(self):
+        """Yields the results of steps: (a choice, whole or the next part of a stream, the field
+        clover beside it if the request asks for steps)."""
         shown = self.tools.tokens.values() if self.tools else ()
         streams = [sequence.stream or self.encoding.stream(
                        self.stop, shown, sequence.grammar and sequence.grammar.begin)
                    for sequence in self.sequences]
         left = self.count
+        started = set()
         while left:
             event = await self.events.get()
             if isinstance(event, Exception):
@@ -114,7 +114,10 @@ class Job:
                 pieces[-1:] = ["".join(pieces[-1:]) + streams[index].finish()]
                 left -= 1
             parts = self.read(index, pieces, tokens, ended)
-            yield index, pieces, parts, ended, record, self.logprobs(tokens, values, offsets)
+            logprobs = self.logprobs(tokens, values, offsets)
+            steps = dict(clover=dict(tokens=pieces) | record) if record else {}
+            yield self.choice(index, parts, ended, logprobs, index not in started), steps
+            started.add(index)
 
     def read(self, index, pieces, tokens, ended):
         """The parts of a choice's next text, as from `CallReader.feed`."""
@@ -133,7 +136,7 @@ class Job:
             return chat_logprobs(self.encoding, tokens, values)
         return completion_logprobs(self.encoding, tokens, values, offsets)
 
-    def choice(self, index, parts, ended, logprobs, first=True):
+    def choice(self, index, parts, ended, logprobs, first):
         role = dict(role="assistant") if first else {}
         said = message_of(parts, self.body["stream"])
         text = said["content"]

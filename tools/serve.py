@@ -19,6 +19,7 @@ import socket
 import sys
 import traceback
 from functools import partial
+from operator import itemgetter
 from pathlib import Path
 
 import uvicorn
@@ -198,21 +199,16 @@ class App:
             response = StreamingResponse(self.events(job), headers=STREAM_HEADERS,
                                          media_type="text/event-stream")
         else:
-            choices = [None] * job.count
-            async for index, _, parts, ended, _, values in job.parts():  # once for each choice
-                choices[index] = job.choice(index, parts, ended, values)
+            choices = [choice async for choice, _ in job.choices()]
+            choices.sort(key=itemgetter("index"))
             response = JSONResponse(job.head | dict(choices=choices) | job.usage())
         await response(*asgi)
 
     async def events(self, job):
         """The server-sent events of a stream."""
         line = lambda value: f"data: {json.dumps(value)}\n\n"
-        started = set()
         try:
-            async for index, pieces, parts, ended, record, values in job.parts():
-                choice = job.choice(index, parts, ended, values, index not in started)
-                started.add(index)
-                steps = dict(clover=dict(tokens=pieces) | record) if record else {}
+            async for choice, steps in job.choices():
                 yield line(job.head | dict(choices=[choice]) | steps)
             if job.body["stream_options"].get("include_usage"):
                 yield line(job.head | dict(choices=[]) | job.usage())
