@@ -6,6 +6,7 @@ from collections import defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
+from operator import attrgetter
 from pathlib import Path
 
 import torch
@@ -21,7 +22,7 @@ from hf.families import family_of, llama_json
 from hf.files import read_family, read_part
 from hf.paths import find_model, gguf_parts, is_gguf
 from hf.quantization import combine, read_scheme
-from hf.tensors import MTP, StoredTensor, open_tensors
+from hf.tensors import MTP, open_tensors
 from model import GPT, InputError, expect, replace_file
 
 FLOATS = torch.float64, torch.float32, torch.float16, torch.bfloat16
@@ -218,16 +219,16 @@ def choose_packing(model, sources, dtype, on_gpu):
                   if type(layer) in cpu_layers.LAYERS}
         if model.config.tied:
             floats.add("embed.weight")  # it is the LM head, too
+    reader = attrgetter("read_quantized" if on_gpu else "read_packed")
     for name, source in sources.items():
-        read = "read_quantized" if on_gpu else "read_packed"
-        is_quantized = all(getattr(tensor, read) for tensor in source.tensors)
+        is_quantized = all(map(reader, source.tensors))
         if name == "head.weight" and model.config.unit_head:
             continue  # read_weights normalises its rows first
         if source.rounding:
             source.pack = partial(pack_rounded, source.rounding, on_gpu)
             source.bits = source.rounding[0]
         elif is_quantized and dtype != torch.float32:
-            source.pack = StoredTensor.quantized if on_gpu else StoredTensor.packed
+            source.pack = lambda tensor: reader(tensor)(tensor.order)
             source.bits = max(x.quantized_bits if on_gpu else x.bits for x in source.tensors)
         elif name in floats:
             source.pack = lambda tensor: cpu_layers.pack_floats(tensor.load().to(dtype))

@@ -37,12 +37,6 @@ class StoredTensor(NamedTuple):
         values = self.read()
         return values if self.order is None else values[self.order]
 
-    def packed(self):
-        return self.read_packed(self.order)
-
-    def quantized(self):
-        return self.read_quantized(self.order)
-
     def rows(self, order):
         """The tensor with its rows in this order, int64 [N]."""
         return self._replace(order=order if self.order is None else self.order[order])

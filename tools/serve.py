@@ -54,11 +54,6 @@ HTTP = dict(http="h11", ws="none", lifespan="off", timeout_keep_alive=KEEP_ALIVE
 STREAM_HEADERS = {"cache-control": "no-cache", "x-accel-buffering": "no"}  # proxies must not buffer
 
 
-def host_name(address):
-    """host:port without the port, in lower case."""
-    return re.sub(r":\d*$", "", address.lower())
-
-
 async def read_object(request):
     """The body of a request, a JSON object."""
     body = bytearray()
@@ -130,8 +125,9 @@ class App:
         """Refuses what a page of another site can send: a request under a name that its owner made
         an alias of this address (DNS rebinding), or one that browsers send without asking us."""
         host, origin = request.headers.get("host", ""), request.headers.get("origin")
+        without_port = lambda address: re.sub(r":\d*$", "", address.lower())
         own = f"{socket.gethostname().partition('.')[0].lower()}.local"  # not others' .local names
-        name = host_name(host)
+        name = without_port(host)
         if not (re.fullmatch(LOCAL, name) or name in (own, *self.args.allow_host)):
             raise HTTPException(403, f"the Host {host!r} is not localhost, {own}, an IP address "
                                 "or an --allow-host of this server")
@@ -141,7 +137,7 @@ class App:
         if origin is None or {origin, "*"} & {*self.args.allow_origin}:
             return
         address = origin.partition("://")[2]
-        if address != host and host_name(address) not in self.args.allow_host:
+        if address != host and without_port(address) not in self.args.allow_host:
             raise HTTPException(403, f"the Origin {origin!r} is not an --allow-origin of this "
                                 "server")
 
