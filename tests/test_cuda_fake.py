@@ -474,8 +474,7 @@ def test_steps_and_stages_are_timed_on_a_fake_gpu(start, monkeypatch):
     monkeypatch.setattr(timing, "seconds", lambda body: [body() for _ in range(3)] and 1.0)
     for tree_size in (1, 13):
         decoder = timing.timing_decoder(model, heads, tree_size, lookup=True, batch_size=2)
-        times = timing.stage_times(decoder)
-        assert times["step"] > 0 and set(times) == {"step", *timing.STAGES}
+        assert set(timing.stage_times(decoder)) == {"step", *timing.STAGES}
     assert len(world.graphs) == 2 + 4 + 5
 
 
