@@ -12,7 +12,7 @@ from clover import SCHEMA
 from engine.acceptance import GUIDED
 from engine.clock import seconds_between, timestamp
 from generate import MAX_CHAIN, Sequence, as_list
-from model import InputError, expect
+from model import expect
 
 
 class GuidedSequence(Sequence):
@@ -26,9 +26,8 @@ class GuidedSequence(Sequence):
                  grammar=None, top_logprobs=None):
         tokens, texts = split_stop(stop)
         super().__init__(config, prompt, max_new_tokens, sampling, tokens, index)
-        if texts and not hasattr(encoding, "stream"):
-            raise InputError(f"stop text {texts[0]!r} needs a tokenizer; give encoding=, from "
-                             "hf.tokenizer.load_encoding")
+        expect(not texts or hasattr(encoding, "stream"), f"stop texts, {texts}, need a tokenizer; "
+               "give encoding=, from hf.tokenizer.load_encoding")
         self.stream = None
         if texts:
             tools = grammar and grammar.tools

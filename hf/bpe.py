@@ -72,15 +72,12 @@ def byte_level_bpe(package, spec, added):
     pattern = piece_pattern(spec["pre_tokenizer"])
     rounds = {token.normalized for token in added.values()}  # matched before and after normalising
     strips = any(token.lstrip or token.rstrip or token.single_word for token in added.values())
-    if pattern is None or strips or len(rounds) > 1:
-        return None
-    if normalizer is not None and (normalizer != dict(type="NFC") or True in rounds):
+    is_known = normalizer is None or normalizer == dict(type="NFC") and True not in rounds
+    if pattern is None or strips or len(rounds) > 1 or not is_known:
         return None
     ranks = ranks_of(package.model, spec["model"])
-    if ranks is None:
-        return None
-    bpe = ByteLevelBPE(pattern, ranks, added, package.normalizer)
-    return None if bpe.missing and normalizer else bpe  # NFC may make a missing byte
+    bpe = ranks and ByteLevelBPE(pattern, ranks, added, package.normalizer)
+    return None if bpe and bpe.missing and normalizer else bpe  # NFC may make a missing byte
 
 
 def ranks_of(model, spec):

@@ -272,8 +272,7 @@ class Family:
         if self.config.qk_norm == "head" and ".attn." in name and name.endswith("_norm.weight"):
             tensor = tensor.rows(self.head_order())
         if self.norm_offset and name.endswith("norm.weight"):
-            read = tensor.read
-            return tensor._replace(read=lambda: read().float() + self.norm_offset)
+            return tensor._replace(read=lambda: tensor.read().float() + self.norm_offset)
         if ".attn.qkv." in name:
             order = self.qkv_order()
             return tensor if order is None else tensor.rows(order[start:][:tensor.shape[0]] - start)

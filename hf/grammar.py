@@ -46,10 +46,6 @@ class GrammarTokenizer:
             raise InputError("structured output (JSON schemas, grammars) needs one more package: "
                              f"pip install llguidance ({error})") from None
         self.stop = [token for token in stop if isinstance(token, int)]
-        expect(self.stop, "structured output needs to know the model's end-of-text tokens; give "
-               "config.json an eos_token_id")
-        expect(encoding.n_vocab <= vocab_size, f"the tokenizer has {encoding.n_vocab} tokens, the "
-               f"model {vocab_size}; use the model's own tokenizer")
         self.llguidance = llguidance
         self.words = -(-vocab_size // 32)  # int32 of a mask
         self.encoding = encoding
@@ -57,8 +53,8 @@ class GrammarTokenizer:
             self.package = llguidance.LLTokenizer(rename_special_tokens(encoding.package),
                                                   n_vocab=vocab_size, eos_token=self.stop)
         except ValueError as error:
-            raise InputError(f"{encoding.file}: llguidance cannot use this tokenizer: "
-                             f"{one_line(error)}") from None
+            raise InputError(f"{encoding.file}: llguidance cannot use this tokenizer "
+                             f"({one_line(error)}); use the model's own") from None
 
     def compile(self, kind, source):
         """A `Grammar`. kind: "json_schema" (source: a dict or its text), "regex", "choice" (a list

@@ -191,8 +191,7 @@ BAD = {"a keyword": (lambda made: made.compile("json_schema", dict(uniqueItems=T
        "no JSON": (lambda made: made.compile("json_schema", "{'a'}"), "not a json_schema that"),
        "an expression": (lambda made: made.compile("regex", "(a"), "unclosed group"),
        "a grammar": (lambda made: made.compile("lark", "start: foo"), 'unknown name: "foo"'),
-       "another vocabulary": (lambda made: GrammarTokenizer(made.encoding, 100, [1]), "the model 100; use"),
-       "no end of text": (lambda made: GrammarTokenizer(made.encoding, 4096, ["stop"]), "eos_token_id"),
+       "another vocabulary": (lambda made: GrammarTokenizer(made.encoding, 100, [1]), "vocab size too small; 100"),
        "no tag": (lambda made: made.compile("regex", "a").for_prompt(made.encoding.encode("<think>")), "is </think>")}
 
 

@@ -108,8 +108,7 @@ ANY_OBJECT = "json_schema", dict(type="object")
 schema = must_be("a JSON schema, an object or its text", lambda value: type(value) in (dict, str))
 choice = must_be("a list of at least one string",
                  lambda value: type(value) is list and {*map(type, value)} == {str})
-is_true = must_be("true or left out", lambda value: value is True)
-STRUCTURED = dict(json=schema, json_object=is_true, regex=text, choice=choice, grammar=any_value)
+STRUCTURED = dict(json=schema, json_object=only(True), regex=text, choice=choice, grammar=any_value)
 NOTATIONS = dict(lark=text, gbnf=text)
 WRAPPER = dict(name=text, description=text, strict=flag, schema=schema)
 FORMATS = dict(text={}, json_object=dict(schema=schema),  # the second as in llama.cpp
