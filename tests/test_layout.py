@@ -17,7 +17,7 @@ ORDER = ["kernels", "model", "clover", "generate", "train_heads", "common", "eng
          "drafters", "hf", "tools", "training", "bench"]
 FOLDERS = [name for name in ORDER if (ROOT / name).is_dir()]
 FILES = [name for name in ORDER if name not in FOLDERS and "." not in name]
-LINES = dict(library=16870, tests=12671)  # at most: all Python without tests, and tests
+LINES = dict(library=16860, tests=12670)  # at most: all Python without tests, and tests
 CEILINGS = dict(kernels=1225, model=590, clover=554, generate=881, train_heads=243)  # lines of the root's files
 MODULES = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
            for pattern in ("*.py", *(f"{folder}/*.py" for folder in FOLDERS)) for file in sorted(ROOT.glob(pattern))}
