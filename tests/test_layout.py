@@ -17,8 +17,9 @@ ORDER = ["kernels", "model", "clover", "generate", "train_heads", "common", "eng
          "drafters", "hf", "tools", "training", "bench"]
 FOLDERS = [name for name in ORDER if (ROOT / name).is_dir()]
 FILES = [name for name in ORDER if name not in FOLDERS and "." not in name]
-LINES = dict(library=16860, tests=12670)  # at most: all Python without tests, and tests
-CEILINGS = dict(kernels=1225, model=590, clover=554, generate=881, train_heads=243)  # lines of the root's files
+LINES = dict(library=16900, tests=12671)  # at most: all Python without tests, and tests
+# of the root's files, agreed, not the day's sizes; together at most 3,500: clover.py and train_heads.py lend generate.py 31
+CEILINGS = dict(kernels=1225, model=590, clover=565, generate=881, train_heads=269)
 MODULES = {".".join(file.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): file
            for pattern in ("*.py", *(f"{folder}/*.py" for folder in FOLDERS)) for file in sorted(ROOT.glob(pattern))}
 LOADERS = dict(model=("GPT.from_pretrained", "GPT.save_pretrained"),  # functions that import from folders
@@ -69,7 +70,7 @@ def test_growth_is_a_decision():
         lines["tests" if file.startswith("tests/") else "library"] += len((ROOT / file).read_text().splitlines())
     assert all(lines[part] <= LINES[part] for part in LINES), lines
     lines = {name: len(MODULES[name].read_text().splitlines()) for name in CEILINGS}
-    assert all(lines[name] <= CEILINGS[name] for name in CEILINGS), lines
+    assert all(lines[name] <= CEILINGS[name] for name in CEILINGS) and sum(lines.values()) <= 3500, lines
 
 
 @pytest.mark.parametrize("file", [*MODULES.values(), ROOT / "demo/train_base.py"], ids=lambda file: file.name)
