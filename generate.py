@@ -325,7 +325,7 @@ class Step:
 
 
 def decoder_class(model, heads):
-    """The `Decoder` class by which a model's backend runs these heads."""
+    """The `Decoder` class that runs these heads: the one that a model's backend names for them."""
     return model.decoder.for_heads(heads) if model.decoder else Decoder
 
 
