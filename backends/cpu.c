@@ -51,6 +51,7 @@
 #define SHARING 3            // heads that share loads of keys and values
 #define IN_PLACE (LANES == 16)  // bfloat16 rows of the cache are converted where they are multiplied
 #define WIDE (4 * LANES)     // columns, or dimensions, whose sums are in registers
+#define STRIP (SUMS * LANES)  // columns of a recurrent state that are read together
 #define WORD (4 * LANES)     // bytes of a vector
 #define MAX_CANDIDATES 2048  // most candidates of a tree: K * n, and a chain
 #define MAX_PARTS (1 << 23)  // numbers in the partial results of an attention
@@ -85,11 +86,9 @@ const char *const instructions =  // that these kernels were compiled for
     "AVX-512"
 #elif LANES == 8
     "AVX2"
-#elif defined(PLAIN)
-    "plain C"
-#elif defined(__aarch64__)
+#elif !defined(PLAIN) && defined(__aarch64__)
     "NEON"
-#elif defined(__SSSE3__)
+#elif !defined(PLAIN) && defined(__SSSE3__)
     "SSSE3"
 #else
     "plain C"
@@ -517,15 +516,12 @@ INLINE int sum_ints(vi v) {
     return v[0];
 }
 
-INLINE vf combine_lanes(Combine *f, vf v, int s) { return f(v, swap(v, s)); }
-
 // f over all lanes of v
 INLINE float reduce(Combine *f, vf v) {
-    if (LANES > 8)
-        v = combine_lanes(f, v, 8);
-    if (LANES > 4)
-        v = combine_lanes(f, v, 4);
-    return combine_lanes(f, combine_lanes(f, v, 2), 1)[0];
+    UNROLL
+    for (int s = LANES / 2; s > 0; s /= 2)
+        v = f(v, swap(v, s));
+    return v[0];
 }
 INLINE float sum_lanes(vf v) { return reduce(add, v); }
 INLINE float max_lanes(vf v) { return reduce(larger, v); }
@@ -548,12 +544,9 @@ INLINE void exchange(vf *v, int s) {
 
 // Swaps lane j of v[i] and lane i of v[j]
 INLINE void transpose(vf *v) {
-    exchange(v, 1);
-    exchange(v, 2);
-    if (LANES > 4)
-        exchange(v, 4);
-    if (LANES > 8)
-        exchange(v, 8);
+    UNROLL
+    for (int s = 1; s < LANES; s *= 2)
+        exchange(v, s);
 }
 
 INLINE vf polynomial(vf x, int n, const float *c) {  // c[0] x^(n - 1) + ... + c[n - 1]
@@ -1657,12 +1650,13 @@ static void mix_attention(const BlockWeights *c, const Pass *pass, const float *
 //   q, k, v = silu(sum_j w_j x_j) over the inputs x of a node and its n - 1 nearest ancestors
 //   q = q / sqrt(sum(q^2) + 1e-6) Dk^-0.5, k = k / sqrt(sum(k^2) + 1e-6)
 //   decay = exp(A softplus(a + dt_bias));  beta = sigmoid(b)
-//   S = decay S;  u = beta (v - S^T k);  S = S + k u^T;  y = norm(S^T q) silu(z);  out = out_proj(y)
+//   u = beta (v - decay S^T k);  y = decay S^T q + (q.k) u;  S = decay S + k u^T
+//   out = out_proj(norm(y) silu(z))
 //
 // As in recurrent/delta.py, but node by node in the order of plain decoding: a node's S is made from
 // its parent's, and commit_delta repeats S = decay S + k u^T along the accepted path, with the same u.
 // So bits do not depend on the tree. Columns of S are independent: a unit is a value head of a
-// sequence, and takes WIDE columns at a time, of which it holds the S [Dk][WIDE] of all nodes.
+// sequence, and takes STRIP columns at a time, of which it holds the S [Dk][STRIP] of all nodes.
 //
 // Memory traffic: S read here, read and written at commit.
 
@@ -1735,61 +1729,66 @@ static void prepare_delta_row(void *arguments, int m) {
     }
 }
 
-// Makes S of row m from its parent's, for `columns` columns of head h from `first` on
+// Reads row m for `columns` columns of head h from `first` on, and makes its S from its parent's. S may
+// be the parent's, or NULL if nobody reads it.
 static void read_node(const Delta *a, int m, int h, int first, int columns, const float *parent, float *S) {
-    enum { VECTORS = WIDE / LANES };
     const DeltaStates *s = &a->pass->states;
     int H = s->n_head, Hk = s->n_key_head, Dk = s->key_size, Dv = s->value_size, T = a->pass->T;
     const float *q = a->qkv + (size_t)m * channels_of(s), *k = q + Hk * Dk, *rates = a->ab + (size_t)m * 2 * H;
     const float *v = k + Hk * Dk + h * Dv + first;
-    vf u[VECTORS] = {{0}}, y[VECTORS] = {{0}};
+    vf u[SUMS] = {{0}}, y[SUMS] = {{0}};
+    float *out = a->y + ((size_t)m * H + h) * Dv + first, qk = 0;
+    float *to = s->u + ((tree_at(a->pass, m / T) + m % T) * H + h) * Dv + first;
     q += h % Hk * Dk;
     k += h % Hk * Dk;
-    for (int i = 0; i < Dk * VECTORS; i += VECTORS) {
+    for (int i = 0; i < Dk; i++) {
+        qk += q[i] * k[i];
         UNROLL
-        for (int j = 0; j < VECTORS; j++) {
-            vf row = load(parent + (i + j) * LANES) * rates[h];
-            u[j] = fused(splat(k[i / VECTORS]), row, u[j]);
-            store(S + (i + j) * LANES, row);
+        for (int j = 0; j < SUMS; j++) {
+            vf row = load(parent + i * STRIP + j * LANES);
+            u[j] = fused(splat(k[i]), row, u[j]);
+            y[j] = fused(splat(q[i]), row, y[j]);
         }
     }
-    for (int j = 0; j < VECTORS; j++)
-        u[j] = (load_n(v + j * LANES, columns - j * LANES) - u[j]) * rates[H + h];
-    for (int i = 0; i < Dk * VECTORS; i += VECTORS) {
-        UNROLL
-        for (int j = 0; j < VECTORS; j++) {
-            vf row = fused(splat(k[i / VECTORS]), u[j], load(S + (i + j) * LANES));
-            y[j] = fused(splat(q[i / VECTORS]), row, y[j]);
-            store(S + (i + j) * LANES, row);
-        }
-    }
-    float *out = a->y + ((size_t)m * H + h) * Dv + first;
-    float *to = s->u + ((tree_at(a->pass, m / T) + m % T) * H + h) * Dv + first;
-    for (int j = 0; j < VECTORS; j++) {
-        copy_n(out + j * LANES, &y[j], columns - j * LANES, sizeof *out);
+    for (int j = 0; j < SUMS; j++) {
+        int n = columns - j * LANES;
+        u[j] = fused(splat(-rates[h]), u[j], load_n(v + j * LANES, n)) * rates[H + h];
+        y[j] = fused(splat(qk), u[j], rates[h] * y[j]);
+        copy_n(out + j * LANES, &y[j], n, sizeof *out);
         if (a->pass->ancestors)
-            copy_n(to + j * LANES, &u[j], columns - j * LANES, sizeof *to);
+            copy_n(to + j * LANES, &u[j], n, sizeof *to);
+    }
+    for (int i = 0; S && i < Dk; i++) {
+        UNROLL
+        for (int j = 0; j < SUMS; j++) {
+            vf row = rates[h] * load(parent + i * STRIP + j * LANES);
+            store(S + i * STRIP + j * LANES, fused(splat(k[i]), u[j], row));
+        }
     }
 }
 
 static void delta_head(void *arguments, int unit) {
     const Delta *a = arguments;
     const DeltaStates *s = &a->pass->states;
-    int H = s->n_head, Dk = s->key_size, Dv = s->value_size, T = a->pass->T, tile = Dk * WIDE;
+    int H = s->n_head, Dk = s->key_size, Dv = s->value_size, T = a->pass->T, tile = Dk * STRIP;
     int is_tree = a->pass->ancestors != NULL, b = unit / H, h = unit % H;
     float *state = s->state + (state_at(a->pass, b) * H + h) * Dk * Dv;
     float *S = scratch(ROWS, (size_t)(is_tree ? 1 + T : 1) * tile * sizeof *S);  // of the text, of nodes
-    for (int first = 0; first < Dv; first += WIDE) {
-        int columns = min(Dv - first, WIDE);
+    uint64_t inner = 0;          // nodes with children
+    for (int t = 1; is_tree && t < T; t++)
+        inner |= (uint64_t)1 << max(node_before(a->pass, b, t), 0);
+    for (int first = 0; first < Dv; first += STRIP) {
+        int columns = min(Dv - first, STRIP);
         for (int i = 0; i < Dk; i++)
-            for (int j = 0; j < WIDE; j += LANES)
-                store(S + i * WIDE + j, load_n(state + i * Dv + first + j, columns - j));
+            for (int j = 0; j < STRIP; j += LANES)
+                store(S + i * STRIP + j, load_n(state + i * Dv + first + j, columns - j));
         for (int t = 0; t < T; t++) {
-            int parent = is_tree ? 1 + node_before(a->pass, b, t) : 0, own = is_tree ? 1 + t : 0;
-            read_node(a, b * T + t, h, first, columns, S + (size_t)parent * tile, S + (size_t)own * tile);
+            float *parent = S + (is_tree ? 1 + node_before(a->pass, b, t) : 0) * (size_t)tile;
+            float *own = is_tree ? inner >> t & 1 ? S + (1 + t) * (size_t)tile : NULL : S;
+            read_node(a, b * T + t, h, first, columns, parent, own);
         }
         for (int i = 0; !is_tree && i < Dk; i++)
-            memcpy(state + i * Dv + first, S + i * WIDE, columns * sizeof *S);
+            memcpy(state + i * Dv + first, S + i * STRIP, columns * sizeof *S);
     }
 }
 
@@ -2569,7 +2568,7 @@ int step_draft(Step *s) {
 // -------------------------------------------------------------------------------------------------
 // verify, sample, accept, commit
 
-// Fills `x`, `normed` and `hidden`. Returns 1 for a token out of range or a full cache.
+// Fills `x`, `normed`, `hidden` and `states`. Returns 1 for a token out of range or a full cache.
 int step_verify(Step *s) {
     Pass pass = s->trees;
     int M = pass.B * pass.T, n = M * s->blocks->n_embd;
@@ -2581,8 +2580,12 @@ int step_verify(Step *s) {
         write_row(s->hidden, 0, s->x, n, 1);
         read_row(s->hidden, 0, n, 1, s->x);
     }
-    if (run_blocks(s->blocks, s->n_blocks, &s->norm, &pass, s->x, s->normed))
-        return 1;
+    for (int i = 0, first = 0; first < s->n_blocks; first = s->stops[i++]) {
+        if (run_blocks(s->blocks + first, s->stops[i] - first, &s->norm, &pass, s->x, s->normed))
+            return 1;
+        if (s->states)
+            write_row(s->states, (size_t)i * n, s->x, n, pass.bfloat16);
+    }
     if (s->hidden)
         write_row(s->hidden, 0, s->x, n, 1);
     return 0;

@@ -117,6 +117,8 @@ typedef struct Step {            // a decoding step of the sequences in some of 
     int64_t *accepted;           // [B, 3 P + 2]
     float *x, *normed;           // [B, T, C]: the residual stream, its norm
     uint16_t *hidden;            // [B, T, C]: the stream in bfloat16, or NULL
+    const int32_t *stops;        // numbers of blocks after which heads read the stream, then n_blocks
+    void *states;                // [stops, B, T, C]: the stream there; NULL: heads read `hidden`
 } Step;
 
 extern const int32_t lanes;      // LANES: outputs that a packed weight interleaves

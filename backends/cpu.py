@@ -146,10 +146,10 @@ class PackedDecoder(SomeSlots):
 
 
 class CompiledDecoder(PackedDecoder):
-    """A `generate.Decoder` with one call of cpu.c per stage, but for verifying with heads that read
-    several states. A step runs only the slots that hold sequences. The augmenting blocks, or the
-    heads' layer, read accepted tokens only when the heads draft again, so the heads' cache may be
-    shorter than the model's. Each step overwrites the results of the one before."""
+    """A `generate.Decoder` with one call of cpu.c per stage. A step runs only the slots that hold
+    sequences. The augmenting blocks, or the heads' layer, read accepted tokens only when the heads
+    draft again, so the heads' cache may be shorter than the model's. Each step overwrites the
+    results of the one before."""
     tree_sizes = range(2, LARGEST + 1)
     chooses_size = True
 
@@ -178,6 +178,11 @@ class CompiledDecoder(PackedDecoder):
         if model.dtype == torch.bfloat16:
             self.results["hidden"] = torch.zeros_like(self.results["x"], dtype=model.dtype)
         self.reads = getattr(self.heads, "g", None)  # makes what heads read of the model's states
+        self.stops = sorted({*self.hidden_layers, len(model.blocks)})
+        self.results["stops"] = torch.tensor(self.stops, dtype=torch.int32)
+        if self.hidden_layers:
+            states = len(self.stops) * len(self.results["x"])
+            self.results["states"] = torch.zeros(states, dtype=model.dtype)
         self.views = {}    # (B, T) -> views of the results
         self.embeds = (isinstance(model.embed, PackedEmbedding) and model.embed_positions is None
                        and model.config.embed_scale == 1)
@@ -254,7 +259,7 @@ class CompiledDecoder(PackedDecoder):
             self.views[key] = self.step_views(*key)
         self.view = self.views[key]
         batch = None  # cpu.c reads the slots itself
-        if self.samples_in_torch(plan) or self.hidden_layers:
+        if self.samples_in_torch(plan):
             batch = batch_of(self.slots, torch.tensor(self.running))
         return Draft(batch, self.view.tree, self.view.positions, None)
 
@@ -267,19 +272,17 @@ class CompiledDecoder(PackedDecoder):
             tree=Tree(*view("tree", 5, B, T), view("probabilities", B, T)),
             positions=view("positions", B, T), x=view("x", B, T, C), normed=view("normed", B, T, C),
             hidden=view("hidden" if "hidden" in self.results else "x", B, T, C),
+            states=[view("states", len(self.stops), B, T, C)[self.stops.index(layer)]
+                    for layer in self.hidden_layers],
             target=view("target", B, T), packed=packed, accepted=unpacked(packed))
 
     def verify(self, plan, draft):
         view = self.view
-        states = view.hidden
-        if self.hidden_layers:
-            normed, states = super().verify(plan, draft)
-            view.normed.copy_(normed)
-        else:
-            if not self.embeds:
-                view.x.copy_(self.model.embeddings(draft.tree.tokens, draft.positions))
-            check_room(library().step_verify(self.struct), self.struct.trees)
+        if not self.embeds:
+            view.x.copy_(self.model.embeddings(draft.tree.tokens, draft.positions))
+        check_room(library().step_verify(self.struct), self.struct.trees)
         if self.reads:
+            states = torch.cat(view.states, -1) if view.states else view.hidden
             view.hidden.copy_(self.reads(states))
         return view.normed, view.hidden
 

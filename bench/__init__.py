@@ -15,6 +15,7 @@ FIELDS = "vocab_size n_layer n_head n_kv_head head_size n_embd n_inner".split()
 LLAMA = dict(block_size=8192, rope_theta=500000.0, tied=False)
 SMOL = LLAMA | dict(tied=True)
 QWEN = LLAMA | dict(qkv_bias=True)
+HYBRID = SMOL | dict(attn_gate=True, qk_norm="head", rotary_size=64)
 MODEL_SIZES = {  # name: values of FIELDS, other fields of GPTConfig
     "135m": ((49152, 30, 9, 3, 64, 576, 1536), SMOL),             # SmolLM2
     "360m": ((49152, 32, 15, 5, 64, 960, 2560), SMOL),
@@ -22,6 +23,10 @@ MODEL_SIZES = {  # name: values of FIELDS, other fields of GPTConfig
     "8b": ((128256, 32, 32, 8, 128, 4096, 14336), LLAMA),         # Llama 3
     "32b": ((152064, 64, 40, 8, 128, 5120, 27648), QWEN),         # Qwen2.5
     "70b": ((128256, 80, 64, 8, 128, 8192, 28672), LLAMA),
+    "0.8b-hybrid": ((248320, 24, 8, 2, 256, 1024, 3584), HYBRID | dict(mixers=(16, 16))),  # Qwen 3.5
+    "4b-hybrid": ((248320, 32, 16, 4, 256, 2560, 9216), HYBRID | dict(mixers=(32, 16))),
+    "0.8b": ((248320, 24, 8, 2, 128, 1024, 5888), SMOL),  # as wide, deep and large, of attention only
+    "4b": ((248320, 32, 20, 4, 128, 2560, 12416), SMOL),
     "tiny": ((97, 2, 4, 2, 16, 64, 96), LLAMA | dict(block_size=512)),  # for `gpu --dry-run`
 }
 
@@ -29,8 +34,13 @@ MODEL_SIZES = {  # name: values of FIELDS, other fields of GPTConfig
 def size_config(name):
     """The GPTConfig of a model in MODEL_SIZES."""
     from model import GPTConfig
+    from recurrent.layers import DeltaConfig
     sizes, others = MODEL_SIZES[name]
-    return GPTConfig(**dict(zip(FIELDS, sizes)), **others)
+    config = GPTConfig(**dict(zip(FIELDS, sizes)), **others)
+    if config.mixers:
+        delta = DeltaConfig(*config.mixers, 128, 128)
+        config.mixers = (delta, delta, delta, None) * (config.n_layer // 4)
+    return config
 
 
 class Table(list):

@@ -144,6 +144,8 @@ def random_model(name, device, dtype, quantize=None):
     model = model.to_empty(device=device).requires_grad_(False).eval()
     for parameter_name, p in model.named_parameters():
         p.fill_(1) if parameter_name.endswith("norm.weight") else p.normal_(0, 0.02)
+        if parameter_name.endswith(".A"):
+            p.fill_(-1)  # states decay
     # logits with a standard deviation of 4 leave top-p some hundred tokens, like trained models'
     model.head.weight.normal_(0, 4 / config.n_embd ** 0.5)
     if model.device.type == "cuda":
