@@ -23,9 +23,9 @@ MODEL_SIZES = {  # name: values of FIELDS, other fields of GPTConfig
     "8b": ((128256, 32, 32, 8, 128, 4096, 14336), LLAMA),         # Llama 3
     "32b": ((152064, 64, 40, 8, 128, 5120, 27648), QWEN),         # Qwen2.5
     "70b": ((128256, 80, 64, 8, 128, 8192, 28672), LLAMA),
-    "0.8b-hybrid": ((248320, 24, 8, 2, 256, 1024, 3584), HYBRID | dict(mixers=(16, 16))),  # Qwen 3.5
-    "4b-hybrid": ((248320, 32, 16, 4, 256, 2560, 9216), HYBRID | dict(mixers=(32, 16))),
-    "0.8b": ((248320, 24, 8, 2, 128, 1024, 5888), SMOL),  # as wide, deep and large, of attention only
+    "0.8b-hybrid": ((248320, 24, 8, 2, 256, 1024, 3584), HYBRID | dict(mixers=(16, 16))),
+    "4b-hybrid": ((248320, 32, 16, 4, 256, 2560, 9216), HYBRID | dict(mixers=(32, 16))),  # Qwen 3.5
+    "0.8b": ((248320, 24, 8, 2, 128, 1024, 5888), SMOL),  # as large as the hybrids
     "4b": ((248320, 32, 20, 4, 128, 2560, 12416), SMOL),
     "tiny": ((97, 2, 4, 2, 16, 64, 96), LLAMA | dict(block_size=512)),  # for `gpu --dry-run`
 }

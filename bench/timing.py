@@ -37,22 +37,25 @@ def copy_bandwidth(device):
 
 @torch.inference_mode()
 def timing_decoder(model, heads, tree_size, lookup=False, **options):
-    """A `Decoder` with one tree size that can step forever: its slots are idle, and have PREFIX
-    cached tokens, or as many as the model's context holds. options: the Decoder's."""
+    """A `Decoder` with one tree size, whose slots have PREFIX cached tokens, or as many as the
+    model's context holds. options: the Decoder's."""
     capacity = min(PREFIX + 1, model.config.block_size)
     policy = Policy(model, heads, lookup, tree_size)
     decoder = decoder_class(model, policy.heads)(model, policy=policy, capacity=capacity, **options)
+    decoder.slots.active.fill_(1)
     decoder.slots.cache.lengths.fill_(capacity - 1)
     return decoder
 
 
 def decoder_seconds(decoder, body):
-    """`seconds` of body(), a step or a stage of a `timing_decoder`."""
+    """`seconds` of body(), a step or a stage of a `timing_decoder`, always at the same length."""
     lengths, heads_lengths = decoder.slots.cache.lengths, decoder.slots.heads_cache.lengths
+    start = lengths.clone()
 
     def once():
+        lengths.copy_(start)
         if heads_lengths is not lengths:  # in C, drafting reads new tokens: leave one unread
-            heads_lengths.copy_(lengths).sub_(1).clamp_(min=0)
+            heads_lengths.copy_(start).sub_(1).clamp_(min=0)
         body()
     return seconds(once)
 
