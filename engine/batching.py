@@ -118,8 +118,10 @@ class Engine(FifoEngine):
                     self.kept.restore(slot, start, shared)
                 del self.idle[slot]
                 sequence.cached = start
-                end = self.prefill_end(len(sequence.prompt), start)
-                self.prefilling = slot, sequence, start, end, shared
+                length = len(sequence.prompt)
+                end = self.prefill_end(length, start)
+                # a new prompt: keep a state from which it can be read again
+                self.prefilling = slot, sequence, start, end, shared or length - 2
             slot, sequence, start, end, shared = self.prefilling
             stop = min(start + PREFILL_CHUNK, end)
             if self.kept and start < shared < stop:
@@ -236,7 +238,10 @@ class Engine(FifoEngine):
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         if self.prefilling and self.prefilling[1] is sequence:
-            self.keep_prefix(self.prefilling[0], ())
+            slot, _, start, _, _ = self.prefilling
+            if self.kept and start:
+                self.kept.keep(slot, PROMPT, start)
+            self.keep_prefix(slot, sequence.prompt[:start + 1] if start else ())
             self.prefilling = None
         if sequence in self.running.values():
             self.free(sequence)
@@ -283,27 +288,26 @@ def bytes_beside(model, heads, batch_size, rows, nodes):
     tables, and on a CPU the hidden states that heads have yet to read."""
     config = model.config
     masks = batch_size * (nodes + 1) * 4 * math.ceil(config.vocab_size / 32)
-    tables = sum(x[0].nbytes for x in model.tables[:2] if x is not None)
-    tables *= max(min(rows, config.block_size + MAX_TREE) - model.n_positions, 0)
+    positions = min(rows, config.block_size + MAX_TREE)
+    own = getattr(heads, "rotations", None)  # of heads in drafters/
+    tables = sum(x[0].nbytes * max(positions - len(x), 0)
+                 for x in (*model.tables[:2], own) if x is not None)
     keeps_states = heads and model.device.type == "cpu"
     states = batch_size * rows * config.n_embd * model.dtype.itemsize if keeps_states else 0
     return masks + tables + states
 
 
 def best_slot(idle, prompt, kept=None):
-    """The free slot whose cache has the most of a prompt (ties: the one free for longest), the
-    index of the first token that must be read, and the length of the shared prefix. idle: {slot:
-    tokens in its cache}. kept: `KeptStates`, of which the read tokens must follow one."""
+    """The free slot whose cache has the most of a prompt, and at least half; else the one free for
+    longest. With it, the first token that must be read, and the length of the shared prefix. idle:
+    {slot: tokens in its cache}. kept: `KeptStates`, of which the read tokens must follow one."""
     starts = {}
     for slot, tokens in idle.items():
-        same = common_prefix(tokens, prompt)
+        parted = compress(count(), map(ne, tokens, prompt))  # where, without a loop in Python
+        same = next(parted, min(len(tokens), len(prompt)))
         # a heads' row needs the next token to match, too; reading the last row gives their state
         shared = max(min(same - 1, len(prompt) - 2), 0)
         starts[slot] = kept.longest(slot, shared) if kept else shared, shared
-    slot = max(starts, key=starts.get)
+    is_half = lambda slot: 2 * starts[slot][1] >= len(prompt)
+    slot = max(starts, key=lambda slot: starts[slot] if is_half(slot) else (0, 0))
     return slot, *starts[slot]
-
-
-def common_prefix(a, b):
-    """The length of the longest common prefix of two lists, without a loop in Python."""
-    return next(compress(count(), map(ne, a, b)), min(len(a), len(b)))

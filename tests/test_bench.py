@@ -253,8 +253,8 @@ def test_more_threads_are_used_if_they_are_15_percent_faster(monkeypatch, speeds
 
 
 def test_sizes_are_those_of_the_published_models():
-    sizes = {"135m": 0.1345, "360m": 0.3618, "1.2b": 1.2358, "8b": 8.03, "32b": 32.76, "70b": 70.55}
-    for name, billions in sizes.items():
+    for name, billions in {"135m": 0.1345, "360m": 0.3618, "1.2b": 1.2358, "8b": 8.03, "32b": 32.76, "70b": 70.55,
+                           "0.8b-hybrid": 0.7524, "4b-hybrid": 4.2058, "0.8b": 0.7524, "4b": 4.1905}.items():
         with torch.device("meta"):
             model = GPT(size_config(name))
         assert sum(p.numel() for p in model.parameters()) / 1e9 == pytest.approx(billions, rel=2e-3)

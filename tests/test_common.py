@@ -6,16 +6,14 @@ import pytest
 import torch
 
 from common.machine import available_cpus, free_memory, pick_device
-from conftest import needs_cuda
+from conftest import needs_cuda, refusal
 from generate import capture
-from model import InputError
 from test_hf_tokenizer import write
 
 
 @pytest.mark.parametrize("name", ["meta", "mps", "cuda:99", "abacus"])
 def test_devices_without_a_backend_are_refused(name):
-    with pytest.raises(InputError, match=f"device '{name}' is not available here"):
-        pick_device(name)
+    refusal(lambda: pick_device(name), f"device '{name}' is not available here")
 
 
 LIMITS = {  # case: (/proc/self/cgroup, {group: (limit, use, use that can be dropped)}, free), in GB

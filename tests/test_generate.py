@@ -222,8 +222,7 @@ def test_more_heads_than_nodes():
     model = toy_model()
     heads = random_heads(model, n_draft=20)
     cpu.apply(model, heads)
-    prompts = PROMPTS[:2]
-    assert generate(model, prompts, 20, heads).tokens == generate(model, prompts, 20).tokens
+    assert generate(model, PROMPTS[:2], 20, heads).tokens == generate(model, PROMPTS[:2], 20).tokens
 
 
 def test_caches_that_do_not_fit_are_refused_before_allocation(toy, monkeypatch):
@@ -342,7 +341,7 @@ def test_shared_prefixes_are_prefilled_once_per_slot(name, ahead, compiled, pref
         return [prompt + tokens for prompt, tokens in zip(prompts, want)]
     a, b = check([first, second], 2 * 50)
     b, a = check([b + [5, 6], a + [7]], 6)  # each in its old slot, in reverse order
-    check([[8] * 3, [9] * 70], 3 + 2 * 70)  # in the two slots free the longest
+    check([a[:9] + [8] * 30, b[:9] + [9] * 70], 2 * (39 + 79))  # too little of a or b: in the slots free the longest
     check([a + [1], b + [2]], 5)
     check([first + [n] for n in range(12)], 60 * 2 + 12)  # the first prompt fills a slot, the others share it
 

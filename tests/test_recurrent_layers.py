@@ -112,24 +112,27 @@ by_decoder = pytest.mark.parametrize("reads_prompts, compiled", [
 @by_decoder
 @pytest.mark.parametrize("keeps_answers", [True, False])
 def test_conversations_read_little_again(keeps_answers, reads_prompts, compiled, monkeypatch, prefilled):
-    """Bug: a state of other tokens than those of the cached rows, one that is never kept, and a conversation that is
-    read from its start at every turn. Templates that drop earlier reasoning differ where the last prompt ended."""
+    """Bug: a state of other tokens than the cached rows', or never kept; a text read from its start at each turn, when
+    sent again or after a cancelled request. Templates that drop earlier reasoning differ where the last prompt ended."""
     model, heads = load("clover", compiled, block_size=1024, **HYBRID)
     monkeypatch.setattr(batching, "PREFILL_CHUNK", 32)
+    monkeypatch.setattr(batching, "long_prompt", lambda model: 70)
     engine = new_engine(model, heads, tree_size=9, capacity=700, batch_size=2, reads_prompts=reads_prompts)
-    engine.long_prompt = 70
-    text = random_prompts([80])[0]
-    for number, turn in enumerate(random_prompts([40] * 5, seed=1)):
+    text = random_prompts([200])[0]
+    for number, turn in enumerate([[], *random_prompts([40] * 5, seed=1)]):
         prompt = text + [96, 95]  # begins the answer
         want = generate(model, [prompt], 12, tree_size=1).tokens
         prefilled.clear()
-        assert engine.generate([prompt], 12).tokens == want
-        if number > 1:  # two turns, or one, and what steps may read
-            assert sum(n for _, n in prefilled) <= 120
-        text = (prompt + want[0] if keeps_answers else text + want[0][8:]) + turn
         if number == 3:
-            engine = engine.grown(900)
-            engine.long_prompt = 70
+            cancelled = engine.add(prompt, 12)
+            engine.step()
+            engine.cancel(cancelled)
+        assert engine.generate([prompt], 12).tokens == want
+        if number not in (0, 2):  # a token; then two turns, or one, and what steps may read
+            assert sum(n for _, n in prefilled) <= 140
+        if turn:
+            text = (prompt + want[0] if keeps_answers else text + want[0][8:]) + turn
+        engine = engine.grown(900) if number == 4 else engine
 
 
 @by_decoder
