@@ -113,7 +113,7 @@ by_decoder = pytest.mark.parametrize("reads_prompts, compiled", [
 @pytest.mark.parametrize("keeps_answers", [True, False])
 def test_conversations_read_little_again(keeps_answers, reads_prompts, compiled, monkeypatch, prefilled):
     """Bug: a state of other tokens than the cached rows', or never kept; a text read from its start at each turn, when
-    sent again or after a cancelled request. Templates that drop earlier reasoning differ where the last prompt ended."""
+    sent again or after a cancelled one. Templates that drop earlier reasoning differ where the last prompt ended."""
     model, heads = load("clover", compiled, block_size=1024, **HYBRID)
     monkeypatch.setattr(batching, "PREFILL_CHUNK", 32)
     monkeypatch.setattr(batching, "long_prompt", lambda model: 70)
