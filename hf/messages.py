@@ -20,7 +20,7 @@ def messages_of(value):
         messages = [turn if "role" in turn else dict(role=turn.get("from"),
                                                      content=turn.get("value"))
                     for turn in turns + value["conversations"]]
-    expect(isinstance(messages, list), 'its "messages" are not a list')
+    expect(isinstance(messages, list), 'it has no list of "messages"')
     messages = [message_of(message, f"messages[{i}]") for i, message in enumerate(messages)]
     expect(all("content" in message or message.get("tool_calls") for message in messages),
            "an answer has no content")

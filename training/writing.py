@@ -99,8 +99,8 @@ class Writer:
                     before = done  # tokens of an earlier run
                     show = progress(before, goal, 1, self.log, every=60)
                 self.step()
-                written = min(before + self.written, goal - 1)
-                show(written, self.describe(written, goal))
+                written = before + self.written  # the goal counts whole files
+                show(min(written, goal - 1), self.describe(written, goal))
             else:
                 self.log(f"all prompts are answered, at {len(TEMPERATURES)} temperatures, with "
                          f"{human(done * size)} tokens; give more prompts for better heads")
