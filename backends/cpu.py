@@ -14,20 +14,8 @@ from types import SimpleNamespace
 
 import torch
 
-from backends.cpu_layers import (
-    LAYERS,
-    PackedBlocks,
-    PackedEmbedding,
-    PackedLinear,
-    PackedLMHead,
-    check_room,
-    norm_struct,
-    pack,
-    pass_struct,
-    pointer,
-    stack,
-    states_struct,
-)
+from backends import cpu_layers
+from backends.cpu_layers import PackedBlocks, PackedEmbedding, PackedLinear, PackedLMHead, pointer
 from backends.cpu_library import LARGEST, header, is_usable, library, threads
 from backends.slots import SomeSlots, batch_of
 from clover import Tree
@@ -47,9 +35,9 @@ def apply(model, heads=None):
     Raises InputError for a dtype that cpu.c does not support."""
     if not is_usable(model.device):
         return
-    pack(model)
+    cpu_layers.pack(model)
     if heads:
-        pack(heads)
+        cpu_layers.pack(heads)
     if isinstance(model.blocks, PackedBlocks):
         model.decoder = CompiledDecoder
     if model.config.tied and isinstance(model.head, PackedLMHead):
@@ -59,9 +47,9 @@ def apply(model, heads=None):
 def put(model, name, parts):
     """Replaces the layer `name` by a packed layer made of `PackedWeight`s."""
     layer = model.get_submodule(name)
-    weight = stack(parts, getattr(layer, "bias", None))
+    weight = cpu_layers.stack(parts, getattr(layer, "bias", None))
     if name != "embed":
-        model.set_submodule(name, LAYERS[type(layer)](weight))
+        model.set_submodule(name, cpu_layers.LAYERS[type(layer)](weight))
     elif model.config.tied:
         model.head = PackedLMHead(weight)  # also serves as the embeddings
     else:
@@ -134,7 +122,7 @@ class PackedDecoder(SomeSlots):
     def __init__(self, model, **options):
         super().__init__(model, **options)
         self.tensors = []  # keeps alive what the struct points to
-        self.norm = norm_struct(model.norm, self.tensors)
+        self.norm = cpu_layers.norm_struct(model.norm, self.tensors)
 
     def verify(self, plan, draft):
         model = self.model
@@ -232,9 +220,9 @@ class CompiledDecoder(PackedDecoder):
         struct.hidden_stride = self.hidden_rows.stride(0)
 
     def slot_pass(self, cache, tables):
-        a_pass = pass_struct((self.batch_size, 1), tables, cache.kv, cache.lengths)
+        a_pass = cpu_layers.pass_struct((self.batch_size, 1), tables, cache.kv, cache.lengths)
         a_pass.slots = ctypes.addressof(self.slot_array)
-        a_pass.states = states_struct(cache.states)
+        a_pass.states = cpu_layers.states_struct(cache.states)
         return a_pass
 
     def place(self, running):
@@ -253,7 +241,7 @@ class CompiledDecoder(PackedDecoder):
         struct.tree_size = plan.tree_size or 0
         struct.depths = plan.depths
         struct.trees.threads = struct.paths.threads = threads()
-        check_room(library().step_draft(struct), struct.trees)
+        cpu_layers.check_room(library().step_draft(struct), struct.trees)
         key = struct.trees.B, struct.T
         if key not in self.views:
             self.views[key] = self.step_views(*key)
@@ -280,7 +268,7 @@ class CompiledDecoder(PackedDecoder):
         view = self.view
         if not self.embeds:
             view.x.copy_(self.model.embeddings(draft.tree.tokens, draft.positions))
-        check_room(library().step_verify(self.struct), self.struct.trees)
+        cpu_layers.check_room(library().step_verify(self.struct), self.struct.trees)
         if self.reads:
             states = torch.cat(view.states, -1) if view.states else view.hidden
             view.hidden.copy_(self.reads(states))

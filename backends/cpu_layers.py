@@ -398,6 +398,7 @@ class PackedBlocks(Packed, Blocks):
     cache torch does."""
     is_packed = True
     decoding_context = staticmethod(kernel_threads)
+    prepare = staticmethod(pack)
 
     def __init__(self, blocks):
         super().__init__(blocks)
@@ -452,9 +453,6 @@ class PackedBlocks(Packed, Blocks):
             else:
                 state |= {f"{name}.{key}": x for key, x in layer.named_parameters(recurse=False)}
         return state
-
-    def prepare(self, module):
-        pack(module)
 
     @torch.inference_mode()
     def is_as_written(self, model):

@@ -2,7 +2,6 @@
 declares its structs, constants and functions."""
 
 import ctypes
-import hashlib
 import os
 import platform
 import re
@@ -20,6 +19,7 @@ from types import SimpleNamespace
 import torch
 
 from clover import BINS, MAX_DRAFT, SCHEMA, SOURCES
+from common.files import value_hash
 from common.machine import find
 from common.values import one_line, warn
 from generate import MAX_CHAIN
@@ -107,7 +107,7 @@ def load_or_build(command):
     run = partial(subprocess.run, check=True, capture_output=True, text=True)
     command = [*command, *(f"-D{name}={value}" for name, value in MACROS.items())]
     macros = run([*command, "-dM", "-E", "-x", "c", os.devnull]).stdout  # compiler, CPU features
-    name = f"cpu-{source_key()}-{digest(command, macros)}.so"
+    name = f"cpu-{source_key()}-{value_hash((command, macros))}.so"
     if loaded := load_cached(name):
         return loaded
     with tempfile.TemporaryDirectory() as temporary:
@@ -140,11 +140,8 @@ def source_key():
     flags = os.environ.get("CLOVER_CFLAGS", "")
     cpu = find(Path("/proc/cpuinfo"), r"(?:flags|Features)\s*:(.*)", platform.processor(), str)
     sources = [(FOLDER / name).read_bytes() for name in ("cpu.c", "cpu.h")]
-    return digest(sources, MACROS, flags, None if re.search("-m(arch|cpu)=", flags) else cpu)
-
-
-def digest(*values):
-    return hashlib.sha256(repr(values).encode()).hexdigest()[:16]
+    names_cpu = re.search("-m(arch|cpu)=", flags)
+    return value_hash((sources, MACROS, flags, None if names_cpu else cpu))
 
 
 def cache_folders():

@@ -39,13 +39,11 @@ def is_usable(device):
 # Blocks
 
 class FusedBlocks(Blocks):
+    prepare = staticmethod(apply)
 
     def __init__(self, blocks):
         super().__init__(FusedBlock(block) if can_fuse(block) else block for block in blocks)
         self.is_packed = any(isinstance(layer, QuantizedLinear) for layer in self.modules())
-
-    def prepare(self, module):
-        apply(module)
 
 
 class FusedBlock(Block):
@@ -184,6 +182,7 @@ class GraphDecoder(SomeSlots):
     extend_candidates = staticmethod(tree.extend_candidates)
     ngram_lookup = staticmethod(tree.ngram_lookup)
     advance = staticmethod(tree.advance)
+    to_host = staticmethod(tree.to_host)
 
     def __init__(self, model, **options):
         super().__init__(model, **options)
@@ -217,9 +216,6 @@ class GraphDecoder(SomeSlots):
         return tree.accept_path(draft.tree, target, self.slots.active, plan.tree_size,
                                 draft.batch.sampling["temperature"], self.policy.counts,
                                 draft.chain, draft.batch.slots, self.prompts)
-
-    def to_host(self, accepted):
-        return tree.to_host(accepted)
 
     # On the host
 

@@ -71,7 +71,9 @@ def read_objects(file, parse, expected):
                     values = array if isinstance(array, list) else [array]
             for number, value in enumerate(values, start=1):
                 if kind == "element" or value.strip():
-                    yield f"{kind} {number}", parse(json.loads(value) if kind == "line" else value)
+                    value = json.loads(value) if kind == "line" else value
+                    expect(isinstance(value, dict), "it is not an object")
+                    yield f"{kind} {number}", parse(value)
     except OSError as error:
         raise InputError(f"{file}: cannot be read ({error.strerror or error})") from None
     except (AttributeError, EOFError, RecursionError, TypeError, ValueError, zlib.error) as error:
@@ -89,6 +91,11 @@ def content_hash(file):
     """A hash of all bytes of a file."""
     with open(file, "rb") as opened:
         return hashlib.file_digest(opened, "sha256").hexdigest()
+
+
+def value_hash(value):
+    """16 hex digits that identify a value by its repr."""
+    return hashlib.sha256(repr(value).encode()).hexdigest()[:16]
 
 
 def files_hash(files):

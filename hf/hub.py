@@ -49,7 +49,11 @@ def fetch_folder(repo):
 def fetch_gguf(repo, kind):
     """The Path of the GGUF model whose name is or ends in `kind`; downloads all its parts."""
     stem = lambda file: re.sub(r"(-\d+-of-\d+)?\.gguf$", "", file)
-    files = sorted(file for file in list_files(repo) if file.endswith(".gguf")
+    try:
+        found = list_repo_files(repo)
+    except Exception:  # no connection; if nothing is cached, the next line raises the reason
+        found = glob("**/*.gguf", root_dir=download(repo, []), recursive=True)  # follows links
+    files = sorted(file for file in found if file.endswith(".gguf")
                    and not any(part in file.rpartition("/")[2] for part in NO_MODEL))
     ending = re.compile(rf"(.*[-./])?{re.escape(stem(kind))}", re.IGNORECASE)
     parts = [file for file in files if not kind or ending.fullmatch(stem(file))]
@@ -62,12 +66,3 @@ def download(repo, patterns):
     """The folder of a repository's files of these patterns; without a connection, of those in the
     cache."""
     return Path(snapshot_download(repo, allow_patterns=patterns))
-
-
-def list_files(repo):
-    """The names of a repository's files, without a connection those of its GGUF files in the
-    cache."""
-    try:
-        return list_repo_files(repo)
-    except Exception:  # if nothing is cached, the next line raises the reason
-        return glob("**/*.gguf", root_dir=download(repo, []), recursive=True)  # follows links

@@ -1,7 +1,6 @@
 """A model's tokenizer, from tokenizer.json, or from older files with transformers. tiktoken encodes
 where it gives the same ids (bpe.py), tokenizers elsewhere."""
 
-import hashlib
 import importlib
 import json
 import re
@@ -10,7 +9,7 @@ from functools import cached_property
 from tokenizers import AddedToken, Tokenizer
 from tokenizers.models import BPE
 
-from common.files import check_content
+from common.files import check_content, value_hash
 from common.values import one_line
 from hf.bpe import BYTES, byte_level_bpe
 from hf.chat import load_chat_template, token_text
@@ -57,7 +56,7 @@ class Encoding:
         [PADn] of id n and writes some ▁ as spaces."""
         pairs = sorted((text.replace(" ", "▁"), i) for text, i in self.vocab.items()
                        if text != f"[PAD{i}]")
-        return hashlib.sha256(repr(pairs).encode()).hexdigest()[:16]
+        return value_hash(pairs)
 
     @cached_property
     def plain_package(self):

@@ -5,6 +5,7 @@ import argparse
 import contextlib
 import json
 import os
+import sys
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -20,10 +21,19 @@ class Parser(argparse.ArgumentParser):
 
     def __init__(self, description=None, **options):
         super().__init__(description=description, allow_abbrev=False, **options)
+        sys.excepthook = excepthook
 
     def error(self, message):
         is_first = os.environ.get("RANK", "0") == "0"  # RANK is set by torchrun
         self.exit(2, f"{self.prog}: {message} (--help lists the flags)\n" if is_first else None)
+
+
+def excepthook(kind, error, trace):
+    """Prints a line for Ctrl-C before `tools.errors.command` runs, while torch is imported."""
+    if kind is KeyboardInterrupt:
+        print("interrupted", file=sys.stderr)
+    else:
+        sys.__excepthook__(kind, error, trace)
 
 
 def at_least(low, auto=False):

@@ -252,7 +252,10 @@ def main(args):
     group = tensor_parallel.start(args.device)
     expect(group.size == 1, "the server is one process; start it without torchrun")
     loaded = load(args, group)
-    context = min(args.context or 4096, loaded.model.config.block_size)
+    longest = loaded.model.config.block_size
+    context = min(args.context or 4096, longest)
+    if args.context and args.context > longest:
+        warn(f"--context {args.context}: the model's is {longest}, which is used")
     app = App(args, loaded, context)
     gc.freeze()  # else each full collection scans all that was loaded
     server = Server(uvicorn.Config(app.asgi, log_level="error", **HTTP))

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
-from common.files import OBJECTS, content_hash, read_objects, read_text
+from common.files import OBJECTS, content_hash, read_objects, read_text, value_hash
 from common.values import warn
 from hf.bpe import any_of
 from hf.chat import end_of_text
@@ -297,14 +297,10 @@ def load_tokens(paths, encoding, split):
     return encode_splits(paths, [split], encoding)[split]
 
 
-def hash_of(*parts):
-    return hashlib.sha256(repr(parts).encode("utf-8", "surrogatepass")).hexdigest()[:16]
-
-
 def format_key(encoding):
     """16 hex digits: a hash of the tokenizer, the chat template and its variables."""
     template = encoding.template and (encoding.template.source, encoding.template.variables)
-    return hash_of(encoding.hash, encoding.prefix, template)
+    return value_hash((encoding.hash, encoding.prefix, template))
 
 
 def tokens_key(paths, encoding):
@@ -314,7 +310,7 @@ def tokens_key(paths, encoding):
         paths = [file for split in SPLITS for file in builtin_corpus(split)]
     contents = sorted((file.suffix, content_hash(file))
                       for path in paths for file in find_files(path))
-    return hash_of(format_key(encoding), contents, PIECE)
+    return value_hash((format_key(encoding), contents, PIECE))
 
 
 def store_tokens(file, key, paths, encoding, vocab_size):

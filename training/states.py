@@ -22,7 +22,10 @@ def store_states(folder, model, tokens, log=print):
     for path in (file, ids_file):
         path.touch()
     ends = np.append(tokens.starts[1:], N)
-    done = int(max(ends[ends <= matching_rows(file, ids_file, tokens.ids, C)], default=0))
+    stored = np.fromfile(ids_file, np.uint32)
+    n = min(len(stored), file.stat().st_size // (2 * C), N)
+    same = np.argmax(np.append(stored[:n] != tokens.ids[:n], True))  # rows of the same token ids
+    done = int(max(ends[ends <= same], default=0))
     room = shutil.disk_usage(folder).free
     expect((N - done) * 2 * C < room, f"{file}: the states take {human((N - done) * 2 * C, 'B')}, "
            f"but {human(room, 'B')} are free; make room, or leave out --store-states")
@@ -54,10 +57,3 @@ def open_states(folder, model, N):
 
 def state_files(folder, model):
     return [folder / f"states-{model.hash}.{suffix}" for suffix in ("bin", "ids")]
-
-
-def matching_rows(file, ids_file, ids, C):
-    """How many of the stored states are those of these token ids."""
-    stored = np.fromfile(ids_file, np.uint32)
-    n = min(len(stored), file.stat().st_size // (2 * C), len(ids))
-    return int(np.argmax(np.append(stored[:n] != ids[:n], True)))
