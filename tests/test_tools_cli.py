@@ -385,19 +385,19 @@ def test_show_tree_shows_the_drafted_trees(folder, capsys):
 
 
 @pytest.mark.parametrize("flags, says", [
-    ("--compare", "--prompt"), ("--prompt a --system b", "--chat"), ("--prompt a --chat", "--chat"),
+    ("--compare", "--prompt"), ("--prompt a --draft heads+heads", "--draft"), ("--prompt a --heads nowhere", "nowhere"),
     ("--prompt a --draft none --tree-size 5", "--tree-size"), ("--prompt a --draft lookup --heads nowhere", "--draft"),
-    ("--prompt a --draft heads --heads none", "--draft"), ("--prompt a --draft heads+heads", "--draft"),
-    ("--prompt a --regex a --json-schema {}", "--regex"), ("--prompt a --heads nowhere", "nowhere"),
-    ("--prompt a --device warp", "warp"), ("--prompts nowhere.jsonl", "nowhere.jsonl")])
+    ("--prompt a --draft heads --heads none", "--draft"), ("--prompt a --regex a --json-schema {}", "--regex"),
+    ("--prompt a --system b", "--chat"), ("--prompt a --chat", "--chat"), ("--prompt a --device warp", "warp"),
+    ("--prompts nowhere.jsonl", "nowhere.jsonl"), ("--prompt a --draft schema", "--regex")])
 def test_bad_flags_are_refused_in_one_line(folder, capsys, flags, says):
     """Bug: a traceback, or a flag that contradicts another and is ignored."""
     assert says in refusal(capsys, folder, *flags.split())
 
 
 @pytest.mark.parametrize("content, says", [
-    ("", "no prompts"), ('{"prompt": "a"}\n\n{"prompt": 3}', "line 3"), ('{"prompt": ""}', "0 tokens"),
-    ('{"messages": [{"role": "user", "content": "hi"}]}', "--chat"), ('{"messages": []}', "line 1"),
+    ('{"prompt": "a"}\n\n{"prompt": 3}', "line 3"), ('{"prompt": ""}', "0 tokens"), ('{"messages": []}', "line 1"),
+    ('{"messages": [{"role": "user", "content": "hi"}]}', "--chat"), ("", "no prompts"), ('["a"]', "not an object"),
     ('{"prompt": "a"}\n{"messages": [{"role": "dog", "content": "a"}]}', "prompts.jsonl, prompt 2: ")])
 def test_errors_in_a_prompt_file_name_the_line(chat_folder, tmp_path, capsys, content, says):
     """Bug: prompts are decoded before a later bad line is found, or one that the template refuses is not named."""

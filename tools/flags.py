@@ -133,6 +133,9 @@ def parse_generate(argv=None):
             if getattr(args, name) and not is_given:
                 parser.error(f"--{name.replace('_', '-')} needs {needed}")
     check_drafting_flags(parser, args)
+    shape = args.json_schema or args.regex or args.grammar or args.tools
+    if args.draft == {"schema"} and not (shape or args.prompts):
+        parser.error("--draft schema needs --json-schema, --regex, --grammar or --tools")
     if args.seed is None:
         args.seed = -1 if args.chat else 0
     return args
