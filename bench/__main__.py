@@ -3,7 +3,6 @@ with results, hardware and versions. docs/cli.md has more."""
 
 import json
 import os
-from importlib.util import find_spec
 from pathlib import Path
 
 from bench import CODING, MODEL_SIZES
@@ -23,10 +22,8 @@ def parse(argv=None):
     args = parser.parse_args(argv)
     if args.command == "decode":
         check_decode_flags(parser, args)
-    if args.command == "draw":
-        if not find_spec("matplotlib"):
-            parser.error("drawing needs another package: pip install matplotlib")
-    elif args.out and not os.access(Path(args.out).absolute().parent, os.W_OK):
+    folder = args.command != "draw" and args.out and Path(args.out).absolute().parent
+    if folder and not os.access(folder, os.W_OK):
         parser.error(f"--out {args.out}: its folder does not exist, or cannot be written")
     return args
 

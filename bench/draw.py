@@ -4,9 +4,11 @@ on GitHub's white and dark pages."""
 
 import json
 from html import escape
+from importlib.util import find_spec
 
 from bench import ROOT
 from common.files import read_json
+from model import expect
 
 RUN = ROOT / "docs" / "img" / "run.json"  # from generate.py --json --show-tree
 MEASURED = ROOT / "bench" / "results" / "cpu-zen4.jsonl"  # by `bench cpu`
@@ -94,6 +96,7 @@ def draw_kinds(rows, path):
 
 def bench():
     """`bench draw`: draws what the records hold."""
+    expect(find_spec("matplotlib"), "drawing needs another package: pip install matplotlib")
     TEXT.write_text(draw_text(read_json(RUN)), encoding="utf-8")
     records = {record["part"]: record for record in map(json.loads, MEASURED.open())}
     draw_kinds(records["spec bench"]["decoding"], KINDS)
