@@ -2,6 +2,7 @@
 sizes of real models, also for `decode --random-weights`. Compares both with memory bandwidth."""
 
 import math
+from dataclasses import replace
 from functools import partial
 from itertools import product
 from operator import itemgetter
@@ -16,6 +17,8 @@ from bench import Table, size_config
 from bench.timing import PREFIX, copy_bandwidth, seconds, stage_times, timing_decoder
 from clover import CloverHeads, preset
 from common.machine import check_memory, pick_device, weight_bytes
+from drafters.base import Eagle3Config
+from drafters.mtp import DEPTH, MTPHeads
 from generate import Sampling, capture
 from model import GPT, expect
 
@@ -174,7 +177,7 @@ def step_rows(model, heads, shapes, bandwidth):
     c = model.config
     per_token = 2 * c.n_layer * c.n_kv_head * c.head_size * model.dtype.itemsize
     weights = weight_bytes(model) - sum(x.nbytes for x in model.tables if x is not None)
-    weights -= 0 if c.tied else model.embed.weight.nbytes
+    weights -= 0 if c.tied else c.vocab_size * c.n_embd * model.dtype.itemsize
     for name, B, T, sampling in shapes:
         decoder = timing_decoder(model, heads if name == "heads" else None, T, name == "lookup",
                                  batch_size=B, sampling=sampling)
@@ -208,6 +211,9 @@ def bench(args):
     for size in args.random_weights:
         model, heads = random_model(size, device, dtype, args.quantize)
         cpu.apply(model, heads)
+        if model.config.mixers:  # files of such models have MTP heads
+            layers = replace(model.config, n_layer=1, mixers=())
+            heads = MTPHeads(Eagle3Config(layers, DEPTH, (), norm_output=True), model).place()
         shapes = [(name, B, T, Sampling(t)) for t, B, (name, T) in product(
             args.temperatures, args.batch_sizes, methods)]
         # in rounds, so that other work on the machine slows all steps alike
