@@ -1729,15 +1729,14 @@ static void prepare_delta_row(void *arguments, int m) {
     }
 }
 
-// Reads row m for `columns` columns of head h from `first` on, and makes its S from its parent's. S may
-// be the parent's, or NULL if nobody reads it.
+// Reads row m for `columns` columns of head h from `first` on, and makes its S, if not NULL, of the parent's
 static void read_node(const Delta *a, int m, int h, int first, int columns, const float *parent, float *S) {
     const DeltaStates *s = &a->pass->states;
     int H = s->n_head, Hk = s->n_key_head, Dk = s->key_size, Dv = s->value_size, T = a->pass->T;
     const float *q = a->qkv + (size_t)m * channels_of(s), *k = q + Hk * Dk, *rates = a->ab + (size_t)m * 2 * H;
     const float *v = k + Hk * Dk + h * Dv + first;
     vf u[SUMS] = {{0}}, y[SUMS] = {{0}};
-    float *out = a->y + ((size_t)m * H + h) * Dv + first, qk = 0;
+    float qk = 0, *out = a->y + ((size_t)m * H + h) * Dv + first;
     float *to = s->u + ((tree_at(a->pass, m / T) + m % T) * H + h) * Dv + first;
     q += h % Hk * Dk;
     k += h % Hk * Dk;
@@ -1770,10 +1769,11 @@ static void read_node(const Delta *a, int m, int h, int first, int columns, cons
 static void delta_head(void *arguments, int unit) {
     const Delta *a = arguments;
     const DeltaStates *s = &a->pass->states;
-    int H = s->n_head, Dk = s->key_size, Dv = s->value_size, T = a->pass->T, tile = Dk * STRIP;
+    int H = s->n_head, Dk = s->key_size, Dv = s->value_size, T = a->pass->T;
     int is_tree = a->pass->ancestors != NULL, b = unit / H, h = unit % H;
+    size_t tile = (size_t)Dk * STRIP, next = is_tree ? tile : 0;  // a prompt's tokens share one S
     float *state = s->state + (state_at(a->pass, b) * H + h) * Dk * Dv;
-    float *S = scratch(ROWS, (size_t)(is_tree ? 1 + T : 1) * tile * sizeof *S);  // of the text, of nodes
+    float *S = scratch(ROWS, (tile + T * next) * sizeof *S);  // of the text, then of nodes
     uint64_t inner = 0;          // nodes with children
     for (int t = 1; is_tree && t < T; t++)
         inner |= (uint64_t)1 << max(node_before(a->pass, b, t), 0);
@@ -1783,8 +1783,8 @@ static void delta_head(void *arguments, int unit) {
             for (int j = 0; j < STRIP; j += LANES)
                 store(S + i * STRIP + j, load_n(state + i * Dv + first + j, columns - j));
         for (int t = 0; t < T; t++) {
-            float *parent = S + (is_tree ? 1 + node_before(a->pass, b, t) : 0) * (size_t)tile;
-            float *own = is_tree ? inner >> t & 1 ? S + (1 + t) * (size_t)tile : NULL : S;
+            float *parent = S + (1 + node_before(a->pass, b, t)) * next;
+            float *own = !is_tree || inner >> t & 1 ? S + (1 + t) * next : NULL;
             read_node(a, b * T + t, h, first, columns, parent, own);
         }
         for (int i = 0; !is_tree && i < Dk; i++)

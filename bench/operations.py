@@ -23,7 +23,7 @@ from generate import Sampling, capture
 from model import GPT, expect
 
 COPIES = 64  # of a kernel's inputs, at most
-DRAFT_VOCABULARY = 8192  # token ids, for heads with random weights
+DRAFT_VOCABULARY = 8192  # token ids, for Clover heads with random weights
 random = partial(torch.randn, dtype=torch.bfloat16)
 
 

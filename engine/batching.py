@@ -118,18 +118,17 @@ class Engine(FifoEngine):
                     self.kept.restore(slot, start, shared)
                 del self.idle[slot]
                 sequence.cached = start
-                length = len(sequence.prompt)
-                end = self.prefill_end(length, start)
-                # a new prompt: keep a state from which it can be read again
-                self.prefilling = slot, sequence, start, end, shared or length - 2
+                end = self.prefill_end(len(sequence.prompt), start)
+                self.prefilling = slot, sequence, start, end, shared
             slot, sequence, start, end, shared = self.prefilling
             stop = min(start + PREFILL_CHUNK, end)
-            if self.kept and start < shared < stop:
-                stop = shared
+            kept = shared or len(sequence.prompt) - 2  # a new prompt may be sent again
+            if self.kept and start < kept < stop:
+                stop = kept
             if start < stop:
                 decoder.prefill(slot, sequence.prompt, start, stop)
                 budget -= stop - start
-                if self.kept and stop in (shared, end):
+                if self.kept and stop in (kept, end):
                     self.kept.keep(slot, PROMPT if stop == end else SHARED, stop)
             self.prefilling = slot, sequence, stop, end, shared
             if stop == end:
@@ -238,10 +237,11 @@ class Engine(FifoEngine):
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         if self.prefilling and self.prefilling[1] is sequence:
-            slot, _, start, _, _ = self.prefilling
+            slot, _, start, _, shared = self.prefilling
             if self.kept and start:
                 self.kept.keep(slot, PROMPT, start)
-            self.keep_prefix(slot, sequence.prompt[:start + 1] if start else ())
+            rows = max(start, shared)  # those up to `shared` are in the cache, read again or not
+            self.keep_prefix(slot, sequence.prompt[:rows + 1] if rows else ())
             self.prefilling = None
         if sequence in self.running.values():
             self.free(sequence)

@@ -62,8 +62,7 @@ def flags(capsys, parse, *command):
 def test_flags_exist_and_are_documented(capsys):
     """Bug: a page names a flag that does not exist, or a flag is not documented."""
     generate, heads, serve = (flags(capsys, parse) for parse in (parse_generate, parse_heads, parse_serve))
-    known = set.union(OTHERS, generate, heads, serve,
-                      *(flags(capsys, bench.parse, command) for command in BENCH))
+    known = set.union(OTHERS, generate, heads, serve, *(flags(capsys, bench.parse, command) for command in BENCH))
     named = {name(page): set(re.findall(FLAG, page.read_text())) for page in (ROOT / "README.md", *DOCS)}
     assert {page: found - known for page, found in named.items() if found - known} == {}
     assert generate - named["docs/cli.md"] == serve - generate - named["docs/serving.md"] == set()

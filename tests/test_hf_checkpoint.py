@@ -103,8 +103,7 @@ def theirs_of(name, **changes):
     flags = flags | changes
     torch.manual_seed(0)
     model = getattr(transformers, "GPT2LMHeadModel" if kind == "GPT2" else f"{kind}ForCausalLM")
-    config = getattr(transformers, f"{kind}TextConfig" if kind in ("Gemma3", "Qwen3_5") else f"{kind}Config")(
-        **flags)
+    config = getattr(transformers, f"{kind}TextConfig" if kind in ("Gemma3", "Qwen3_5") else f"{kind}Config")(**flags)
     if name.endswith("vision"):  # the text model of a multimodal one
         outer = name.split("-")[0]
         model = getattr(transformers, f"{outer.capitalize()}ForConditionalGeneration")

@@ -460,7 +460,8 @@ def test_prompts_of_a_file(folder, capsys, tmp_path):
 @pytest.mark.parametrize("step", [4, 12], ids=["decoding", "comparing"])
 @pytest.mark.parametrize("number, code", [(signal.SIGINT, 130), (signal.SIGTERM, 143)])
 def test_interrupted_runs_exit_with_the_signals_code(folder, capsys, monkeypatch, number, code, step):
-    """Bug: exit code 0, so that `a && b` continues after Ctrl-C; text or statistics of the steps before are lost."""
+    """Bug: exit code 0, so that `a && b` continues after Ctrl-C; text or statistics of the steps before are lost;
+    a traceback while torch is being imported."""
     in_take(monkeypatch, step, lambda: os.kill(os.getpid(), number))
     monkeypatch.setattr(errors, "received", [])
     flags = f"--model {folder} --device cpu --prompt abc --heads none --temperature 1 --max-new-tokens 8".split()
@@ -470,6 +471,8 @@ def test_interrupted_runs_exit_with_the_signals_code(folder, capsys, monkeypatch
     out, err = capsys.readouterr()
     assert ended.value.code == code and out.startswith("abc") and len(out.strip()) > 3
     assert "1.00 tokens per step, " in err and "identical" not in err
+    sys.excepthook(KeyboardInterrupt, KeyboardInterrupt(), None)  # as if torch were still being imported
+    assert capsys.readouterr().err == "interrupted\n"
 
 
 def test_bad_input_and_heads_without_their_record_are_refused(chat_folder, capsys, monkeypatch):

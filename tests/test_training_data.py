@@ -48,8 +48,7 @@ FAMILIES = {  # name: (added tokens, a template that treats reasoning as the mod
 
 def save(folder, added, special_thoughts=False):
     """A tokenizer of GPT-2's 256 bytes, five merges, and added tokens, {text: id}, all special but perhaps <think>s."""
-    special = [tk.added(index, text, special=special_thoughts or "think" not in text)
-               for text, index in added.items()]
+    special = [tk.added(index, text, special=special_thoughts or "think" not in text) for text, index in added.items()]
     return load_encoding(tk.save(folder, tk.tiny_spec() | dict(added_tokens=special)))
 
 
@@ -193,8 +192,7 @@ def test_answers_before_the_first_question_are_left_out(tmp_path):
     """Bug: training aborts at the parts of long ShareGPT chats, of which a third begin with an answer."""
     strict = ChatTemplate("strict", "{% if messages and messages[0].role == 'assistant' %}"
                           "{{ raise_exception('no question') }}{% endif %}" + CHATML.source, {})
-    turns = [{"from": role, "value": text} for role, text in
-             (("gpt", "a"), ("gpt", "b"), ("human", "q"), ("gpt", "c"))]
+    turns = [{"from": role, "value": text} for role, text in (("gpt", "a"), ("gpt", "b"), ("human", "q"), ("gpt", "c"))]
     trl = dict(prompt=[dict(role="assistant", content="x"), dict(role="user", content="q")],
                completion=[dict(role="assistant", content="c")])
     found = records_of(tmp_path, [dict(conversations=turns), trl, CHAT], strict)

@@ -99,7 +99,7 @@ class Writer:
                     before = done  # tokens of an earlier run
                     show = progress(before, goal, 1, self.log, every=60)
                 self.step()
-                written = before + self.written  # the goal counts whole files
+                written = before + self.written  # `done` counts only saved files
                 show(min(written, goal - 1), self.describe(written, goal))
             else:
                 self.log(f"all prompts are answered, at {len(TEMPERATURES)} temperatures, with "
